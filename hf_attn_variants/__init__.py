@@ -1,0 +1,26 @@
+"""Multi-query, grouped-query and talking-heads attention for the checkpoints of Hugging Face Transformers.
+
+Importing the package registers its classes with transformers' Auto factories.
+"""
+
+import importlib
+from typing import Any
+
+from .modeling import modeling_attn_variant_bert as _bert
+from .modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION as __version__
+from .modeling.configuration_attn_variants import AttnVariantBertConfig
+from .modeling.modeling_attn_variant_bert import *  # noqa: F403
+from .registration import register
+
+__all__ = ["AttnVariantBertConfig", "__version__", "convert", *_bert.__all__]
+
+register()
+
+# Heavier rooms are imported when they are first used.
+_LAZY = {"convert": ".conversion"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,38 @@
+"""Mean-pooling of the heads that will share a key/value head (arXiv 2305.13245, section 2.1)."""
+
+from dataclasses import replace
+
+import torch
+
+from ..grouping import HeadCounts, group_heads, join_heads
+from .base import AttentionTensors, LayerContext, pool_key_value
+
+__all__ = ["MeanPooling", "mean_heads"]
+
+
+def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Average each group of consecutive heads.
+
+    Args:
+        projection: weight [source*d, D] or bias [source*d].
+        source: heads before.
+        target: heads after; divides `source`.
+
+    Returns:
+        The projection [target*d, ...] in the same dtype.
+    """
+    pooled = [
+        # float64 so that equal heads give themselves back; a group at a time so that no wide copy of the layer exists.
+        group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
+        for group in group_heads(projection, source, target)
+    ]
+    return join_heads(torch.stack(pooled))
+
+
+class MeanPooling:
+    """Key/value head i is the mean of its group's heads, weights and biases alike."""
+
+    name = "mean"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        return replace(tensors, **pool_key_value(tensors, heads, mean_heads))

@@ -1,0 +1,26 @@
+"""New, randomly initialised key/value heads (the comparison of arXiv 2305.13245, section 3.3)."""
+
+from dataclasses import replace
+
+import torch
+
+from ..grouping import HeadCounts
+from .base import AttentionTensors, LayerContext, pool_key_value
+
+__all__ = ["RandomHeads"]
+
+
+class RandomHeads:
+    """Key and value weights are drawn as the architecture initialises them, biases are zero: a baseline for uptraining."""
+
+    name = "random"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        def draw(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+            rows = projection.shape[0] // source * target
+            if projection.ndim == 1:
+                return projection.new_zeros(rows)
+            drawn = torch.empty(rows, projection.shape[1]).normal_(0.0, layer.initializer_std, generator=layer.generator)
+            return drawn.to(projection)
+
+        return replace(tensors, **pool_key_value(tensors, heads, draw))

@@ -1,0 +1,178 @@
+"""Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+
+__all__ = ["copy_side_files", "read_config", "resolve_source", "side_files"]
+
+CONFIG_NAME = "config.json"
+SAFETENSORS_SUFFIX = ".safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
+OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel", ".npz")
+OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
+def resolve_source(
+    model_name_or_path: str | os.PathLike,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    allow_pickle: bool = False,
+) -> Path:
+    """Return the folder of a checkpoint; one that is named by its Hub id is downloaded into the Hub's cache.
+
+    Args:
+        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+        revision: branch, tag or commit on the Hub.
+        token: the Hub token, for private and gated repositories.
+        allow_pickle: download pytorch_model.bin where the repository has no safetensors file.
+
+    Raises:
+        OSError: if there is no such folder or repository, or the Hub cannot be reached.
+    """
+    name = os.fspath(model_name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or not name:
+        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
+    return _download(name, revision, token, allow_pickle)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is not a JSON object with a `model_type`.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
+    return config
+
+
+def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
+    """List what lies beside a checkpoint's weights and config.json.
+
+    Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if allowed,
+    pickled) weights go along. Left out are other copies of the model's weights, training state and training checkpoints.
+
+    Args:
+        folder: the checkpoint.
+        weight_files: the files that the converter reads.
+        allow_pickle: take the pickled weights of sentence-transformers modules along.
+
+    Returns:
+        The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
+    """
+    modules = _module_folders(folder)
+    copied, left_out = [], []
+    for directory, subfolders, files in os.walk(folder):
+        relative = Path(directory).relative_to(folder)
+        subfolders[:] = sorted(name for name in subfolders if name not in IGNORED_FOLDERS)
+        skipped = [name for name in subfolders if relative == Path(".") and _is_skipped_folder(name)]
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        left_out += [f"{name}/" for name in skipped]
+        for file in files:
+            path = (relative / file).as_posix()
+            if path in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME) or path in weight_files:
+                continue
+            travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
+            (copied if travels else left_out).append(path)
+    read = {PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME} & set(left_out) if _are_pickles(weight_files) else set()
+    return sorted(copied), sorted(set(left_out) - read)
+
+
+def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
+    """Copy files by their relative paths; links are followed, for the Hub's cache is made of them."""
+    for name in files:
+        target = output / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target)
+
+
+def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
+    name = file.lower()
+    if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
+        return False
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return in_module
+    if name.endswith(PICKLE_SUFFIXES):
+        return in_module and allow_pickle
+    return True
+
+
+def _is_skipped_folder(name: str) -> bool:
+    return name in OTHER_WEIGHT_FOLDERS or name.startswith("checkpoint-")
+
+
+def _are_pickles(weight_files: list[str]) -> bool:
+    return any(not name.endswith(SAFETENSORS_SUFFIX) for name in weight_files)
+
+
+def _module_folders(folder: Path) -> set[str]:
+    # sentence-transformers lists its modules, each in a folder of its own; the model itself has the path "".
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]).as_posix() for module in modules if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    arguments = {"repo_id": name, "revision": revision, "token": token}
+    try:
+        try:
+            files = HfApi().list_repo_files(**arguments)
+            return Path(snapshot_download(**arguments, allow_patterns=list(_wanted_files(files, allow_pickle))))
+        except HfHubHTTPError:
+            raise
+        except OSError:
+            # Not reachable, or HF_HUB_OFFLINE: a copy in the cache will do.
+            return Path(snapshot_download(**arguments, local_files_only=True))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
+    except LocalEntryNotFoundError as error:
+        raise OSError(
+            f"There is no folder {name!r}; as a Hub id it is not in the cache, and the Hub cannot be reached."
+        ) from error
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(f"There is no folder {name!r}, and the Hub refused it as an id: {reason}") from error
+
+
+def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
+    top_level = [name for name in files if "/" not in name]
+    has_safetensors = any(name in (WEIGHTS_NAME, INDEX_NAME) for name in top_level)
+    for name in files:
+        parts = name.split("/")
+        if len(parts) > 1 and _is_skipped_folder(parts[0]):
+            continue
+        lowered = name.lower()
+        if lowered.endswith(OTHER_WEIGHT_SUFFIXES):
+            continue
+        if lowered.endswith(PICKLE_SUFFIXES) and not (allow_pickle and (len(parts) > 1 or not has_safetensors)):
+            # Without safetensors the pickle's name alone makes the error that explains itself; the file is not needed.
+            continue
+        yield name

@@ -1,0 +1,226 @@
+"""Configurations: the attention-variant fields and their checks, added to each upstream configuration.
+
+Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking-heads attention 2003.02436.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import BertConfig, PreTrainedConfig
+
+__all__ = ["ATTN_VARIANTS_VERSION", "AttnVariantBertConfig", "AttnVariantConfigMixin"]
+
+ATTN_VARIANTS_VERSION = "0.1.0"
+
+TALKING_HEADS = (None, "logits", "weights", "both")
+TALKING_HEADS_INITS = ("identity", "random")
+# Each dynamic projection with the static projection that it is added to.
+DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
+
+
+@dataclass(kw_only=True)
+class AttnVariantConfigMixin:
+    """The fields of the attention variants; listed before an upstream configuration class among the bases.
+
+    Args:
+        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between = GQA.
+            Stored as an int.
+        talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
+            "weights" (P_w, after it) or "both".
+        num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
+        num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
+            `num_softmax_heads` where only P_l stands between the two.
+        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
+            variance scaling, the authors' default).
+        talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
+
+    Raises:
+        ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+    """
+
+    upstream_model_types: ClassVar[tuple[str, ...]] = ()
+    modeling_file: ClassVar[str] = ""
+    auto_classes: ClassVar[dict[str, str]] = {}
+
+    num_key_value_heads: int | None = None
+    talking_heads: str | None = None
+    num_softmax_heads: int | None = None
+    num_value_heads: int | None = None
+    talking_heads_init: str = "identity"
+    talking_heads_dynamic: list[str] | tuple[str, ...] = ()
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.auto_map = self._own_auto_map() | _without_repository(getattr(self, "auto_map", None) or {}, keep=True)
+        heads = _checked_count("num_attention_heads", self.num_attention_heads)
+        self._check_hidden_size(heads)
+        self.num_key_value_heads = checked_kv_heads("num_key_value_heads", self.num_key_value_heads, heads)
+        self._resolve_talking_heads(heads)
+        for field in self.kv_heads_fields():
+            _check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
+
+    @classmethod
+    def kv_heads_fields(cls) -> tuple[str, ...]:
+        """The fields that hold a number of key/value heads."""
+        return ("num_key_value_heads",)
+
+    @classmethod
+    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
+        """Return this architecture's configuration with all that an upstream (or variant) one says, and `fields` on top.
+
+        Raises:
+            ValueError: if `config` belongs to another architecture.
+        """
+        values = dict(config) if isinstance(config, dict) else config.to_dict()
+        model_type = values.pop("model_type", None)
+        if model_type not in (*cls.upstream_model_types, cls.model_type):
+            expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
+            raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
+        for name in ("architectures", "auto_map", "transformers_version"):
+            values.pop(name, None)
+        return cls(**(values | fields))
+
+    @property
+    def attention_head_dim(self) -> int:
+        """d, the size of one query, key and value head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def output_attentions(self) -> bool:
+        """Whether the model returns its attention weights, whatever the attention implementation."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        # Upstream refuses this for all but "eager"; our own functions return the weights under "sdpa" as well.
+        self._output_attentions = value
+
+    def validate(self) -> None:
+        """Run upstream's checks, except the one that allows `output_attentions` under "eager" alone."""
+        output_attentions, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()
+        finally:
+            self._output_attentions = output_attentions
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration."""
+        auto_map = self.auto_map
+        self.auto_map = self._own_auto_map() | _without_repository(auto_map)
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.auto_map = auto_map
+
+    def _own_auto_map(self) -> dict[str, str]:
+        own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
+        return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
+
+    def _check_hidden_size(self, heads: int) -> None:
+        if self.hidden_size % heads:
+            raise ValueError(
+                f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {self.hidden_size}."
+            )
+
+    def _resolve_talking_heads(self, heads: int) -> None:
+        if self.talking_heads not in TALKING_HEADS:
+            raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {self.talking_heads!r}.')
+        if self.talking_heads_init not in TALKING_HEADS_INITS:
+            raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {self.talking_heads_init!r}.')
+        softmax_heads = _checked_count("num_softmax_heads", self.num_softmax_heads, heads)
+        default_value_heads = softmax_heads if self.talking_heads == "logits" else heads
+        value_heads = _checked_count("num_value_heads", self.num_value_heads, default_value_heads)
+        if self.talking_heads in (None, "weights") and softmax_heads != heads:
+            raise ValueError(
+                f"`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection (`talking_heads` "
+                f'"logits" or "both"): got {softmax_heads} and {heads} with talking_heads={self.talking_heads!r}.'
+            )
+        if self.talking_heads in (None, "logits") and value_heads != softmax_heads:
+            raise ValueError(
+                f"`num_value_heads` can differ from `num_softmax_heads` only with a weights projection (`talking_heads` "
+                f'"weights" or "both"): got {value_heads} and {softmax_heads} with talking_heads={self.talking_heads!r}.'
+            )
+        if self.talking_heads is not None and self.talking_heads_init == "identity":
+            if not heads == softmax_heads == value_heads:
+                raise ValueError(
+                    '`talking_heads_init="identity"` needs equal head counts: got '
+                    f"num_attention_heads={heads}, num_softmax_heads={softmax_heads}, num_value_heads={value_heads}; "
+                    'use "random" for rectangular projections.'
+                )
+        self.num_softmax_heads, self.num_value_heads = softmax_heads, value_heads
+        self.talking_heads_dynamic = self._checked_dynamic()
+
+    def _checked_dynamic(self) -> list[str]:
+        if isinstance(self.talking_heads_dynamic, str):
+            raise ValueError(f"`talking_heads_dynamic` must be a list of names; got {self.talking_heads_dynamic!r}.")
+        dynamic = list(self.talking_heads_dynamic or ())
+        unknown = [name for name in dynamic if name not in DYNAMIC_PROJECTIONS]
+        if unknown or len(set(dynamic)) != len(dynamic):
+            raise ValueError(
+                f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}."
+            )
+        for name in dynamic:
+            if self.talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):
+                raise ValueError(
+                    f"`talking_heads_dynamic` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
+                    f"talking_heads={self.talking_heads!r} does not have."
+                )
+        return [name for name in DYNAMIC_PROJECTIONS if name in dynamic]
+
+
+class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
+    """BERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
+
+    Without any of them it describes plain multi-head BERT.
+    """
+
+    model_type = "attn_variant_bert"
+    upstream_model_types = ("bert",)
+    modeling_file = "modeling_attn_variant_bert"
+    auto_classes = {
+        "AutoModel": "AttnVariantBertModel",
+        "AutoModelForCausalLM": "AttnVariantBertLMHeadModel",
+        "AutoModelForMaskedLM": "AttnVariantBertForMaskedLM",
+        "AutoModelForMultipleChoice": "AttnVariantBertForMultipleChoice",
+        "AutoModelForNextSentencePrediction": "AttnVariantBertForNextSentencePrediction",
+        "AutoModelForPreTraining": "AttnVariantBertForPreTraining",
+        "AutoModelForQuestionAnswering": "AttnVariantBertForQuestionAnswering",
+        "AutoModelForSequenceClassification": "AttnVariantBertForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantBertModel",
+        "AutoModelForTokenClassification": "AttnVariantBertForTokenClassification",
+    }
+
+
+def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
+    """Return the number of key/value heads that `field` asks for; None means one for each of the `heads` query heads.
+
+    Raises:
+        ValueError: unless it is a whole number from 1 that divides `heads`.
+    """
+    count = _checked_count(field, value, heads)
+    if heads % count:
+        raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
+    return count
+
+
+def _checked_count(field: str, value: int | None, default: int | None = None) -> int:
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
+    return value
+
+
+def _check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
+    if kv_heads != heads and value_heads % kv_heads:
+        raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+def _without_repository(auto_map: dict[str, Any], keep: bool = False) -> dict[str, Any]:
+    # A config read from the Hub says "repository--file.Class": right to load by, wrong once the files are saved anew.
+    if keep:
+        return auto_map
+    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
+
+
+AttnVariantBertConfig.register_for_auto_class()

@@ -1,0 +1,59 @@
+"""Which architectures there are, and their registration with transformers' Auto factories."""
+
+import importlib
+
+import transformers
+
+from .modeling.configuration_attn_variants import AttnVariantBertConfig, AttnVariantConfigMixin
+
+__all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
+
+PREFIX = "AttnVariant"
+
+# A new architecture is one row.
+ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (AttnVariantBertConfig,)
+
+
+def register() -> None:
+    """Make `AutoConfig`, `AutoModel` and the other Auto classes know every variant architecture."""
+    for config_class in ARCHITECTURES:
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        for auto_class, name in config_class.auto_classes.items():
+            model_class = getattr(_modeling_module(config_class), name)
+            getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
+
+
+def supported_model_types() -> list[str]:
+    """Return each `model_type` that can be converted or loaded: upstream's and ours."""
+    return [name for row in ARCHITECTURES for name in (*row.upstream_model_types, row.model_type)]
+
+
+def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
+    """Return the configuration class for an upstream or variant `model_type`.
+
+    Raises:
+        ValueError: if no architecture here has it.
+    """
+    for row in ARCHITECTURES:
+        if model_type in (*row.upstream_model_types, row.model_type):
+            return row
+    raise ValueError(f"Model type {model_type!r} is not supported; supported are {', '.join(supported_model_types())}.")
+
+
+def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]:
+    """Return our class for an upstream or variant class name, "BertForMaskedLM" for example.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    name = PREFIX + architecture.removeprefix(PREFIX)
+    for row in ARCHITECTURES:
+        model_class = getattr(_modeling_module(row), name, None)
+        if name in _modeling_module(row).__all__:
+            return model_class
+    known = ", ".join(sorted({name for row in ARCHITECTURES for name in row.auto_classes.values()}))
+    raise ValueError(f"Architecture {architecture!r} is not supported; supported are {known}.")
+
+
+def _modeling_module(config_class: type[AttnVariantConfigMixin]):
+    return importlib.import_module(f".modeling.{config_class.modeling_file}", __package__)

@@ -1,0 +1,216 @@
+"""Checkpoints that are either whole or not there, and from which a run goes on exactly."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+__all__ = ["TrainState", "atomic_write", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
+
+logger = logging.getLogger(__name__)
+STATE_FILE = "train_state.json"
+LOG_FILE = "train_log.jsonl"
+BEST_MODEL_FILE = "best_model.safetensors"
+NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class TrainState:
+    """Where a run stands; what `accelerate` does not know about it.
+
+    Attributes:
+        step: Optimiser steps done.
+        epoch: Epoch the next batch belongs to (from 0).
+        batch_in_epoch: Batches of that epoch already used, on each process.
+        examples: Training examples used, over all processes.
+        loss_total: Sum of the mean losses of all steps.
+        window_loss, window_steps: The same since the last log record, and its steps.
+        best_metric, best_step: The best evaluation so far.
+        bad_evaluations: Evaluations since then.
+        finished: Early stopping ended the run.
+        train_seconds: Time spent in training steps (neither evaluation nor checkpoints).
+        fingerprint: The settings that decide the order of examples and the size of a step.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    examples: int = 0
+    loss_total: float = 0.0
+    window_loss: float = 0.0
+    window_steps: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    bad_evaluations: int = 0
+    finished: bool = False
+    train_seconds: float = 0.0
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+
+def atomic_write(path: str | Path, text: str) -> None:
+    """Writes a text file through a temporary one beside it, so that readers see the old text or the new."""
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Lists the complete checkpoints of a run, oldest first."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
+    whole = [path for path in folders if (path / STATE_FILE).is_file()]
+    return sorted(whole, key=lambda path: int(NAME_PATTERN.fullmatch(path.name)[1]))
+
+
+def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
+    """Finds the checkpoint that `--resume_from_checkpoint` names.
+
+    Args:
+        resume_from: A checkpoint folder, or "latest".
+        output_dir: Where "latest" looks.
+
+    Raises:
+        ValueError: There is none, or the folder is no complete checkpoint.
+    """
+    if resume_from == "latest":
+        found = list_checkpoints(output_dir)
+        if not found:
+            raise ValueError(f"--resume_from_checkpoint latest: no complete checkpoint in {output_dir}; "
+                             "start without the flag, and save some with --checkpointing_steps")
+        return found[-1]
+    path = Path(resume_from)
+    if not (path / STATE_FILE).is_file():
+        raise ValueError(f"--resume_from_checkpoint {path}: not a complete checkpoint (it has no {STATE_FILE})")
+    return path
+
+
+def save_checkpoint(
+    accelerator: Accelerator, state: TrainState, output_dir: str | Path, save_total_limit: int | None = None
+) -> Path:
+    """Saves model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
+
+    Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled on
+    the way leaves the earlier checkpoints as they are. Called on every process.
+
+    Args:
+        accelerator: Has prepared the model, optimiser and schedule.
+        state: The run's state.
+        output_dir: The run's folder; its log and best weights are copied into the checkpoint.
+        save_total_limit: Older checkpoints beyond this number are deleted; None keeps all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: It could not be written; nothing is left behind.
+    """
+    output_dir = Path(output_dir)
+    target = output_dir / f"checkpoint-{state.step}"
+    temporary = output_dir / f".tmp-checkpoint-{state.step}"
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.save_state(str(temporary))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _finish_checkpoint(state, output_dir, temporary, target)
+    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = list_checkpoints(output_dir)
+        last = f"; the last good one is {kept[-1]}" if kept else ""
+        raise OSError(f"could not write checkpoint {target} ({type(error).__name__}: {error}){last}") from error
+    if accelerator.is_main_process and save_total_limit is not None:
+        for old in list_checkpoints(output_dir)[:-save_total_limit]:
+            _remove(old)
+    accelerator.wait_for_everyone()
+    return target
+
+
+def _finish_checkpoint(state: TrainState, output_dir: Path, temporary: Path, target: Path) -> None:
+    if (output_dir / LOG_FILE).is_file():
+        shutil.copyfile(output_dir / LOG_FILE, temporary / LOG_FILE)
+    if state.best_step is not None and (output_dir / BEST_MODEL_FILE).is_file():
+        _link(output_dir / BEST_MODEL_FILE, temporary / BEST_MODEL_FILE)
+    (temporary / STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
+    for path in [*temporary.rglob("*"), temporary]:
+        _flush(path)
+    if target.exists():
+        _remove(target)
+    os.replace(temporary, target)
+    _flush(output_dir)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        # A new best model replaces the file, it does not write into it: the link keeps the old weights at no cost.
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _flush(path: Path) -> None:
+    # A rename can reach the disk before the data it names: a power cut would leave an empty "complete" checkpoint.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first, so that one half deleted is no checkpoint either.
+    doomed = folder.with_name(f".tmp-removed-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def load_checkpoint(
+    accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
+) -> TrainState:
+    """Restores what `save_checkpoint` saved, the random states last. Called on every process.
+
+    Args:
+        accelerator: Has prepared a model, optimiser and schedule like those saved.
+        path: The checkpoint.
+        output_dir: The run's folder, which gets the log and the best weights back as they were.
+        fingerprint: This run's; see `TrainState`.
+
+    Returns:
+        The saved state.
+
+    Raises:
+        ValueError: The run's settings differ in a way that would change the order of examples or the size of a step, or
+            the checkpoint's weights do not fit the model.
+    """
+    state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
+    changed = {key: (state.fingerprint.get(key), value) for key, value in fingerprint.items()
+               if state.fingerprint.get(key) != value}
+    if changed:
+        listed = ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in changed.items())
+        raise ValueError(f"cannot resume exactly from {path}: {listed}; give the values it was saved with")
+    random_states = path / f"random_states_{accelerator.process_index}.pkl"
+    if not random_states.is_file():
+        raise ValueError(f"cannot resume exactly from {path}: no {random_states.name}")
+    if accelerator.is_main_process:
+        for leftover in Path(output_dir).glob(".tmp-*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for name in (LOG_FILE, BEST_MODEL_FILE):
+            # What the interrupted run wrote after the checkpoint is about to happen again.
+            (Path(output_dir) / name).unlink(missing_ok=True)
+            if (path / name).is_file():
+                shutil.copyfile(path / name, Path(output_dir) / f".tmp-{name}")
+                os.replace(Path(output_dir) / f".tmp-{name}", Path(output_dir) / name)
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.load_state(str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit this model: {error}") from error
+    return state

@@ -1,0 +1,76 @@
+"""Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+__all__ = ["EpochSampler", "create_eval_dataloader", "create_train_dataloader"]
+
+
+class EpochSampler(Sampler[int]):
+    """Shuffles example indices by (seed, epoch), optionally with examples of like length side by side.
+
+    It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is not
+    called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
+
+    Args:
+        length: Number of examples.
+        seed: The run's seed.
+        group_lengths: Tokens of each example, to group by length; None shuffles freely.
+        batch_size: Batch size the groups are made for.
+    """
+
+    def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
+        if length < 1:
+            raise ValueError("there are no training examples")
+        self.length, self.seed, self.batch_size = length, seed, batch_size
+        self.group_lengths = list(group_lengths) if group_lengths is not None else None
+        self.epoch = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Selects the epoch whose order `__iter__` yields (counted from 0)."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        # Two seeds a small step apart must not share orders an epoch apart.
+        seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
+        generator = torch.Generator().manual_seed(seed)
+        if self.group_lengths is not None:
+            return iter(get_length_grouped_indices(self.group_lengths, self.batch_size, generator=generator))
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+def create_train_dataloader(
+    data: Dataset, sampler: EpochSampler, batch_size: int, collate: Callable[[list], Any], seed: int, num_workers: int = 0
+) -> DataLoader:
+    """Makes a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
+
+    Args:
+        data: Examples by index.
+        sampler: Their order.
+        batch_size: Examples a batch.
+        collate: Examples to a batch; it must be a function of the examples (no random numbers), because batches are
+            prepared ahead of the step that uses them.
+        seed: Seeds the workers.
+        num_workers: Processes that prepare batches.
+    """
+    return DataLoader(
+        data, batch_size=batch_size, sampler=sampler, collate_fn=collate, num_workers=num_workers,
+        # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
+        generator=torch.Generator().manual_seed(seed),
+        persistent_workers=False, pin_memory=torch.cuda.is_available(),
+    )
+
+
+def create_eval_dataloader(data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0) -> DataLoader:
+    """Makes a dataloader in the data's own order, which likewise leaves the global random state alone."""
+    return DataLoader(
+        data, batch_size=batch_size, collate_fn=collate, num_workers=num_workers,
+        generator=torch.Generator().manual_seed(0), pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,32 @@
+"""How a script tells its user what went wrong: one line, exit status 2, no traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["NonFiniteLossError", "run_script"]
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or the gradient norm became NaN or infinite; the message names the step."""
+
+
+def run_script(main: Callable[[], Any]) -> int:
+    """Runs `main()` and turns an expected error into one line on stderr.
+
+    Args:
+        main: The script's work, without arguments.
+
+    Returns:
+        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError. Any other exception is a bug and keeps
+        its traceback; so do all of them with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+    """
+    try:
+        main()
+    except (ValueError, OSError, NonFiniteLossError) as error:
+        if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
+            raise
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,304 @@
+"""The one training loop of every script: accelerate distributes, the objective says what is learned."""
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import save
+from safetensors.torch import load_model
+from torch import Tensor, nn
+
+from hf_attn_variants.training.checkpoints import (
+    BEST_MODEL_FILE,
+    TrainState,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.tracking import RunLog, progress_bar
+
+__all__ = ["LoopSettings", "Objective", "TrainingLoop", "total_training_steps"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
+
+    Attributes:
+        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
+        count: batch -> its number of items (examples, or target tokens); it must not need the model.
+        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
+    """
+
+    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    count: Callable[[dict[str, Tensor]], int]
+    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and in what rhythm a run trains; the fields are the scripts' flags of the same names.
+
+    Attributes:
+        greater_is_better: Whether `metric_for_best_model` is to be raised.
+        keep_best: Keep the weights of the best evaluation and end with them.
+        fingerprint: Further settings that a resumed run must share (see `TrainState`).
+    """
+
+    output_dir: str
+    total_steps: int
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    checkpointing_steps: int | str | None = None
+    save_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    early_stopping_patience: int | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool = True
+    keep_best: bool = False
+    disable_tqdm: bool = False
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, **others: Any) -> "LoopSettings":
+        """Takes the fields that `args` has from it and the rest from `others`."""
+        names = cls.__dataclass_fields__.keys() - others.keys()
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **others)
+
+
+def total_training_steps(batches_per_epoch: int | None, accumulation: int, epochs: float, max_steps: int | None) -> int:
+    """Counts the optimiser steps of a run.
+
+    Args:
+        batches_per_epoch: Batches each process sees in an epoch; None for a stream of unknown length.
+        accumulation: Batches a step; the last step of an epoch may have fewer.
+        epochs: Epochs, a fraction allowed.
+        max_steps: Overrides `epochs`.
+
+    Raises:
+        ValueError: The length is unknown and no maximum is given.
+    """
+    if max_steps is not None:
+        return max_steps
+    if batches_per_epoch is None:
+        raise ValueError("a stream has no length: give --max_train_steps")
+    return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
+
+
+class TrainingLoop:
+    """Trains a prepared model; call `run()` once, on every process.
+
+    Args:
+        accelerator: Made with `gradient_accumulation_steps` 1 and `step_scheduler_with_optimizer=False`: this loop accumulates.
+        model: Prepared by it, like the next three.
+        optimizer: The optimiser.
+        scheduler: The learning-rate schedule, in optimiser steps.
+        dataloader: Training batches: dicts of tensors.
+        objective: The loss.
+        settings: The rhythm.
+        evaluate: Returns dev metrics without prefix ("accuracy", "loss", ...); None: no evaluation.
+        start_epoch: Called with the epoch before its first batch; tells the sampler.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        dataloader: Iterable[dict[str, Tensor]],
+        objective: Objective,
+        settings: LoopSettings,
+        evaluate: Callable[[], dict[str, float]] | None = None,
+        start_epoch: Callable[[int], None] | None = None,
+    ):
+        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
+        self.dataloader, self.objective, self.settings = dataloader, objective, settings
+        self.evaluate, self.start_epoch = evaluate, start_epoch
+        self.state = TrainState()
+        self.fingerprint = {
+            "processes": accelerator.num_processes,
+            "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+            **settings.fingerprint,
+        }
+        self.log = RunLog(accelerator, settings.output_dir)
+        # Losses and gradient norms of steps not yet looked at: on a GPU, looking waits for the step to end.
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
+        self._lr = 0.0
+
+    def run(self) -> TrainState:
+        """Trains to the last step, or to early stopping; ends with the best weights where they are kept.
+
+        Returns:
+            The final state.
+
+        Raises:
+            NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that.
+            ValueError, OSError: A checkpoint cannot be read or written.
+        """
+        settings, state = self.settings, self.state
+        if settings.resume_from_checkpoint:
+            path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
+            state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
+        state.fingerprint = self.fingerprint
+        bar = progress_bar(self.accelerator, settings.disable_tqdm, total=settings.total_steps, initial=state.step,
+                           desc="Training", unit="step")
+        self.log.bar = bar
+        try:
+            while state.step < settings.total_steps and not state.finished:
+                self._run_epoch(bar)
+        finally:
+            bar.close()
+        if state.window_steps:
+            self._log_window()
+        if settings.keep_best and state.best_step is not None:
+            load_model(self.accelerator.unwrap_model(self.model), str(Path(settings.output_dir) / BEST_MODEL_FILE))
+        return state
+
+    def _run_epoch(self, bar: Any) -> None:
+        settings, state = self.settings, self.state
+        if self.start_epoch is not None:
+            self.start_epoch(state.epoch)
+        loader = skip_first_batches(self.dataloader, state.batch_in_epoch) if state.batch_in_epoch else self.dataloader
+        self.model.train()
+        empty = True
+        clock = time.perf_counter()
+        for group, is_last in _groups(loader, settings.gradient_accumulation_steps):
+            empty = False
+            self._step(group)
+            state.batch_in_epoch += len(group)
+            if is_last:
+                state.epoch, state.batch_in_epoch = state.epoch + 1, 0
+            self._maybe_log(is_last)
+            state.train_seconds += time.perf_counter() - clock
+            bar.update()
+            self._maybe_evaluate(is_last)
+            self._maybe_checkpoint(is_last)
+            clock = time.perf_counter()
+            if state.step >= settings.total_steps or state.finished:
+                return
+        if empty:
+            raise ValueError("the training data gave no batch")
+
+    def _step(self, group: list[dict[str, Tensor]]) -> None:
+        """One optimiser step: the gradient of the mean loss over all items of all batches on all processes."""
+        accelerator, state = self.accelerator, self.state
+        counts = torch.tensor([sum(self.objective.count(batch) for batch in group),
+                               sum(self.objective.examples(batch) for batch in group)], device=accelerator.device)
+        items, examples = accelerator.reduce(counts, "sum").tolist()
+        state.examples += examples
+        loss_sum = torch.zeros((), device=accelerator.device)
+        for i, batch in enumerate(group):
+            # Only the last backward exchanges gradients; DDP averages them over processes, which the factor undoes.
+            with accelerator.no_sync(self.model) if i < len(group) - 1 else nullcontext():
+                loss = self.objective.loss_sum(self.model, batch)
+                accelerator.backward(loss * (accelerator.num_processes / max(items, 1)))
+                loss_sum += loss.detach()
+        limit = self.settings.max_grad_norm or math.inf
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        self._lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        if not accelerator.optimizer_step_was_skipped:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        state.step += 1
+        self._pending.append((state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm))
+
+    def _look_at_losses(self) -> None:
+        state, pending = self.state, self._pending
+        self._pending = []
+        for step, loss, norm in pending:
+            value, norm_value = float(loss), float(norm)
+            # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
+            bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
+            if bad == "loss" or (bad and self.accelerator.scaler is None):
+                shown = value if bad == "loss" else norm_value
+                raise NonFiniteLossError(
+                    f"the {bad} became {shown} at step {step}: training stopped, checkpoints of earlier steps are kept in "
+                    f"{self.settings.output_dir}; try a lower --learning_rate, more warm-up, or --mixed_precision no"
+                )
+            state.loss_total += value
+            state.window_loss += value
+            state.window_steps += 1
+
+    def _maybe_log(self, epoch_ended: bool) -> None:
+        due = self.state.step % self.settings.logging_steps == 0
+        if due or epoch_ended or self.accelerator.device.type == "cpu" or self._due(self.settings.checkpointing_steps, False):
+            self._look_at_losses()
+        if due:
+            self._log_window()
+
+    def _log_window(self) -> None:
+        state = self.state
+        self._look_at_losses()
+        self.log.write({"step": state.step, "loss": state.window_loss / state.window_steps, "lr": self._lr,
+                        "epoch": round(self.epochs_done(), 4), "time": round(state.train_seconds, 3)})
+        state.window_loss, state.window_steps = 0.0, 0
+
+    def epochs_done(self) -> float:
+        batches = len(self.dataloader) if hasattr(self.dataloader, "__len__") else None
+        return self.state.epoch + (self.state.batch_in_epoch / batches if batches else 0.0)
+
+    def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
+        return epoch_ended if every == "epoch" else every is not None and self.state.step % every == 0
+
+    def _maybe_evaluate(self, epoch_ended: bool) -> None:
+        settings, state = self.settings, self.state
+        last = state.step >= settings.total_steps
+        if self.evaluate is None or not (self._due(settings.eval_steps or "epoch", epoch_ended) or last):
+            return
+        self._look_at_losses()
+        self.model.eval()
+        metrics = self.evaluate()
+        self.model.train()
+        self.log.write({"step": state.step, "epoch": round(self.epochs_done(), 4),
+                        **{f"eval_{key}": value for key, value in metrics.items()}})
+        if not settings.keep_best:
+            return
+        name = settings.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            raise ValueError(f"--metric_for_best_model {name!r}: the dev metrics are {', '.join(metrics)}")
+        self._remember_best(metrics[name])
+
+    def _remember_best(self, value: float) -> None:
+        settings, state = self.settings, self.state
+        sign = 1 if settings.greater_is_better else -1
+        if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
+            state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
+            weights = self.accelerator.get_state_dict(self.model)
+            if self.accelerator.is_main_process:
+                path = Path(settings.output_dir) / BEST_MODEL_FILE
+                temporary = path.with_name(f".tmp-{path.name}")
+                save(weights, str(temporary), safe_serialization=True)
+                temporary.replace(path)
+            self.accelerator.wait_for_everyone()
+            return
+        state.bad_evaluations += 1
+        if settings.early_stopping_patience is not None and state.bad_evaluations >= settings.early_stopping_patience:
+            state.finished = True
+
+    def _maybe_checkpoint(self, epoch_ended: bool) -> None:
+        if self._due(self.settings.checkpointing_steps, epoch_ended):
+            self._look_at_losses()
+            save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
+
+
+def _groups(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
+    """Yields lists of `size` batches (the last may be shorter), each with whether it is the last."""
+    iterator = iter(batches)
+    group = list(itertools.islice(iterator, size))
+    while group:
+        following = list(itertools.islice(iterator, size))
+        yield group, not following
+        group = following

@@ -1,0 +1,128 @@
+"""Builds the model and tokenizer to fine-tune from any checkpoint, ours or upstream's."""
+
+import argparse
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+__all__ = ["LabelMap", "check_max_length", "load_classifier", "load_config", "load_tokenizer", "set_dropout"]
+
+logger = logging.getLogger(__name__)
+# Every dropout probability of the architectures here; a classifier's None means "as the hidden layers".
+DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "classifier_dropout_prob",
+                  "dropout_rate", "dropout", "attention_dropout", "activation_dropout")
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """How a model's outputs are numbered: output i is the task's class `to_task[i]`."""
+
+    to_task: tuple[int, ...]
+
+    @property
+    def to_model(self) -> tuple[int, ...]:
+        return tuple(self.to_task.index(i) for i in range(len(self.to_task)))
+
+
+def set_dropout(config: PreTrainedConfig, rate: float) -> None:
+    """Sets every dropout probability of a config.
+
+    Raises:
+        ValueError: The config has none.
+    """
+    present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
+    if not present:
+        raise ValueError(f"--dropout_rate: {type(config).__name__} has no dropout to set")
+    for name in present:
+        setattr(config, name, rate)
+
+
+def load_config(args: argparse.Namespace) -> PreTrainedConfig:
+    """Reads a checkpoint's config and applies `--dropout_rate` (`args`: see `arguments.add_model_arguments`)."""
+    config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    if args.dropout_rate is not None:
+        set_dropout(config, args.dropout_rate)
+    return config
+
+
+def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `--tokenizer_name` or of the checkpoint.
+
+    Raises:
+        OSError: There is none.
+        ValueError: It has no padding token.
+    """
+    source = args.tokenizer_name or args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    if tokenizer.pad_token is None:
+        raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer of {source} has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
+                         "give its own with --tokenizer_name")
+    return tokenizer
+
+
+def check_max_length(max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks that the model has a position for every token.
+
+    Raises:
+        ValueError: `max_length` is more than the model's or the tokenizer's maximum.
+    """
+    limits = {"the model has {} positions": getattr(config, "max_position_embeddings", None),
+              "the tokenizer allows {} tokens": tokenizer.model_max_length}
+    for text, limit in limits.items():
+        if limit is not None and max_length > limit:
+            raise ValueError(f"--max_length {max_length} is too long: {text.format(limit)}")
+
+
+def load_classifier(
+    args: argparse.Namespace, config: PreTrainedConfig, labels: tuple[str, ...] | None
+) -> tuple[PreTrainedModel, LabelMap]:
+    """Loads a checkpoint as a sequence classifier (or, without labels, a regressor) in float32.
+
+    Args:
+        args: Reads `model_name_or_path`, `attn_implementation`, `gradient_checkpointing`, `trust_remote_code`.
+        config: Of `load_config`; gets the labels' names.
+        labels: Class names in the task's order; None for regression.
+
+    Returns:
+        The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order keeps it.
+
+    Raises:
+        OSError: The checkpoint cannot be read.
+        ValueError: The checkpoint does not fit its config.
+    """
+    num_labels = 1 if labels is None else len(labels)
+    had = [str(config.id2label[i]).lower() for i in sorted(config.id2label)] if config.id2label else []
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
+    names = list(labels) if labels is not None else ["score"]
+    replaced = is_classifier and len(had) != num_labels
+    if replaced:
+        logger.warning("%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
+                       args.model_name_or_path, len(had), ", ".join(had), num_labels)
+    order = tuple(range(num_labels))
+    if is_classifier and not replaced and sorted(had) == sorted(names):
+        order = tuple(names.index(name) for name in had)
+    config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
+    config.label2id = {name: i for i, name in config.id2label.items()}
+    config.problem_type = "regression" if labels is None else "single_label_classification"
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model_name_or_path,
+        config=config,
+        dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+        ignore_mismatched_sizes=replaced,
+    )
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, LabelMap(order)

@@ -1,0 +1,79 @@
+"""Parameter groups, AdamW and its schedule."""
+
+import argparse
+import math
+import re
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+__all__ = ["create_optimizer", "create_scheduler", "no_decay_names", "parameter_groups"]
+
+# Decay would pull identity-initialised talking-heads projections to zero.
+NO_DECAY_PARAMETERS = ("bias", "logits_proj", "weights_proj")
+NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
+
+
+def no_decay_names(model: nn.Module) -> set[str]:
+    """Names the parameters that weight decay must not touch: biases, norms, talking-heads projections.
+
+    Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
+    `relative_attention_bias.weight` is an embedding and decays like one.
+    """
+    names = set()
+    for module_name, module in model.named_modules():
+        is_norm = NORM_PATTERN.search(type(module).__name__) is not None
+        for name, _ in module.named_parameters(recurse=False):
+            if is_norm or name in NO_DECAY_PARAMETERS:
+                names.add(f"{module_name}.{name}" if module_name else name)
+    return names
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Splits a model's trainable parameters into those that decay and those that do not."""
+    exempt = no_decay_names(model)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in named if name not in exempt], "weight_decay": weight_decay},
+        {"params": [parameter for name, parameter in named if name in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def create_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Makes AdamW (arXiv:1711.05101) over `parameter_groups`.
+
+    Args:
+        model: The model.
+        args: Reads `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, `adam_epsilon`.
+    """
+    return torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        # One pass over the parameters instead of a dozen.
+        fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
+    )
+
+
+def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace, total_steps: int) -> LRScheduler:
+    """Makes the learning-rate schedule.
+
+    Args:
+        optimizer: The optimiser.
+        args: Reads `lr_scheduler_type`, `lr_scheduler_kwargs`, `num_warmup_steps`, `warmup_ratio`.
+        total_steps: Optimiser steps of the whole run.
+
+    Raises:
+        ValueError: The warm-up is longer than the run, or the schedule does not know a setting.
+    """
+    warmup = args.num_warmup_steps if args.num_warmup_steps is not None else math.ceil(args.warmup_ratio * total_steps)
+    if warmup > total_steps:
+        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
+    except TypeError as error:
+        raise ValueError(f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}") from error

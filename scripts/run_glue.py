@@ -1,0 +1,12 @@
+"""Fine-tunes and evaluates a checkpoint on a GLUE task: `python scripts/run_glue.py --help`."""
+
+import logging
+import sys
+
+from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.training.run_glue import main, parse_args
+
+if __name__ == "__main__":
+    args = parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    sys.exit(run_script(lambda: main(args)))
