@@ -1,0 +1,146 @@
+"""The table that the model tests run over: a new architecture is one row here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+import hf_attn_variants
+
+BATCH, LENGTH, CHOICES, VOCABULARY = 3, 9, 2, 60
+
+# Every kind of variant; the head counts suit the twelve heads of the tiny configurations.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mha": {},
+    "gqa": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "talking": {"talking_heads": "both"},
+    "logits": {"talking_heads": "logits", "talking_heads_init": "random", "num_softmax_heads": 8},
+    "weights": {"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 8},
+    "gqa_talking": {
+        "num_key_value_heads": 4,
+        "talking_heads": "both",
+        "talking_heads_init": "random",
+        "num_softmax_heads": 6,
+        "num_value_heads": 8,
+    },
+    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """One model class of an architecture: what its configuration needs and what a training batch holds."""
+
+    labels: Callable[[], dict[str, torch.Tensor]] = dict
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: Callable[[], dict[str, torch.Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture: its configuration classes, a tiny configuration and its heads by upstream's class name."""
+
+    name: str
+    config_class: type
+    upstream_config_class: type
+    tiny: dict[str, Any]
+    heads: dict[str, Head]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+
+    def config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
+        """Return a tiny configuration of a variant, for one head where that needs something of its own."""
+        extra = self.heads[head].config if head else {}
+        return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **fields})
+
+    def model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
+        """Return a tiny model in evaluation mode, each parameter of its attention moved off its initial value."""
+        torch.manual_seed(seed)
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(self.config(variant, head, **fields)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.tie_weights()
+        return model
+
+    def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
+        """Return upstream's tiny model of the same shape in evaluation mode."""
+        torch.manual_seed(seed)
+        config = self.upstream_config_class(**{**self.tiny, **self.heads[head].config, **fields})
+        return getattr(transformers, head)(config).eval()
+
+    def batch(self, head: str, labels: bool = False) -> dict[str, torch.Tensor]:
+        """Return inputs for a head, padded on the right, with labels where asked for."""
+        torch.manual_seed(1)
+        inputs = (self.heads[head].inputs or self.inputs)()
+        return inputs | (self.heads[head].labels() if labels else {})
+
+
+def token_ids(*shape: int) -> torch.Tensor:
+    """Return random ids that are not special ones."""
+    return torch.randint(5, VOCABULARY, shape or (BATCH, LENGTH))
+
+
+def padding_mask() -> torch.Tensor:
+    """Return a mask [b, n] of one full row and others padded on the right."""
+    return (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 3, 2])[:, None]).long()
+
+
+def text_inputs() -> dict[str, torch.Tensor]:
+    """Return ids and mask."""
+    return {"input_ids": token_ids(), "attention_mask": padding_mask()}
+
+
+def _choices() -> dict[str, torch.Tensor]:
+    return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in text_inputs().items()}
+
+
+def _classes() -> dict[str, torch.Tensor]:
+    return {"labels": torch.tensor([0, 1, 1])}
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    return {"labels": token_ids()}
+
+
+def _token_classes() -> dict[str, torch.Tensor]:
+    return {"labels": token_ids() % 2}
+
+
+def _span() -> dict[str, torch.Tensor]:
+    return {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 1])}
+
+
+BERT = Architecture(
+    name="bert",
+    config_class=hf_attn_variants.AttnVariantBertConfig,
+    upstream_config_class=transformers.BertConfig,
+    tiny={
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+    },
+    inputs=text_inputs,
+    heads={
+        "BertModel": Head(),
+        "BertForPreTraining": Head(lambda: _tokens() | {"next_sentence_label": torch.tensor([0, 1, 1])}),
+        "BertForMaskedLM": Head(_tokens),
+        "BertLMHeadModel": Head(_tokens, config={"is_decoder": True}),
+        "BertForNextSentencePrediction": Head(_classes),
+        "BertForSequenceClassification": Head(_classes),
+        "BertForMultipleChoice": Head(_classes, inputs=_choices),
+        "BertForTokenClassification": Head(_token_classes),
+        "BertForQuestionAnswering": Head(_span),
+    },
+)
+
+ARCHITECTURES: list[Architecture] = [BERT]
+
+# (architecture, head) pairs for parametrised tests.
+HEADS = [(architecture, head) for architecture in ARCHITECTURES for head in architecture.heads]
+HEAD_IDS = [head for _, head in HEADS]

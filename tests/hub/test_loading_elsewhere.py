@@ -1,0 +1,128 @@
+"""A saved checkpoint loads under every Auto class in a process that cannot import this package."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from safetensors.torch import save_file
+
+import hf_attn_variants
+
+TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").glob("*.py"))
+TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
+
+# Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
+ELSEWHERE = textwrap.dedent(
+    """
+    import json, sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "hf_attn_variants":
+                raise ImportError("this process must not have the package")
+
+    sys.meta_path.insert(0, Blocker())
+    import torch, transformers
+    from safetensors.torch import load_file
+
+    folder, tensors, resaved = sys.argv[1:]
+    saved = load_file(tensors)
+    inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    seen = {}
+    for auto_class in sorted(set(config.auto_map) - {"AutoConfig"}):
+        model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        parameters = {n: p for n, p in model.named_parameters() if "attention" in n.lower()}
+        assert parameters and all(p.isfinite().all() for p in parameters.values())
+        seen[auto_class] = type(model).__name__
+        if auto_class == "AutoModel":
+            with torch.no_grad():
+                result = model(**inputs).last_hidden_state
+            torch.testing.assert_close(result, saved["expected"], atol=1e-6, rtol=0)
+            model.save_pretrained(resaved)
+        if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+            generated = model.generate(saved["input.input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            assert generated.shape[0] == saved["input.input_ids"].shape[0]
+    again = transformers.AutoModel.from_pretrained(resaved, trust_remote_code=True)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**inputs).last_hidden_state, saved["expected"], atol=1e-6, rtol=0)
+    print(json.dumps(seen))
+    """
+)
+
+
+def run_elsewhere(script, *arguments, home, cwd):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+def test_every_auto_class_loads_elsewhere(architecture, variant, tmp_path):
+    base = next(iter(architecture.heads))
+    model = architecture.model(base, variant)
+    inputs = architecture.batch(base)
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+    model.save_pretrained(tmp_path / "repo")
+    save_file(
+        {"expected": expected} | {f"input.{name}": value.contiguous() for name, value in inputs.items()},
+        tmp_path / "tensors.safetensors",
+    )
+    (tmp_path / "cwd").mkdir()
+    result = run_elsewhere(
+        ELSEWHERE,
+        tmp_path / "repo",
+        tmp_path / "tensors.safetensors",
+        tmp_path / "resaved",
+        home=tmp_path / "home",
+        cwd=tmp_path / "cwd",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == architecture.config_class.auto_classes
+    assert sorted(path.name for path in (tmp_path / "resaved").glob("*.py")) == sorted(
+        path.name for path in (tmp_path / "repo").glob("*.py")
+    )
+
+
+@pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
+def test_travelling_files_import_only_torch_transformers_and_siblings(path):
+    siblings = {each.stem for each in TRAVELLING}
+    guarded = {"triton"}
+    standard = {"collections", "contextlib", "copy", "dataclasses", "functools", "math", "re", "typing"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+            assert set(names) <= standard | guarded | {"torch", "transformers"}, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module.split(".")[0] in standard | guarded | {"torch", "transformers"}, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1 and node.module in siblings, ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"open", "exec", "eval", "compile", "__import__"}, ast.unparse(node)
+        elif isinstance(node, ast.Attribute):
+            assert node.attr not in {"environ", "getenv"}, ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
+def test_no_line_of_text_is_taken_for_a_relative_import(path):
+    """transformers finds sibling files by a regular expression over the source, docstrings included."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    assert set(get_relative_imports(path)) <= {each.stem for each in TRAVELLING}

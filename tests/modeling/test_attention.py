@@ -1,0 +1,178 @@
+"""The attention functions against the papers' formulas, forward and gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_attn_variants import reference
+from hf_attn_variants.modeling.attention_variants import attention_with_weights, fused_attention
+
+BATCH, QUERIES, KEYS, DIM = 2, 5, 7, 4
+# (h_k, k, h, h_v): query, key/value, softmax and value heads.
+HEAD_COUNTS = [(4, 4, 4, 4), (4, 2, 4, 4), (4, 1, 4, 4)]
+TALKING_HEAD_COUNTS = [*HEAD_COUNTS, (4, 4, 6, 2), (4, 2, 3, 6), (6, 3, 2, 9)]
+DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
+
+
+def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES):
+    value_heads = h_v if k == h_k else k
+    shapes = [(BATCH, h_k, queries, DIM), (BATCH, k, KEYS, DIM), (BATCH, value_heads, KEYS, DIM)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def masks(queries=QUERIES):
+    """Boolean masks and position biases that models pass, by name."""
+    padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3])[:, None])[:, None, None]
+    per_query = torch.rand(BATCH, 1, queries, KEYS) > 0.4
+    per_query[..., 0] = True
+    fully_masked = per_query.clone()
+    fully_masked[1, :, -1] = False
+    return {"none": None, "padding": padding, "per_query": per_query, "fully_masked": fully_masked}
+
+
+def to_additive(mask, dtype=torch.float64):
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def assert_same_with_gradients(ours, theirs, inputs, atol):
+    weight = torch.randn(ours.shape, dtype=ours.dtype)
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+    for mine, other in zip(
+        torch.autograd.grad((ours * weight).sum(), inputs),
+        torch.autograd.grad((theirs * weight).sum(), inputs),
+        strict=True,
+    ):
+        assert mine.abs().max() > 0
+        torch.testing.assert_close(mine, other, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "heads, projections",
+    [(heads, "plain") for heads in HEAD_COUNTS]
+    + [(heads, projections) for heads in TALKING_HEAD_COUNTS for projections in ("static", "dynamic")],
+    ids=str,
+)
+@pytest.mark.parametrize("mask_name", ["none", "padding", "per_query", "fully_masked"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, projections):
+    h_k, k, h, h_v = heads
+    torch.manual_seed(0)
+    inputs = random_inputs(h_k, k, h_v)
+    mask = masks()[mask_name]
+    position_bias = torch.randn(1, h, QUERIES, KEYS, dtype=torch.float64, requires_grad=True) if bias else None
+    mixes = {}
+    if projections != "plain":
+        mixes = {"P_l": torch.randn(h_k, h, dtype=torch.float64), "P_w": torch.randn(h, h_v, dtype=torch.float64)}
+    if projections == "dynamic":
+        for name in DYNAMIC:
+            length, shape = QUERIES if name[0] == "x" else KEYS, (h_k, h) if name[2] == "l" else (h, h_v)
+            mixes[name] = torch.randn(BATCH, length, *shape, dtype=torch.float64)
+    for parameter in mixes.values():
+        parameter.requires_grad_()
+
+    output, weights = attention_with_weights(
+        *inputs,
+        mask,
+        position_bias,
+        scaling=0.3,
+        logits_proj=mixes.get("P_l"),
+        weights_proj=mixes.get("P_w"),
+        **{name: mixes.get(name) for name in DYNAMIC},
+    )
+    expected, expected_weights = reference.attention_core(
+        *inputs, scale=0.3, bias=position_bias, mask=to_additive(mask), **mixes
+    )
+
+    torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
+    trained = [*inputs, *mixes.values()] + ([position_bias] if bias else [])
+    assert_same_with_gradients(output, expected.transpose(1, 2), trained, atol=1e-10)
+
+
+@pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
+@pytest.mark.parametrize("mask_name", ["none", "padding", "per_query"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("queries", [1, QUERIES])
+def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries):
+    h_k, k, h, h_v = heads
+    torch.manual_seed(0)
+    inputs = random_inputs(h_k, k, h_v, torch.float32, queries)
+    mask = masks(queries)[mask_name]
+    position_bias = torch.randn(1, h, queries, KEYS, requires_grad=True) if bias else None
+
+    output = fused_attention(*inputs, mask, position_bias, scaling=0.3)
+    expected, _ = reference.attention_core(
+        *inputs, scale=0.3, bias=position_bias, mask=to_additive(mask, torch.float32)
+    )
+
+    trained = inputs + ([position_bias] if bias else [])
+    assert_same_with_gradients(output, expected.transpose(1, 2), trained, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
+def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads):
+    h_k, k, _, h_v = heads
+    torch.manual_seed(0)
+    inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1)
+    mask = torch.randn(BATCH, h_k, 1, KEYS)
+    expected, _ = reference.attention_core(*inputs, scale=0.5, mask=mask)
+    torch.testing.assert_close(
+        fused_attention(*inputs, mask, scaling=0.5), expected.transpose(1, 2), atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("function", [attention_with_weights, fused_attention])
+@pytest.mark.parametrize("k", [4, 2, 1])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_causal_attention_sees_no_later_key(function, k, bias):
+    """Also where the memory is longer than the queries: a static cache that holds nothing yet beyond the prompt."""
+    torch.manual_seed(0)
+    query, key, value = random_inputs(4, k, 4, torch.float32)
+    position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None
+    allowed = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril()
+    expected, _ = reference.attention_core(
+        query, key, value, scale=0.5, bias=position_bias, mask=to_additive(allowed[None, None], torch.float32)
+    )
+    output = function(query, key, value, None, position_bias, scaling=0.5, is_causal=True)
+    output = output[0] if isinstance(output, tuple) else output
+    torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_query_that_may_attend_to_nothing(additive):
+    """Zeros under a boolean mask, as SDPA gives; uniform weights under upstream's finite additive one."""
+    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    mask = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
+    mask[0] = True
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    output, weights = attention_with_weights(query, key, value, mask, scaling=0.5)
+    if additive:
+        torch.testing.assert_close(weights[1], torch.full_like(weights[1], 1 / KEYS))
+    else:
+        assert output[1].eq(0).all()
+    output.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+@pytest.mark.parametrize("k, dtype", list(itertools.product([4, 2, 1], [torch.bfloat16, torch.float16])))
+def test_half_precision_within_its_own_rounding(k, dtype):
+    torch.manual_seed(0)
+    inputs = random_inputs(4, k, 4, torch.float64)
+    exact, _ = reference.attention_core(*inputs, scale=0.5)
+    projection = torch.eye(4, dtype=dtype)
+    half = [tensor.detach().to(dtype) for tensor in inputs]
+    output, _ = attention_with_weights(*half, scaling=0.5, logits_proj=projection, weights_proj=projection)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), exact.transpose(1, 2), atol=tolerance, rtol=tolerance)
+    fused = fused_attention(*half, scaling=0.5)
+    torch.testing.assert_close(fused.double(), exact.transpose(1, 2), atol=tolerance, rtol=tolerance)
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    _, kept = attention_with_weights(query, key, value, scaling=0.5)
+    drawn = [attention_with_weights(query, key, value, scaling=0.5, dropout=0.25)[1] for _ in range(400)]
+    share = torch.stack([weights.eq(0).float().mean() for weights in drawn]).mean()
+    assert abs(share - 0.25) < 0.02
+    torch.testing.assert_close(torch.stack(drawn).mean(0), kept, atol=0.06, rtol=0)

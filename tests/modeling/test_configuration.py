@@ -1,0 +1,97 @@
+"""The configuration fields: each bad value has its message; what is stored reads back; the default is plain multi-head."""
+
+import pytest
+from architectures import ARCHITECTURES, VARIANTS
+
+ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+
+# (fields, a part of the message that names the rule and the values)
+BAD_FIELDS = [
+    ({"num_key_value_heads": 5}, "`num_key_value_heads` must divide `num_attention_heads`: got 5 for 12"),
+    ({"num_key_value_heads": 0}, "`num_key_value_heads` must be a whole number of heads, at least 1; got 0"),
+    ({"num_key_value_heads": -2}, "at least 1; got -2"),
+    ({"num_key_value_heads": "4"}, "got '4'"),
+    ({"num_key_value_heads": True}, "got True"),
+    ({"num_key_value_heads": 2.0}, "got 2.0"),
+    ({"talking_heads": "all"}, '`talking_heads` must be None, "logits", "weights" or "both"; got \'all\''),
+    ({"talking_heads_init": "zeros"}, '`talking_heads_init` must be "identity" or "random"'),
+    ({"num_softmax_heads": 8}, "`num_softmax_heads` can differ from `num_attention_heads` only with a logits"),
+    ({"talking_heads": "weights", "num_softmax_heads": 8}, "talking_heads='weights'"),
+    ({"num_value_heads": 8}, "`num_value_heads` can differ from `num_softmax_heads` only with a weights"),
+    ({"talking_heads": "logits", "talking_heads_init": "random", "num_value_heads": 8}, "got 8 and 12"),
+    ({"talking_heads": "both", "num_softmax_heads": 8}, '`talking_heads_init="identity"` needs equal head counts'),
+    (
+        {"talking_heads": "both", "talking_heads_init": "random", "num_value_heads": 6, "num_key_value_heads": 4},
+        "`num_key_value_heads` must divide `num_value_heads`: got 4 for 6",
+    ),
+    ({"talking_heads": "both", "talking_heads_dynamic": ["x2y"]}, "out of x2l, m2l, x2w, m2w; got ['x2y']"),
+    ({"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2l"]}, "must be distinct names"),
+    ({"talking_heads": "both", "talking_heads_dynamic": "x2l"}, "must be a list of names"),
+    ({"talking_heads": "logits", "talking_heads_dynamic": ["m2w"]}, "'m2w' is added to the weights projection"),
+    ({"talking_heads_dynamic": ["x2l"]}, "talking_heads=None does not have"),
+]
+
+
+@ALL
+@pytest.mark.parametrize("fields, message", BAD_FIELDS, ids=lambda value: str(value)[:60])
+def test_a_bad_value_is_a_clear_error(architecture, fields, message):
+    with pytest.raises(ValueError) as error:
+        architecture.config(**fields)
+    assert message in str(error.value)
+
+
+@ALL
+def test_the_default_is_plain_multi_head_attention(architecture):
+    config = architecture.config()
+    counts = {config.num_key_value_heads, config.num_softmax_heads, config.num_value_heads}
+    assert counts == {config.num_attention_heads}
+    assert config.talking_heads is None and config.talking_heads_dynamic == []
+
+
+@ALL
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_json_round_trip(architecture, variant, tmp_path):
+    config = architecture.config(variant)
+    config.save_pretrained(tmp_path)
+    again = architecture.config_class.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict()
+    for name in architecture.config_class.kv_heads_fields():
+        assert type(getattr(again, name)) is int
+
+
+@ALL
+def test_from_upstream_keeps_every_value(architecture):
+    upstream = architecture.upstream_config_class(**architecture.tiny, num_labels=5, initializer_range=0.5)
+    config = architecture.config_class.from_upstream(upstream, num_key_value_heads=2)
+    assert config.num_key_value_heads == 2
+    kept = {name: value for name, value in upstream.to_dict().items() if name != "model_type"}
+    assert {name: config.to_dict()[name] for name in kept} == kept
+
+
+@ALL
+def test_from_upstream_refuses_another_architecture(architecture):
+    with pytest.raises(ValueError, match="got 'gpt2'"):
+        architecture.config_class.from_upstream({"model_type": "gpt2", "n_head": 12})
+
+
+@ALL
+def test_auto_map_is_a_fresh_copy_and_survives_a_hub_prefix(architecture, tmp_path):
+    first, second = architecture.config(), architecture.config()
+    first.auto_map["AutoModel"] = "changed"
+    assert second.auto_map["AutoModel"] != "changed"
+
+    prefixed = architecture.config(auto_map={"AutoModel": "someone/repo--modeling.Class"})
+    assert prefixed.auto_map["AutoModel"] == "someone/repo--modeling.Class"
+    prefixed.save_pretrained(tmp_path)
+    saved = architecture.config_class.from_pretrained(tmp_path).auto_map
+    assert not any("--" in name for name in saved.values())
+    assert set(second.auto_map) == {"AutoConfig", *architecture.config_class.auto_classes}
+
+
+@ALL
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_output_attentions_is_allowed_under_every_implementation(architecture, implementation, tmp_path):
+    config = architecture.config(attn_implementation=implementation)
+    config.output_attentions = True
+    config.save_pretrained(tmp_path)
+    assert architecture.config_class.from_pretrained(tmp_path).output_attentions is True

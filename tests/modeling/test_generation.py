@@ -1,0 +1,103 @@
+"""Decoding step by step with a cache gives what the full forward gives, and the cache holds key/value heads only."""
+
+import pytest
+import torch
+from architectures import BERT, LENGTH, VARIANTS, padding_mask, token_ids
+from transformers import StaticCache
+
+CACHED = [name for name in VARIANTS if name != "dynamic"]
+CROSS = {"is_decoder": True, "add_cross_attention": True}
+
+
+def decoder(variant, **fields):
+    return BERT.model("BertLMHeadModel", variant, **{**CROSS, **fields})
+
+
+def batch(ids, memory=True):
+    torch.manual_seed(3)
+    return {"input_ids": ids} | ({"encoder_hidden_states": torch.randn(3, 5, 48)} if memory else {})
+
+
+@pytest.mark.parametrize("variant", CACHED)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 3, 2], [LENGTH - 1, 1]], ids=["single", "several", "prefill"])
+def test_cached_decoding_equals_the_full_forward(variant, implementation, steps):
+    model = decoder(variant)
+    model.set_attn_implementation(implementation)
+    inputs = batch(token_ids())
+    with torch.no_grad():
+        full = model(**inputs, use_cache=False).logits
+        cache, pieces, start = None, [], 0
+        for length in steps:
+            piece = model(**{**inputs, "input_ids": inputs["input_ids"][:, start : start + length]}, past_key_values=cache)
+            cache, start = piece.past_key_values, start + length
+            pieces.append(piece.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
+    config = model.config
+    k = config.num_key_value_heads
+    value_heads = config.num_value_heads if k == config.num_attention_heads else k
+    for part, length in ((cache.self_attention_cache, LENGTH), (cache.cross_attention_cache, 5)):
+        for layer in part.layers:
+            assert layer.keys.shape == (3, k, length, config.attention_head_dim)
+            assert layer.values.shape == (3, value_heads, length, config.attention_head_dim)
+
+
+@pytest.mark.parametrize("variant", CACHED)
+def test_left_padding_does_not_change_what_is_generated(variant):
+    model = BERT.model("BertLMHeadModel", variant)
+    ids = token_ids(1, 4)
+    padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 4])
+    # BERT's positions are absolute, so the padded row says where its tokens stand.
+    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3]])
+    with torch.no_grad():
+        plain = model(ids).logits
+        shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:]
+    torch.testing.assert_close(shifted, plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", CACHED)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_with_and_without_cache(variant, beams):
+    model = BERT.model("BertLMHeadModel", variant)
+    ids = token_ids(3, 4)
+    kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(ids, use_cache=True, **kwargs)
+    assert cached.shape == (3, 10)
+    assert cached.equal(model.generate(ids, use_cache=False, **kwargs))
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
+def test_static_cache(variant):
+    model = BERT.model("BertLMHeadModel", variant)
+    ids = token_ids(2, 6)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        first = model(ids[:, :4], past_key_values=cache).logits
+        second = model(ids[:, 4:5], past_key_values=cache).logits
+        third = model(ids[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat([first, second, third], dim=1), full, atol=1e-5, rtol=0)
+
+
+def test_a_static_cache_with_unequal_heads_is_a_clear_error():
+    model = BERT.model("BertLMHeadModel", "weights")
+    with pytest.raises(ValueError, match="as many key heads as value heads"):
+        model(token_ids(), past_key_values=StaticCache(config=model.config, max_cache_len=12))
+
+
+def test_memory_side_dynamic_projections_with_a_cache_are_a_clear_error():
+    model = BERT.model("BertLMHeadModel", "dynamic")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(token_ids(), attention_mask=padding_mask(), use_cache=True)
+    assert model.generate(token_ids(2, 4), max_new_tokens=2, use_cache=False, pad_token_id=0).shape == (2, 6)
+
+
+def test_query_side_dynamic_projections_work_with_a_cache():
+    model = BERT.model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
+    ids = token_ids(2, 6)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        first = model(ids[:, :5])
+        second = model(ids[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.logits, full[:, 5:], atol=1e-5, rtol=0)

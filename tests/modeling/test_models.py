@@ -1,0 +1,282 @@
+"""What every head of every architecture must do, for each variant."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, HEAD_IDS, HEADS, LENGTH, VARIANTS
+
+import hf_attn_variants
+from hf_attn_variants.modeling.attention_variants import EAGER, SDPA, projection_shapes
+
+EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
+# One head of each architecture stands for the others where only the attention matters.
+BASE = {row.name: next(iter(row.heads)) for row in ARCHITECTURES}
+
+
+def outputs(model, batch, **kwargs):
+    with torch.no_grad():
+        return model(**batch, **{"use_cache": False, **kwargs})
+
+
+def assert_same(ours, theirs, atol=1e-6):
+    for mine, other in zip(ours.to_tuple(), theirs.to_tuple(), strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, other, atol=atol, rtol=0)
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking", "dynamic"])
+def test_a_training_step_reaches_every_parameter(architecture, head, variant):
+    model = architecture.model(head, variant).train()
+    batch = architecture.batch(head, labels=True)
+    result = model(**batch, use_cache=False)
+    loss = result.loss if "loss" in result else result.last_hidden_state.square().mean()
+    if "pooler_output" in result:
+        loss = loss + result.pooler_output.square().mean()
+    assert loss.isfinite()
+    loss.backward()
+    # A single-class output or a padding token's row may have no gradient; a parameter of the attention always has.
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert missing == []
+    for site, name, module in model.named_attentions():
+        for path, parameter in module.named_parameters():
+            if path != f"{site.key}.bias":  # a shift of all logits of a query changes nothing
+                assert parameter.grad.abs().max() > 0, f"{name}.{path}"
+
+
+@EVERY_HEAD
+@EVERY_VARIANT
+def test_eager_and_sdpa_agree(architecture, head, variant):
+    model = architecture.model(head, variant)
+    batch = architecture.batch(head)
+    assert model.config._attn_implementation == SDPA
+    fused = outputs(model, batch)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == EAGER
+    eager = outputs(model, batch)
+    model.set_attn_implementation("sdpa")
+    again = outputs(model, batch)
+    # Padded positions are compared too: the key mask is the same for every query.
+    assert_same(fused, eager, atol=1e-5)
+    assert_same(fused, again)
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("variant", ["gqa", "talking", "gqa_talking"])
+def test_save_and_load(architecture, head, variant, tmp_path):
+    model = architecture.model(head, variant)
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == [
+        "attention_variants.py",
+        "configuration_attn_variants.py",
+        f"{architecture.config_class.modeling_file}.py",
+    ]
+    again = type(model).from_pretrained(tmp_path).eval()
+    batch = architecture.batch(head)
+    assert_same(outputs(model, batch), outputs(again, batch))
+    assert again.config.architectures == [f"AttnVariant{head}"]
+
+
+@EVERY_HEAD
+@EVERY_VARIANT
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_output_attentions(architecture, head, variant, implementation):
+    model = architecture.model(head, variant)
+    model.set_attn_implementation(implementation)
+    batch = architecture.batch(head)
+    plain, result = outputs(model, batch), outputs(model, batch, output_attentions=True)
+    maps = {name: layers for name, layers in result.items() if name.endswith("attentions") and layers}
+    assert maps
+    for weights in (weights for layers in maps.values() for weights in layers):
+        assert weights.shape[1:] == (model.config.num_value_heads, LENGTH, LENGTH)
+        if model.config.talking_heads in (None, "logits"):
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]), atol=1e-5, rtol=0)
+    assert all(len(layers) == model.config.num_hidden_layers for layers in maps.values())
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(result[name], value, atol=1e-5, rtol=0)
+
+    configured = copy.deepcopy(model)
+    configured.config.output_attentions = True
+    again = outputs(configured, batch)
+    for name, layers in maps.items():
+        for mine, other in zip(again[name], layers, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("variant", ["gqa", "dynamic"])
+def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, variant):
+    batch = architecture.batch(head, labels=True)
+    gradients = []
+    for checkpointing in (False, True):
+        # In training mode but without dropout, which would draw anew.
+        model = architecture.model(head, variant).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        result = model(**batch, use_cache=False)
+        (result.loss if "loss" in result else result.last_hidden_state.sum()).backward()
+        gradients.append([parameter.grad for _, _, module in model.named_attentions() for parameter in module.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-5)
+
+
+@EVERY_HEAD
+def test_resizing_embeddings_keeps_ties(architecture, head):
+    model = architecture.model(head, "gqa")
+    tied = model.get_output_embeddings() is not None
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size
+    if tied and model.config.tie_word_embeddings:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    outputs(model, architecture.batch(head))
+
+
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(architecture, variant, dtype):
+    model = architecture.model(BASE[architecture.name], variant)
+    batch = architecture.batch(BASE[architecture.name])
+    exact = outputs(model, batch).last_hidden_state
+    half = outputs(copy.deepcopy(model).to(dtype), batch).last_hidden_state
+    assert half.dtype == dtype
+    torch.testing.assert_close(half.float(), exact, atol=40 * torch.finfo(dtype).eps * exact.abs().max(), rtol=0)
+
+
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
+def test_number_of_parameters(architecture, variant):
+    """Exactly what the heads say: k key heads and as many value heads, h_v output heads, and the projections across heads."""
+    head = BASE[architecture.name]
+    plain, model = architecture.model(head), architecture.model(head, variant)
+    config, difference = model.config, 0
+    for (site, _, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
+        k = getattr(config, site.kv_heads_field)
+        value_heads = config.num_value_heads if k == config.num_attention_heads else k
+        query, output = module.get_submodule(site.query), module.get_submodule(site.output)
+        key_inputs = module.get_submodule(site.key).in_features
+        per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
+        difference += (2 * config.num_attention_heads - k - value_heads) * per_head
+        difference += (config.num_attention_heads - config.num_value_heads) * config.attention_head_dim * output.out_features
+        difference -= sum(
+            torch.Size(shape).numel() for shape in projection_shapes(config, query.in_features, key_inputs).values()
+        )
+        assert whole.get_submodule(site.query).weight.shape == query.weight.shape
+    assert plain.num_parameters() - model.num_parameters() == difference + position_bias_difference(plain, model)
+
+
+def position_bias_difference(plain, model):
+    """A relative position bias has one column for each softmax head."""
+    size = [
+        sum(parameter.numel() for name, parameter in each.named_parameters() if "relative_attention_bias" in name)
+        for each in (plain, model)
+    ]
+    return size[0] - size[1]
+
+
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
+def test_every_projection_across_heads_is_alive(architecture, variant):
+    model = architecture.model(BASE[architecture.name], variant)
+    batch = architecture.batch(BASE[architecture.name])
+    before = outputs(model, batch).last_hidden_state
+    for site, name, module in model.named_attentions():
+        mixes = module.get_submodule(site.mixes)
+        for path, parameter in mixes.named_parameters(recurse=False):
+            with torch.no_grad():
+                # Not a multiple of all ones, which would shift logits alike.
+                parameter.add_(torch.randn_like(parameter))
+            after = outputs(model, batch).last_hidden_state
+            assert (after - before).abs().max() > 1e-4, f"{name}.{path}"
+            before = after
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("init", ["identity", "random"])
+def test_initial_projections(architecture, init):
+    fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
+    torch.manual_seed(0)
+    config = architecture.config(**fields)
+    model = getattr(hf_attn_variants, f"AttnVariant{BASE[architecture.name]}")(config)
+    for site, _, module in model.named_attentions():
+        mixes = module.get_submodule(site.mixes)
+        for projection in (mixes.logits_proj, mixes.weights_proj):
+            if init == "identity":
+                assert projection.equal(torch.eye(12))
+            else:
+                assert 0.7 < projection.std() * 12**0.5 < 1.3
+        for projection in (mixes.x2l_proj, mixes.m2w_proj):
+            expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
+            assert 0.9 < projection.std() / expected < 1.1
+
+
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
+def test_the_same_seed_gives_the_same_model(architecture, variant):
+    first, second = (architecture.model(BASE[architecture.name], variant).state_dict() for _ in range(2))
+    assert all(second[name].equal(tensor) for name, tensor in first.items())
+    assert all(tensor.isfinite().all() for tensor in first.values())
+
+
+@EVERY_ARCHITECTURE
+def test_an_upstream_configuration_is_refused_with_advice(architecture):
+    model_class = getattr(hf_attn_variants, f"AttnVariant{BASE[architecture.name]}")
+    with pytest.raises(ValueError, match="from_upstream"):
+        model_class(architecture.upstream_config_class(**architecture.tiny))
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"])
+def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, implementation):
+    head = BASE[architecture.name]
+    with pytest.raises(ValueError, match="which would ignore it"):
+        architecture.model(head, "talking", attn_implementation=implementation)
+    model = architecture.model(head, "talking")
+    with pytest.raises(ValueError, match="which would ignore it"):
+        model.set_attn_implementation(implementation)
+    # Even where somebody writes the name into the configuration behind the model's back.
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match="which would ignore it"):
+        outputs(model, architecture.batch(head))
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("variant", ["gqa", "mqa"])
+def test_flex_attention_runs_grouped_heads(architecture, variant):
+    model = architecture.model(BASE[architecture.name], variant)
+    batch = architecture.batch(BASE[architecture.name])
+    expected = outputs(model, batch).last_hidden_state
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match='use "sdpa" or "eager"'):
+        outputs(model, batch, output_attentions=True)
+    try:
+        result = outputs(model, batch).last_hidden_state
+    except (NotImplementedError, RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+        pytest.skip(f"flex attention does not run these shapes on this machine: {str(error)[:80]}")
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
+def test_compiled_without_graph_breaks(architecture, variant):
+    model = architecture.model(BASE[architecture.name], variant)
+    batch = architecture.batch(BASE[architecture.name])
+    expected = outputs(model, batch).last_hidden_state
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(outputs(compiled, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
+
+
+@EVERY_ARCHITECTURE
+def test_auto_classes_find_the_registered_models(architecture):
+    for auto_class, name in architecture.config_class.auto_classes.items():
+        model = getattr(transformers, auto_class).from_config(architecture.config("gqa"))
+        assert type(model).__name__ == name

@@ -1,0 +1,122 @@
+"""The multi-head variant, loaded from upstream's own checkpoint, is upstream's model to rounding."""
+
+import pytest
+import torch
+from architectures import BERT, HEAD_IDS, HEADS, LENGTH, VARIANTS, padding_mask, token_ids
+
+import hf_attn_variants
+
+ATOL = 1e-5
+EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+
+
+def saved_upstream(architecture, head, folder, **fields):
+    upstream = architecture.upstream_model(head, **fields)
+    upstream.save_pretrained(folder)
+    return upstream
+
+
+def load_variant(architecture, head, folder, variant="mha", **fields):
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    config = architecture.config(variant, head, **fields)
+    return model_class.from_pretrained(folder, config=config).eval()
+
+
+def assert_same_outputs(ours, theirs):
+    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+    assert names
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], atol=ATOL, rtol=0)
+
+
+@EVERY_HEAD
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_multi_head_equals_upstream(architecture, head, implementation, padded, tmp_path):
+    upstream = saved_upstream(architecture, head, tmp_path)
+    ours = load_variant(architecture, head, tmp_path)
+    batch = architecture.batch(head, labels=True)
+    if not padded:
+        batch = {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
+    for model in (upstream, ours):
+        model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        assert_same_outputs(ours(**batch), upstream(**batch))
+
+
+@EVERY_HEAD
+def test_identity_projections_equal_upstream(architecture, head, tmp_path):
+    upstream = saved_upstream(architecture, head, tmp_path)
+    ours = load_variant(architecture, head, tmp_path, "talking")
+    batch = architecture.batch(head, labels=True)
+    with torch.no_grad():
+        assert_same_outputs(ours(**batch), upstream(**batch))
+
+
+@EVERY_HEAD
+def test_multi_head_gradients_equal_upstream(architecture, head, tmp_path):
+    upstream = saved_upstream(architecture, head, tmp_path)
+    ours = load_variant(architecture, head, tmp_path)
+    batch = architecture.batch(head, labels=True)
+    for model in (upstream, ours):
+        result = model(**batch)
+        (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
+    theirs = dict(upstream.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if theirs[name].grad is not None:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=ATOL, rtol=1e-4)
+
+
+@EVERY_HEAD
+def test_loading_without_a_configuration_gives_the_multi_head_variant(architecture, head, tmp_path):
+    upstream = saved_upstream(architecture, head, tmp_path)
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
+    assert ours.config.num_key_value_heads == ours.config.num_attention_heads
+    batch = architecture.batch(head)
+    with torch.no_grad():
+        assert_same_outputs(ours(**batch), upstream(**batch))
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("variant", ["gqa", "mqa", "gqa_talking"])
+@pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
+def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
+    architecture, head, variant, ignore_mismatched_sizes, tmp_path
+):
+    saved_upstream(architecture, head, tmp_path)
+    config = architecture.config(variant, head)
+    with pytest.raises(ValueError) as error:
+        getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
+            tmp_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes
+        )
+    assert "convert_checkpoint.py" in str(error.value)
+    assert f"--num_key_value_heads {VARIANTS[variant]['num_key_value_heads']}" in str(error.value)
+
+
+def test_learned_talking_heads_are_not_dropped_silently(tmp_path):
+    BERT.model("BertModel", "talking").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="talking_heads='both'"):
+        hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.config())
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_bert_decoder_with_cross_attention_equals_upstream(implementation, side, tmp_path):
+    fields = {"is_decoder": True, "add_cross_attention": True}
+    upstream = saved_upstream(BERT, "BertLMHeadModel", tmp_path, **fields)
+    ours = load_variant(BERT, "BertLMHeadModel", tmp_path, **fields)
+    mask = padding_mask() if side == "right" else padding_mask().flip(1)
+    torch.manual_seed(0)
+    batch = {
+        "input_ids": token_ids(),
+        "attention_mask": mask,
+        "encoder_hidden_states": torch.randn(3, LENGTH + 2, 48),
+        "encoder_attention_mask": torch.cat([padding_mask(), torch.ones(3, 2, dtype=torch.long)], dim=1),
+    }
+    for model in (upstream, ours):
+        model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        theirs, mine = upstream(**batch), ours(**batch)
+    # A padded query on the left may attend to nothing; what it gives is nobody's business.
+    torch.testing.assert_close(mine.logits[mask.bool()], theirs.logits[mask.bool()], atol=ATOL, rtol=0)
