@@ -4,14 +4,23 @@ import importlib
 
 import transformers
 
-from .modeling.configuration_attn_variants import AttnVariantBertConfig, AttnVariantConfigMixin
+from .modeling.configuration_attn_variants import (
+    AttnVariantAlbertConfig,
+    AttnVariantBertConfig,
+    AttnVariantConfigMixin,
+    AttnVariantT5Config,
+)
 
 __all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
 
 PREFIX = "AttnVariant"
 
 # A new architecture is one row.
-ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (AttnVariantBertConfig,)
+ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
+    AttnVariantBertConfig,
+    AttnVariantAlbertConfig,
+    AttnVariantT5Config,
+)
 
 
 def register() -> None:

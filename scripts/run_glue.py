@@ -8,5 +8,6 @@ from hf_attn_variants.training.run_glue import main, parse_args
 
 if __name__ == "__main__":
     args = parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
     sys.exit(run_script(lambda: main(args)))

@@ -93,6 +93,17 @@ def text_inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": token_ids(), "attention_mask": padding_mask()}
 
 
+def _source_and_target() -> dict[str, torch.Tensor]:
+    return text_inputs() | {"decoder_input_ids": token_ids()}
+
+
+def _text_with_end() -> dict[str, torch.Tensor]:
+    # T5 classifies by the state at its end token, one in each row.
+    inputs = text_inputs()
+    inputs["input_ids"][:, 1] = 1
+    return inputs
+
+
 def _choices() -> dict[str, torch.Tensor]:
     return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in text_inputs().items()}
 
@@ -139,7 +150,61 @@ BERT = Architecture(
     },
 )
 
-ARCHITECTURES: list[Architecture] = [BERT]
+ALBERT = Architecture(
+    name="albert",
+    config_class=hf_attn_variants.AttnVariantAlbertConfig,
+    upstream_config_class=transformers.AlbertConfig,
+    tiny={
+        "vocab_size": VOCABULARY,
+        "embedding_size": 16,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+    },
+    inputs=text_inputs,
+    heads={
+        "AlbertModel": Head(),
+        "AlbertForPreTraining": Head(lambda: _tokens() | {"sentence_order_label": torch.tensor([0, 1, 1])}),
+        "AlbertForMaskedLM": Head(_tokens),
+        "AlbertForSequenceClassification": Head(_classes),
+        "AlbertForMultipleChoice": Head(_classes, inputs=_choices),
+        "AlbertForTokenClassification": Head(_token_classes),
+        "AlbertForQuestionAnswering": Head(_span),
+    },
+)
+
+T5 = Architecture(
+    name="t5",
+    config_class=hf_attn_variants.AttnVariantT5Config,
+    upstream_config_class=transformers.T5Config,
+    # The heads together (12 x 8) are wider than the model.
+    tiny={
+        "vocab_size": VOCABULARY,
+        "d_model": 40,
+        "d_kv": 8,
+        "d_ff": 37,
+        "num_layers": 2,
+        "num_heads": 12,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 10,
+        "decoder_start_token_id": 0,
+        # T5 does not scale its logits: at 1.0 so small a model saturates, and float32 rounds above the tolerances.
+        "initializer_factor": 0.5,
+    },
+    inputs=text_inputs,
+    heads={
+        "T5Model": Head(inputs=_source_and_target),
+        "T5ForConditionalGeneration": Head(_tokens, inputs=_source_and_target),
+        "T5EncoderModel": Head(),
+        "T5ForSequenceClassification": Head(_classes, inputs=_text_with_end),
+        "T5ForTokenClassification": Head(_token_classes),
+        "T5ForQuestionAnswering": Head(_span),
+    },
+)
+
+ARCHITECTURES: list[Architecture] = [BERT, ALBERT, T5]
 
 # (architecture, head) pairs for parametrised tests.
 HEADS = [(architecture, head) for architecture in ARCHITECTURES for head in architecture.heads]

@@ -25,6 +25,7 @@ __all__ = [
     "cast",
     "dtype_name",
     "open_checkpoint",
+    "write_index",
 ]
 
 WEIGHTS_NAME = "model.safetensors"
@@ -69,7 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: file name, dtype by its safetensors name, shape, and its first and last byte in the data."""
+    """Where one tensor lies: file, dtype by its safetensors name, shape, and its range of bytes in the file's data."""
 
     file: str
     dtype: str
@@ -140,7 +141,7 @@ class SafetensorsReader(CheckpointReader):
             for name, entry in entries.items():
                 if name in self.entries:
                     raise ValueError(
-                        f"{folder}: tensor {name!r} is in both {self.entries[name].file} and {file}; remove one of them."
+                        f"{folder}: tensor {name!r} is in both {self.entries[name].file} and {file}; remove one."
                     )
                 self.entries[name] = entry
 
@@ -221,7 +222,7 @@ class SafetensorsWriter:
     ):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
-        # Wide elements first, as the format's own serialiser does: every tensor then starts on a multiple of its element size.
+        # Wide elements first, as the format's own serialiser does: each tensor starts on a multiple of its element.
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -_element_size(item[1][0])):
             end = position + math.prod(shape) * _element_size(dtype)
@@ -255,14 +256,18 @@ class SafetensorsWriter:
         for chunk in chunks:
             written += self._file.write(chunk.view(torch.uint8).numpy().data)
         if written != entry.end - entry.begin:
-            raise ValueError(f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written.")
+            raise ValueError(
+                f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written."
+            )
         self._missing.discard(name)
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
         if self._missing:
-            raise ValueError(f"{self.path.name}: {len(self._missing)} tensors were not written, e.g. {min(self._missing)!r}.")
+            raise ValueError(
+                f"{self.path.name}: {len(self._missing)} tensors were not written, e.g. {min(self._missing)!r}."
+            )
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -306,15 +311,33 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
         return SafetensorsReader(folder, *_read_index(folder / INDEX_NAME))
     pickles = [name for name in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if (folder / name).is_file()]
     if not pickles:
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: not a safetensors checkpoint.")
+        raise FileNotFoundError(
+            f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: not a safetensors checkpoint."
+        )
     if not allow_pickle:
         raise ValueError(
-            f"{folder / pickles[0]} is a pickle, which can run code when loaded; use a safetensors copy, or allow_pickle "
-            "(--allow_pickle) to read its tensors with weights_only=True."
+            f"{folder / pickles[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
+            "allow_pickle=True (--allow_pickle) to read its tensors with weights_only=True."
         )
     if pickles[0] == PICKLE_WEIGHTS_NAME:
         return PickleReader(folder, [PICKLE_WEIGHTS_NAME])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))
+
+
+def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
+    """Write the index of a sharded checkpoint.
+
+    Args:
+        path: model.safetensors.index.json.
+        entries: every tensor with its file.
+        metadata: the source index's; its sizes are brought up to date, the rest is kept.
+        size: the bytes of all tensors.
+    """
+    metadata = dict(metadata) | {"total_size": size}
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(entry.numel for entry in entries.values())
+    index = {"metadata": metadata, "weight_map": {name: entry.file for name, entry in sorted(entries.items())}}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -362,7 +385,9 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
         data_end = _checked_data_end(entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a corrupt header ({type(error).__name__}: {error}); download it again.") from error
+        raise ValueError(
+            f"{path} has a corrupt header ({type(error).__name__}: {error}); download it again."
+        ) from error
     expected = 8 + length + data_end
     if size < expected:
         raise OSError(f"{path} is truncated: {size:,} bytes of {expected:,}; download it again.")
@@ -377,7 +402,9 @@ def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
         if not isinstance(entry.dtype, str) or not all(isinstance(n, int) and n >= 0 for n in entry.shape):
             raise ValueError(f"{name!r} has dtype {entry.dtype!r} and shape {entry.shape!r}")
         if entry.begin != position or entry.end < entry.begin:
-            raise ValueError(f"the bytes of {name!r} are [{entry.begin}, {entry.end}), expected to start at {position}")
+            raise ValueError(
+                f"the bytes of {name!r} are [{entry.begin}, {entry.end}), expected to start at {position}"
+            )
         if entry.dtype in TORCH_DTYPES and entry.end - entry.begin != entry.numel * _element_size(entry.dtype):
             raise ValueError(f"{name!r} has {entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
         position = entry.end

@@ -47,8 +47,8 @@ def relation(source: int, target: int) -> str:
     if target % source == 0:
         return "expand"
     raise ValueError(
-        f"{source} key/value heads cannot become {target}: one count must divide the other (fewer heads pool whole groups, "
-        "more heads repeat each one)."
+        f"{source} key/value heads cannot become {target}: one count must divide the other (fewer heads pool whole "
+        "groups, more heads repeat each one)."
     )
 
 

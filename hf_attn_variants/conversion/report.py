@@ -24,10 +24,14 @@ __all__ = ["REPORT_NAME", "ConversionReport", "LayerReport", "attention_errors",
 
 REPORT_NAME = "conversion_report.json"
 
+# A weight [h*d, D] and its bias [h*d] or None.
+Projection = tuple[torch.Tensor, torch.Tensor | None]
+BLOCK_ELEMENTS = 2**20
+
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention module: its heads before and after, and the relative errors (None where the source's products are 0)."""
+    """One attention module: heads before and after, and relative errors (None where the source's products are 0)."""
 
     module: str
     site: str
@@ -79,13 +83,13 @@ class ConversionReport:
 
     @property
     def mean_logits_relative_error(self) -> float | None:
-        """The mean over attention modules."""
-        return _mean([layer.logits_relative_error for layer in self.layers])
+        """The mean over the attention modules whose heads changed."""
+        return self._mean("logits_relative_error")
 
     @property
     def mean_value_relative_error(self) -> float | None:
-        """The mean over attention modules."""
-        return _mean([layer.value_relative_error for layer in self.layers])
+        """The mean over the attention modules whose heads changed."""
+        return self._mean("value_relative_error")
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -101,24 +105,30 @@ class ConversionReport:
 
     def summary(self) -> str:
         """Return a few lines for people."""
-        heads = [f"  {name:<26} {before} -> {after}" for name, (before, after) in self.heads.items()]
+        heads = [f"  {name:<27} {before} -> {after}" for name, (before, after) in self.heads.items()]
         before, after = self.parameters["before"], self.parameters["after"]
         lines = [
             f"Converted {self.source} ({self.method}) into {self.output_dir}",
             *heads,
-            f"  {'parameters':<26} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
+            f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
         ]
         if self.talking_heads:
             added = ", ".join(f"{name} {list(shape)}" for name, shape in self.talking_heads.items())
-            lines.append(f"  {'talking heads added':<26} {added}")
+            lines.append(f"  {'talking heads added':<27} {added}")
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
-            lines.append(f"  {f'KV cache a token ({site})':<26} {cache['before']:,} -> {cache['after']:,} bytes")
-        lines.append(f"  {'relative error of logits':<26} {_percent(self.mean_logits_relative_error)} (mean over layers)")
-        lines.append(f"  {'... of value products':<26} {_percent(self.mean_value_relative_error)}")
+            lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
+        lines.append(f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}")
+        lines.append(f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)")
         if self.files_left_out:
-            lines.append(f"  {'not copied':<26} {', '.join(self.files_left_out)}")
-        lines.append(f"  {'time':<26} {self.seconds:.1f} s; details in {REPORT_NAME}")
+            lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
+        lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
         return "\n".join(lines)
+
+    def _mean(self, name: str) -> float | None:
+        changed = [layer for layer in self.layers if layer.change != "same"]
+        errors = [getattr(layer, name) for layer in changed or self.layers]
+        known = [error for error in errors if error is not None]
+        return sum(known) / len(known) if known else None
 
 
 def attention_errors(
@@ -134,32 +144,7 @@ def attention_errors(
     Returns:
         The two errors; None where the source's products are zero.
     """
-    d = heads.head_dim
-    logits = [0.0, 0.0]
-    for i in range(heads.query):
-        key_before, key_after = (i // (heads.query // count) for count in heads.key)
-        _add(
-            logits,
-            bilinear_error(
-                _head(before.query_weight, before.query_bias, i, d),
-                _head(before.key_weight, before.key_bias, key_before, d),
-                _head(after.query_weight, after.query_bias, i, d),
-                _head(after.key_weight, after.key_bias, key_after, d),
-            ),
-        )
-    values = [0.0, 0.0]
-    for i in range(heads.output):
-        value_before, value_after = (i // (heads.output // count) for count in heads.value)
-        _add(
-            values,
-            bilinear_error(
-                before.output_weight[:, i * d : (i + 1) * d].T.double(),  # [d, D]
-                _head(before.value_weight, before.value_bias, value_before, d),
-                after.output_weight[:, i * d : (i + 1) * d].T.double(),
-                _head(after.value_weight, after.value_bias, value_after, d),
-            ),
-        )
-    return _relative(*logits), _relative(*values)
+    return _logits_error(before, after, heads), _values_error(before, after, heads)
 
 
 def bilinear_error(
@@ -171,13 +156,19 @@ def bilinear_error(
     matrices of 2d x 2d, and exactly zero where nothing changed.
 
     Args:
-        left, new_left: [d, D_1].
-        right, new_right: [d, D_2].
+        left, new_left: [..., d, D_1].
+        right, new_right: [..., d, D_2].
+
+    Returns:
+        The two squared norms, each summed over the leading dimensions.
     """
-    rows = torch.cat([left, left - new_left])  # [2d, D_1]
-    columns = torch.cat([right - new_right, new_right])  # [2d, D_2]
-    difference = ((rows @ rows.T) * (columns @ columns.T)).sum()
-    reference = ((left @ left.T) * (right @ right.T)).sum()
+    left_gram = left @ left.mT
+    reference = (left_gram * (right @ right.mT)).sum()
+    columns = right - new_right  # [..., d, D_2]
+    if new_left is not left:
+        rows = torch.cat([left, left - new_left], dim=-2)  # [..., 2d, D_1]
+        left_gram, columns = rows @ rows.mT, torch.cat([columns, new_right], dim=-2)
+    difference = (left_gram * (columns @ columns.mT)).sum()
     return max(difference.item(), 0.0), reference.item()
 
 
@@ -191,25 +182,63 @@ def package_versions() -> dict[str, str]:
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
-def _head(weight: torch.Tensor, bias: torch.Tensor | None, index: int, head_dim: int) -> torch.Tensor:
-    rows = slice(index * head_dim, (index + 1) * head_dim)
-    head = weight[rows].double()
+def _logits_error(before: AttentionTensors, after: AttentionTensors, heads: HeadCounts) -> float | None:
+    return _summed_error(
+        (before.query_weight, before.query_bias),
+        (before.key_weight, before.key_bias),
+        (after.query_weight, after.query_bias),
+        (after.key_weight, after.key_bias),
+        heads.query,
+        heads.key,
+        heads.head_dim,
+    )
+
+
+def _values_error(before: AttentionTensors, after: AttentionTensors, heads: HeadCounts) -> float | None:
+    output = before.output_weight.T
+    new_output = output if after.output_weight is before.output_weight else after.output_weight.T
+    return _summed_error(
+        (output, None),
+        (before.value_weight, before.value_bias),
+        (new_output, None),
+        (after.value_weight, after.value_bias),
+        heads.output,
+        heads.value,
+        heads.head_dim,
+    )
+
+
+def _summed_error(
+    left: Projection,
+    right: Projection,
+    new_left: Projection,
+    new_right: Projection,
+    heads: int,
+    shared: tuple[int, int],
+    head_dim: int,
+) -> float | None:
+    """Return the relative error over all `heads`, of which each reads one of `shared` heads before and after."""
+    # Some heads at a time: float64 copies of all would outgrow the layer itself.
+    block = max(1, BLOCK_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
+    unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
+    difference = reference = 0.0
+    for indices in torch.arange(heads).split(block):
+        before, after = (indices // (heads // count) for count in shared)
+        lefts = _heads(left, indices, head_dim)
+        new_lefts = lefts if unchanged else _heads(new_left, indices, head_dim)
+        terms = bilinear_error(lefts, _heads(right, before, head_dim), new_lefts, _heads(new_right, after, head_dim))
+        difference, reference = difference + terms[0], reference + terms[1]
+    return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
+
+
+def _heads(projection: Projection, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
+    weight, bias = projection
+    heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
+    if bias is None:
+        return heads
     # [W | b]: the bias is what an input of 1 is multiplied by.
-    return head if bias is None else torch.cat([head, bias[rows, None].double()], dim=1)
-
-
-def _add(sums: list[float], terms: tuple[float, float]) -> None:
-    sums[0] += terms[0]
-    sums[1] += terms[1]
-
-
-def _relative(difference: float, reference: float) -> float | None:
-    return math.sqrt(difference / reference) if reference > 0 else None
-
-
-def _mean(errors: list[float | None]) -> float | None:
-    known = [error for error in errors if error is not None]
-    return sum(known) / len(known) if known else None
+    bias = bias.unflatten(0, (-1, head_dim))[indices.to(bias.device)].double()
+    return torch.cat([heads, bias[..., None]], dim=-1)
 
 
 def _percent(error: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, WEIGHTS_NAME
 
 __all__ = ["copy_side_files", "read_config", "resolve_source", "side_files"]
 
@@ -15,7 +15,7 @@ CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
-OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel", ".npz")
+OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
@@ -72,8 +72,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
     """List what lies beside a checkpoint's weights and config.json.
 
-    Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if allowed,
-    pickled) weights go along. Left out are other copies of the model's weights, training state and training checkpoints.
+    Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if
+    allowed, pickled) weights go along. Left out: other copies of the model's weights, training state and checkpoints.
 
     Args:
         folder: the checkpoint.
@@ -84,6 +84,9 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
     """
     modules = _module_folders(folder)
+    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, *weight_files}
+    if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
+        read.add(PICKLE_INDEX_NAME)
     copied, left_out = [], []
     for directory, subfolders, files in os.walk(folder):
         relative = Path(directory).relative_to(folder)
@@ -93,12 +96,11 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         left_out += [f"{name}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()
-            if path in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME) or path in weight_files:
+            if path in read:
                 continue
             travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
             (copied if travels else left_out).append(path)
-    read = {PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME} & set(left_out) if _are_pickles(weight_files) else set()
-    return sorted(copied), sorted(set(left_out) - read)
+    return sorted(copied), sorted(left_out)
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
@@ -122,10 +124,6 @@ def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
 
 def _is_skipped_folder(name: str) -> bool:
     return name in OTHER_WEIGHT_FOLDERS or name.startswith("checkpoint-")
-
-
-def _are_pickles(weight_files: list[str]) -> bool:
-    return any(not name.endswith(SAFETENSORS_SUFFIX) for name in weight_files)
 
 
 def _module_folders(folder: Path) -> set[str]:

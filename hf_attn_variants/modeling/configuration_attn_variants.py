@@ -6,9 +6,15 @@ Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import BertConfig, PreTrainedConfig
+from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
 
-__all__ = ["ATTN_VARIANTS_VERSION", "AttnVariantBertConfig", "AttnVariantConfigMixin"]
+__all__ = [
+    "ATTN_VARIANTS_VERSION",
+    "AttnVariantAlbertConfig",
+    "AttnVariantBertConfig",
+    "AttnVariantConfigMixin",
+    "AttnVariantT5Config",
+]
 
 ATTN_VARIANTS_VERSION = "0.1.0"
 
@@ -50,11 +56,14 @@ class AttnVariantConfigMixin:
     talking_heads_dynamic: list[str] | tuple[str, ...] = ()
 
     def __post_init__(self, **kwargs: Any) -> None:
+        # A plain checkpoint's configuration names upstream's type, which would hide the class's own.
+        kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
         self.auto_map = self._own_auto_map() | _without_repository(getattr(self, "auto_map", None) or {}, keep=True)
         heads = _checked_count("num_attention_heads", self.num_attention_heads)
         self._check_hidden_size(heads)
-        self.num_key_value_heads = checked_kv_heads("num_key_value_heads", self.num_key_value_heads, heads)
+        for field in self.kv_heads_fields():
+            setattr(self, field, checked_kv_heads(field, getattr(self, field), heads))
         self._resolve_talking_heads(heads)
         for field in self.kv_heads_fields():
             _check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
@@ -72,7 +81,7 @@ class AttnVariantConfigMixin:
             ValueError: if `config` belongs to another architecture.
         """
         values = dict(config) if isinstance(config, dict) else config.to_dict()
-        model_type = values.pop("model_type", None)
+        model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
             raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
@@ -191,6 +200,72 @@ class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
     }
 
 
+class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
+    """ALBERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
+
+    Without any of them it describes plain multi-head ALBERT.
+    """
+
+    model_type = "attn_variant_albert"
+    upstream_model_types = ("albert",)
+    modeling_file = "modeling_attn_variant_albert"
+    auto_classes = {
+        "AutoModel": "AttnVariantAlbertModel",
+        "AutoModelForMaskedLM": "AttnVariantAlbertForMaskedLM",
+        "AutoModelForMultipleChoice": "AttnVariantAlbertForMultipleChoice",
+        "AutoModelForPreTraining": "AttnVariantAlbertForPreTraining",
+        "AutoModelForQuestionAnswering": "AttnVariantAlbertForQuestionAnswering",
+        "AutoModelForSequenceClassification": "AttnVariantAlbertForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantAlbertModel",
+        "AutoModelForTokenClassification": "AttnVariantAlbertForTokenClassification",
+    }
+
+
+class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
+    """T5's and mT5's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
+
+    Without any of them it describes plain multi-head T5. `num_key_value_heads` is the decoder's, in self- and in
+    cross-attention, the recipe of arXiv 2305.13245, section 2.2.
+
+    Args:
+        encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
+    """
+
+    model_type = "attn_variant_t5"
+    upstream_model_types = ("t5", "mt5")
+    modeling_file = "modeling_attn_variant_t5"
+    auto_classes = {
+        "AutoModel": "AttnVariantT5Model",
+        "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
+        "AutoModelForQuestionAnswering": "AttnVariantT5ForQuestionAnswering",
+        "AutoModelForSeq2SeqLM": "AttnVariantT5ForConditionalGeneration",
+        "AutoModelForSequenceClassification": "AttnVariantT5ForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantT5EncoderModel",
+        "AutoModelForTokenClassification": "AttnVariantT5ForTokenClassification",
+    }
+
+    encoder_num_key_value_heads: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.get("model_type") == "mt5":
+            # mT5 never scales its decoder's outputs; its configuration has no field that says so.
+            kwargs["scale_decoder_outputs"] = False
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def kv_heads_fields(cls) -> tuple[str, ...]:
+        """The fields that hold a number of key/value heads: the decoder's and the encoder's."""
+        return ("num_key_value_heads", "encoder_num_key_value_heads")
+
+    @property
+    def attention_head_dim(self) -> int:
+        """d, the size of one query, key and value head; the heads together need not make `d_model`."""
+        return self.d_kv
+
+    def _check_hidden_size(self, heads: int) -> None:
+        pass
+
+
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
     """Return the number of key/value heads that `field` asks for; None means one for each of the `heads` query heads.
 
@@ -223,4 +298,5 @@ def _without_repository(auto_map: dict[str, Any], keep: bool = False) -> dict[st
     return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
 
 
-AttnVariantBertConfig.register_for_auto_class()
+for _config_class in (AttnVariantAlbertConfig, AttnVariantBertConfig, AttnVariantT5Config):
+    _config_class.register_for_auto_class()

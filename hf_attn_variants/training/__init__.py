@@ -1,7 +1,7 @@
 """What every training script shares: arguments, data, metrics, one loop with exact resume, tracking.
 
-Import from the submodules (`from hf_attn_variants.training.run_glue import main, parse_args`): they load torch and datasets,
-which `import hf_attn_variants` alone should not have to do.
+Import from the submodules (`from hf_attn_variants.training.run_glue import main, parse_args`): they load datasets and
+scikit-learn, which `import hf_attn_variants` alone should not have to do.
 """
 
 __all__: list[str] = []

@@ -1,7 +1,8 @@
-"""The command-line arguments that every training script shares, under the names HF's scripts give them, and their checks."""
+"""The command-line arguments that every training script shares, under HF's names for them, and their checks."""
 
 import argparse
 import json
+import logging
 import math
 import os
 import re
@@ -22,6 +23,7 @@ __all__ = [
     "prepare_output_dir",
 ]
 
+logger = logging.getLogger(__name__)
 # Needs the metric at every step, which no other schedule does.
 UNSUPPORTED_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 SCHEDULES = [name.value for name in SchedulerType if name.value not in UNSUPPORTED_SCHEDULES]
@@ -32,73 +34,128 @@ STALE_PATTERN = re.compile(r"checkpoint-\d+|\.tmp-.*|best_model|train_log\.jsonl
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds which checkpoint is trained and how it is built."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", required=True, help="Folder or Hub id of the checkpoint, ours or upstream's.")
+    group.add_argument(
+        "--model_name_or_path", required=True, help="Folder or Hub id of the checkpoint, ours or upstream's."
+    )
     group.add_argument("--tokenizer_name", help="Folder or Hub id of the tokenizer, where it is not the checkpoint's.")
     group.add_argument("--attn_implementation", help="eager, sdpa, ...: what the model computes attention with.")
-    group.add_argument("--dropout_rate", type=float, help="Replaces every dropout probability of the checkpoint's config.")
+    group.add_argument(
+        "--dropout_rate", type=float, help="Replaces every dropout probability of the checkpoint's config."
+    )
     group.add_argument("--gradient_checkpointing", action="store_true", help="Recompute activations to save memory.")
-    group.add_argument("--trust_remote_code", action="store_true", help="Run the model code that a Hub repository holds.")
+    group.add_argument(
+        "--trust_remote_code", action="store_true", help="Run the model code that a Hub repository holds."
+    )
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds how rows become batches."""
     group = parser.add_argument_group("data")
-    group.add_argument("--max_length", type=int, default=128, help="Tokens per example, special tokens included; longer ones are cut.")
+    group.add_argument(
+        "--max_length", type=int, default=128, help="Tokens per example, special tokens included; longer ones are cut."
+    )
     group.add_argument("--max_train_samples", type=int, help="Use only the first N training rows.")
     group.add_argument("--max_eval_samples", type=int, help="Use only the first N rows of each dev split.")
-    group.add_argument("--per_device_train_batch_size", type=int, default=32, help="Examples per device and forward pass.")
+    group.add_argument(
+        "--per_device_train_batch_size", type=int, default=32, help="Examples per device and forward pass."
+    )
     group.add_argument("--per_device_eval_batch_size", type=int, default=64, help="The same, in evaluation.")
-    group.add_argument("--group_by_length", action="store_true", help="Batches of examples of like length: less padding.")
-    group.add_argument("--pad_to_multiple_of", type=int, help="Pad each batch to a multiple of N tokens (8 suits tensor cores).")
-    group.add_argument("--dataloader_num_workers", type=int, default=0, help="Processes that prepare batches; 0: the main one.")
+    group.add_argument(
+        "--group_by_length", action="store_true", help="Batches of examples of like length: less padding."
+    )
+    group.add_argument(
+        "--pad_to_multiple_of", type=int, help="Pad each batch to a multiple of N tokens (8 suits tensor cores)."
+    )
+    group.add_argument(
+        "--dataloader_num_workers", type=int, default=0, help="Processes that prepare batches; 0: the main one."
+    )
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the optimiser, its schedule and the length of training."""
     group = parser.add_argument_group("training")
     group.add_argument("--learning_rate", type=float, default=5e-5, help="Peak learning rate of AdamW.")
-    group.add_argument("--weight_decay", type=float, default=0.0,
-                       help="Decoupled weight decay; biases, norms, logits_proj and weights_proj are exempt.")
+    group.add_argument(
+        "--weight_decay",
+        type=float,
+        default=0.0,
+        help="Decoupled weight decay; biases, norms, logits_proj and weights_proj are exempt.",
+    )
     group.add_argument("--adam_beta1", type=float, default=0.9)
     group.add_argument("--adam_beta2", type=float, default=0.999)
     group.add_argument("--adam_epsilon", type=float, default=1e-8)
-    group.add_argument("--max_grad_norm", type=float, default=1.0, help="Clip the gradient norm to this; 0: never clip.")
+    group.add_argument(
+        "--max_grad_norm", type=float, default=1.0, help="Clip the gradient norm to this; 0: never clip."
+    )
     group.add_argument("--num_train_epochs", type=float, default=3.0, help="Epochs (0: only evaluate).")
     group.add_argument("--max_train_steps", type=int, help="Optimiser steps in all; overrides --num_train_epochs.")
-    group.add_argument("--gradient_accumulation_steps", type=int, default=1,
-                       help="Forward passes per optimiser step; the loss is the mean over all their examples.")
-    group.add_argument("--lr_scheduler_type", choices=SCHEDULES, default="linear", metavar="NAME",
-                       help=f"One of {', '.join(SCHEDULES)}.")
-    group.add_argument("--lr_scheduler_kwargs", type=json.loads, default={}, metavar="JSON",
-                       help='Further settings of the schedule, such as \'{"num_decay_steps": 100}\'.')
+    group.add_argument(
+        "--gradient_accumulation_steps",
+        type=int,
+        default=1,
+        help="Forward passes per optimiser step; the loss is the mean over all their examples.",
+    )
+    group.add_argument(
+        "--lr_scheduler_type",
+        choices=SCHEDULES,
+        default="linear",
+        metavar="NAME",
+        help=f"One of {', '.join(SCHEDULES)}.",
+    )
+    group.add_argument(
+        "--lr_scheduler_kwargs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="Further settings of the schedule, such as '{\"num_decay_steps\": 100}'.",
+    )
     group.add_argument("--num_warmup_steps", type=int, help="Steps over which the learning rate rises from 0.")
     group.add_argument("--warmup_ratio", type=float, default=0.0, help="The same as a share of all steps.")
-    group.add_argument("--seed", type=int, default=42, help="Seeds the head's weights, dropout and the order of examples.")
-    group.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"],
-                       help="Autocast of the forward pass, often several times faster, on recent CPUs (bf16) too; "
-                            "default: as `accelerate launch` says, or no.")
+    group.add_argument(
+        "--seed", type=int, default=42, help="Seeds the head's weights, dropout and the order of examples."
+    )
+    group.add_argument(
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        help="Autocast of the forward pass, on CPUs faster (bf16) only where they have "
+        "bfloat16 instructions; default: as `accelerate launch` says, or no.",
+    )
     group.add_argument("--cpu", action="store_true", help="Train on the CPU even where an accelerator is present.")
     group.add_argument("--eval_steps", type=int, help="Evaluate every N optimiser steps (default: after every epoch).")
-    group.add_argument("--metric_for_best_model",
-                       help="Keep the weights of the best evaluation by this dev metric instead of the last ones.")
-    group.add_argument("--early_stopping_patience", type=int,
-                       help="Stop after N evaluations without a better dev metric; keeps the best weights.")
+    group.add_argument(
+        "--metric_for_best_model",
+        help="Keep the weights of the best evaluation by this dev metric instead of the last ones.",
+    )
+    group.add_argument(
+        "--early_stopping_patience",
+        type=int,
+        help="Stop after N evaluations without a better dev metric; keeps the best weights.",
+    )
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds where results go, what is logged and how a run resumes."""
     group = parser.add_argument_group("output")
     group.add_argument("--output_dir", required=True, help="Folder for the model, its results and the checkpoints.")
-    group.add_argument("--overwrite_output_dir", action="store_true",
-                       help="Accept a folder that is not empty; an earlier run's checkpoints and log in it are removed.")
+    group.add_argument(
+        "--overwrite_output_dir",
+        action="store_true",
+        help="Accept a folder that is not empty; an earlier run's checkpoints and log in it are removed.",
+    )
     group.add_argument("--logging_steps", type=int, default=10, help="Log the mean loss of every N steps.")
-    group.add_argument("--checkpointing_steps", metavar="N|epoch", help="Save a checkpoint every N steps or after every epoch.")
+    group.add_argument(
+        "--checkpointing_steps", metavar="N|epoch", help="Save a checkpoint every N steps or after every epoch."
+    )
     group.add_argument("--save_total_limit", type=int, help="Keep only the last N checkpoints.")
-    group.add_argument("--resume_from_checkpoint", metavar="PATH|latest",
-                       help="Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir.")
+    group.add_argument(
+        "--resume_from_checkpoint",
+        metavar="PATH|latest",
+        help="Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir.",
+    )
     group.add_argument("--with_tracking", action="store_true", help="Log to the trackers of --report_to.")
-    group.add_argument("--report_to", default="tensorboard",
-                       help="tensorboard, wandb, trackio, ... or all (with --with_tracking).")
+    group.add_argument(
+        "--report_to", default="tensorboard", help="tensorboard, wandb, trackio, ... or all (with --with_tracking)."
+    )
     group.add_argument("--disable_tqdm", action="store_true", help="No progress bars.")
 
 
@@ -123,7 +180,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     _check_ranges(args)
     if args.checkpointing_steps not in (None, "epoch"):
         if not str(args.checkpointing_steps).isdigit() or int(args.checkpointing_steps) < 1:
-            raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {args.checkpointing_steps!r}")
+            raise ValueError(
+                f"--checkpointing_steps must be a positive number or 'epoch', got {args.checkpointing_steps!r}"
+            )
         args.checkpointing_steps = int(args.checkpointing_steps)
     if args.save_total_limit is not None and args.checkpointing_steps is None:
         raise ValueError("--save_total_limit needs --checkpointing_steps: no checkpoint is saved without it")
@@ -133,18 +192,46 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {args.lr_scheduler_kwargs!r}")
     if args.mixed_precision == "fp16" and (args.cpu or not torch.accelerator.is_available()):
         raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
+    if args.mixed_precision == "bf16" and (args.cpu or not torch.accelerator.is_available()):
+        found = torch.cpu.get_capabilities()
+        if not any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")):
+            logger.warning(
+                "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
+                "than with --mixed_precision no"
+            )
     if (args.hub_model_id or args.hub_private_repo) and not args.push_to_hub:
         raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub")
     if args.resume_from_checkpoint and args.overwrite_output_dir:
-        raise ValueError("--resume_from_checkpoint goes on with what is in --output_dir; --overwrite_output_dir removes it: give one")
+        raise ValueError(
+            "--resume_from_checkpoint goes on with what --overwrite_output_dir removes from --output_dir: give one"
+        )
 
 
 def _check_ranges(args: argparse.Namespace) -> None:
-    at_least_one = ["max_length", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                    "logging_steps", "max_train_steps", "max_train_samples", "max_eval_samples", "eval_steps",
-                    "save_total_limit", "early_stopping_patience", "pad_to_multiple_of"]
-    at_least_zero = ["learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs", "num_warmup_steps",
-                     "dataloader_num_workers", "adam_epsilon", "seed"]
+    at_least_one = [
+        "max_length",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "logging_steps",
+        "max_train_steps",
+        "max_train_samples",
+        "max_eval_samples",
+        "eval_steps",
+        "save_total_limit",
+        "early_stopping_patience",
+        "pad_to_multiple_of",
+    ]
+    at_least_zero = [
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "num_train_epochs",
+        "num_warmup_steps",
+        "dataloader_num_workers",
+        "adam_epsilon",
+        "seed",
+    ]
     for name in at_least_one:
         value = getattr(args, name, None)
         if value is not None and value < 1:
@@ -174,15 +261,19 @@ def prepare_output_dir(args: argparse.Namespace, write: bool = True) -> None:
     if folder.exists() and not folder.is_dir():
         raise OSError(f"--output_dir {folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (args.overwrite_output_dir or args.resume_from_checkpoint):
-        raise ValueError(f"--output_dir {folder} is not empty: give another folder, --overwrite_output_dir, or "
-                         "--resume_from_checkpoint latest to go on with an interrupted run")
+        raise ValueError(
+            f"--output_dir {folder} is not empty: give another folder, --overwrite_output_dir, or "
+            "--resume_from_checkpoint latest to go on with an interrupted run"
+        )
     if not write:
         return
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can") from error
+        raise OSError(
+            f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
+        ) from error
     if args.overwrite_output_dir:
         for entry in folder.iterdir():
             if STALE_PATTERN.fullmatch(entry.name):

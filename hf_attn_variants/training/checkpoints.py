@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 __all__ = ["TrainState", "atomic_write", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
@@ -36,6 +37,7 @@ class TrainState:
         finished: Early stopping ended the run.
         train_seconds: Time spent in training steps (neither evaluation nor checkpoints).
         fingerprint: The settings that decide the order of examples and the size of a step.
+        environment: What decides how sums are rounded; another one resumes with a warning.
     """
 
     step: int = 0
@@ -51,6 +53,18 @@ class TrainState:
     finished: bool = False
     train_seconds: float = 0.0
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def _environment(accelerator: Accelerator) -> dict[str, Any]:
+    # Each of these decides in which order sums are rounded.
+    device = accelerator.device.type
+    return {
+        "device": torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device,
+        "CPU threads": torch.get_num_threads() if device == "cpu" else None,
+        "torch": torch.__version__,
+        "mixed precision": accelerator.mixed_precision,
+    }
 
 
 def atomic_write(path: str | Path, text: str) -> None:
@@ -81,8 +95,10 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
     if resume_from == "latest":
         found = list_checkpoints(output_dir)
         if not found:
-            raise ValueError(f"--resume_from_checkpoint latest: no complete checkpoint in {output_dir}; "
-                             "start without the flag, and save some with --checkpointing_steps")
+            raise ValueError(
+                f"--resume_from_checkpoint latest: no complete checkpoint in {output_dir}; "
+                "start without the flag, and save some with --checkpointing_steps"
+            )
         return found[-1]
     path = Path(resume_from)
     if not (path / STATE_FILE).is_file():
@@ -95,8 +111,8 @@ def save_checkpoint(
 ) -> Path:
     """Saves model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
 
-    Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled on
-    the way leaves the earlier checkpoints as they are. Called on every process.
+    Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled
+    on the way leaves the earlier checkpoints as they are. Called on every process.
 
     Args:
         accelerator: Has prepared the model, optimiser and schedule.
@@ -116,6 +132,7 @@ def save_checkpoint(
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
     accelerator.wait_for_everyone()
+    state.environment = _environment(accelerator)
     try:
         accelerator.save_state(str(temporary))
         accelerator.wait_for_everyone()
@@ -187,15 +204,29 @@ def load_checkpoint(
         The saved state.
 
     Raises:
-        ValueError: The run's settings differ in a way that would change the order of examples or the size of a step, or
-            the checkpoint's weights do not fit the model.
+        ValueError: The run's settings differ in a way that would change the order of examples or the size of a step,
+            or the checkpoint's weights do not fit the model.
     """
     state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
-    changed = {key: (state.fingerprint.get(key), value) for key, value in fingerprint.items()
-               if state.fingerprint.get(key) != value}
+    changed = {
+        key: (state.fingerprint.get(key), value)
+        for key, value in fingerprint.items()
+        if state.fingerprint.get(key) != value
+    }
     if changed:
         listed = ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in changed.items())
         raise ValueError(f"cannot resume exactly from {path}: {listed}; give the values it was saved with")
+    rounding = {
+        key: (state.environment.get(key), value)
+        for key, value in _environment(accelerator).items()
+        if state.environment.get(key) != value
+    }
+    if rounding and accelerator.is_main_process:
+        logger.warning(
+            "resuming from %s to rounding, not bit by bit: %s",
+            path,
+            ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in rounding.items()),
+        )
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if not random_states.is_file():
         raise ValueError(f"cannot resume exactly from {path}: no {random_states.name}")

@@ -13,8 +13,8 @@ __all__ = ["EpochSampler", "create_eval_dataloader", "create_train_dataloader"]
 class EpochSampler(Sampler[int]):
     """Shuffles example indices by (seed, epoch), optionally with examples of like length side by side.
 
-    It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is not
-    called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
+    It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is
+    not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
 
     Args:
         length: Number of examples.
@@ -47,7 +47,12 @@ class EpochSampler(Sampler[int]):
 
 
 def create_train_dataloader(
-    data: Dataset, sampler: EpochSampler, batch_size: int, collate: Callable[[list], Any], seed: int, num_workers: int = 0
+    data: Dataset,
+    sampler: EpochSampler,
+    batch_size: int,
+    collate: Callable[[list], Any],
+    seed: int,
+    num_workers: int = 0,
 ) -> DataLoader:
     """Makes a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
 
@@ -61,16 +66,27 @@ def create_train_dataloader(
         num_workers: Processes that prepare batches.
     """
     return DataLoader(
-        data, batch_size=batch_size, sampler=sampler, collate_fn=collate, num_workers=num_workers,
+        data,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
         # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
         generator=torch.Generator().manual_seed(seed),
-        persistent_workers=False, pin_memory=torch.cuda.is_available(),
+        persistent_workers=False,
+        pin_memory=torch.cuda.is_available(),
     )
 
 
-def create_eval_dataloader(data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0) -> DataLoader:
+def create_eval_dataloader(
+    data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
+) -> DataLoader:
     """Makes a dataloader in the data's own order, which likewise leaves the global random state alone."""
     return DataLoader(
-        data, batch_size=batch_size, collate_fn=collate, num_workers=num_workers,
-        generator=torch.Generator().manual_seed(0), pin_memory=torch.cuda.is_available(),
+        data,
+        batch_size=batch_size,
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(0),
+        pin_memory=torch.cuda.is_available(),
     )

@@ -19,8 +19,8 @@ def run_script(main: Callable[[], Any]) -> int:
         main: The script's work, without arguments.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError. Any other exception is a bug and keeps
-        its traceback; so do all of them with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError. Any other exception is a bug and
+        keeps its traceback; so do all of them with the environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
     try:
         main()

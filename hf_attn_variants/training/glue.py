@@ -1,4 +1,4 @@
-"""The nine GLUE tasks and the AX diagnostic set: columns, labels, metrics, file names (arXiv:1804.07461; gluebenchmark.com)."""
+"""The nine GLUE tasks and the AX diagnostic set (arXiv:1804.07461): columns, labels, metrics, file names."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,9 +22,10 @@ class GlueTask:
         test_splits: The same for the test splits.
         submissions: Test split -> name of its file in a GLUE submission.
         submits_names: Whether a submission holds class names (True) or class ids.
-        headerless: Column names of a file without a header, by its number of columns; given for files with labels and, under
-            `headerless_test`, for test files.
-        may_have_broken_rows: The official file has rows cut by a line break inside a question; they are left out, and counted.
+        headerless: Column names of a file without a header, by its number of columns; `headerless_test` holds those of
+            test files, which have no label.
+        may_have_broken_rows: The official file has rows cut by a line break inside a question; they are left out, and
+            counted.
     """
 
     name: str
@@ -57,67 +58,144 @@ class GlueTask:
 _PAIR = (("sentence1", "premise"), ("sentence2", "hypothesis"))
 _PAIR_LAYOUT = {4: ("index", "sentence1", "sentence2", "label")}
 _PAIR_TEST_LAYOUT = {3: ("index", "sentence1", "sentence2")}
-_STSB_LAYOUT = ("index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2", "score")
-_MNLI_START = ("index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse",
-               "sentence1_parse", "sentence2_parse", "sentence1", "sentence2")
+_STSB_LAYOUT = (
+    "index",
+    "genre",
+    "filename",
+    "year",
+    "old_index",
+    "source1",
+    "source2",
+    "sentence1",
+    "sentence2",
+    "score",
+)
+_MNLI_START = (
+    "index",
+    "promptID",
+    "pairID",
+    "genre",
+    "sentence1_binary_parse",
+    "sentence2_binary_parse",
+    "sentence1_parse",
+    "sentence2_parse",
+    "sentence1",
+    "sentence2",
+)
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _TASKS = [
     GlueTask(
-        name="cola", folder="CoLA", text_columns=(("sentence",),), labels=("unacceptable", "acceptable"),
-        metrics=("matthews_correlation",), main_metric="matthews_correlation",
-        headerless={4: ("source", "label", "star", "sentence")}, headerless_test={2: ("index", "sentence")},
+        name="cola",
+        folder="CoLA",
+        text_columns=(("sentence",),),
+        labels=("unacceptable", "acceptable"),
+        metrics=("matthews_correlation",),
+        main_metric="matthews_correlation",
+        headerless={4: ("source", "label", "star", "sentence")},
+        headerless_test={2: ("index", "sentence")},
     ),
     GlueTask(
-        name="sst2", folder="SST-2", text_columns=(("sentence",),), labels=("negative", "positive"),
-        headerless={2: ("sentence", "label")}, headerless_test={2: ("index", "sentence")},
+        name="sst2",
+        folder="SST-2",
+        text_columns=(("sentence",),),
+        labels=("negative", "positive"),
+        headerless={2: ("sentence", "label")},
+        headerless_test={2: ("index", "sentence")},
     ),
     GlueTask(
-        name="mrpc", folder="MRPC", text_columns=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
-        label_columns=("Quality", "label"), labels=("not_equivalent", "equivalent"),
-        metrics=("accuracy", "f1"), main_metric="combined_score",
+        name="mrpc",
+        folder="MRPC",
+        text_columns=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
+        label_columns=("Quality", "label"),
+        labels=("not_equivalent", "equivalent"),
+        metrics=("accuracy", "f1"),
+        main_metric="combined_score",
         headerless={5: ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")},
         headerless_test={5: ("index", "#1 ID", "#2 ID", "#1 String", "#2 String")},
     ),
     GlueTask(
-        name="stsb", folder="STS-B", text_columns=_PAIR, label_columns=("score", "label"), labels=None,
-        metrics=("pearson", "spearmanr"), main_metric="combined_score",
-        headerless={10: _STSB_LAYOUT}, headerless_test={9: _STSB_LAYOUT[:-1]},
+        name="stsb",
+        folder="STS-B",
+        text_columns=_PAIR,
+        label_columns=("score", "label"),
+        labels=None,
+        metrics=("pearson", "spearmanr"),
+        main_metric="combined_score",
+        headerless={10: _STSB_LAYOUT},
+        headerless_test={9: _STSB_LAYOUT[:-1]},
     ),
     GlueTask(
-        name="qqp", folder="QQP", text_columns=(("question1",), ("question2",)), label_columns=("is_duplicate", "label"),
-        labels=("not_duplicate", "duplicate"), metrics=("accuracy", "f1"), main_metric="combined_score",
+        name="qqp",
+        folder="QQP",
+        text_columns=(("question1",), ("question2",)),
+        label_columns=("is_duplicate", "label"),
+        labels=("not_duplicate", "duplicate"),
+        metrics=("accuracy", "f1"),
+        main_metric="combined_score",
         headerless={6: ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")},
-        headerless_test={3: ("id", "question1", "question2")}, may_have_broken_rows=True,
+        headerless_test={3: ("id", "question1", "question2")},
+        may_have_broken_rows=True,
     ),
     GlueTask(
-        name="mnli", folder="MNLI", text_columns=_PAIR, label_columns=("gold_label", "label"), labels=_NLI_LABELS,
+        name="mnli",
+        folder="MNLI",
+        text_columns=_PAIR,
+        label_columns=("gold_label", "label"),
+        labels=_NLI_LABELS,
         eval_splits={"validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
         test_splits={"test_matched": "test_matched.tsv", "test_mismatched": "test_mismatched.tsv"},
-        submissions={"validation_matched": "MNLI-m.tsv", "validation_mismatched": "MNLI-mm.tsv",
-                     "test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"},
+        submissions={
+            "validation_matched": "MNLI-m.tsv",
+            "validation_mismatched": "MNLI-mm.tsv",
+            "test_matched": "MNLI-m.tsv",
+            "test_mismatched": "MNLI-mm.tsv",
+        },
         submits_names=True,
-        headerless={4: ("index", "sentence1", "sentence2", "gold_label"), 12: _MNLI_START + ("label1", "gold_label"),
-                    16: _MNLI_START + ("label1", "label2", "label3", "label4", "label5", "gold_label")},
+        headerless={
+            4: ("index", "sentence1", "sentence2", "gold_label"),
+            12: (*_MNLI_START, "label1", "gold_label"),
+            16: (*_MNLI_START, "label1", "label2", "label3", "label4", "label5", "gold_label"),
+        },
         headerless_test={3: ("index", "sentence1", "sentence2"), 10: _MNLI_START},
     ),
     GlueTask(
-        name="qnli", folder="QNLI", text_columns=(("question",), ("sentence",)), labels=("entailment", "not_entailment"),
-        submits_names=True, headerless={4: ("index", "question", "sentence", "label")},
+        name="qnli",
+        folder="QNLI",
+        text_columns=(("question",), ("sentence",)),
+        labels=("entailment", "not_entailment"),
+        submits_names=True,
+        headerless={4: ("index", "question", "sentence", "label")},
         headerless_test={3: ("index", "question", "sentence")},
     ),
     GlueTask(
-        name="rte", folder="RTE", text_columns=_PAIR, labels=("entailment", "not_entailment"), submits_names=True,
-        headerless=_PAIR_LAYOUT, headerless_test=_PAIR_TEST_LAYOUT,
+        name="rte",
+        folder="RTE",
+        text_columns=_PAIR,
+        labels=("entailment", "not_entailment"),
+        submits_names=True,
+        headerless=_PAIR_LAYOUT,
+        headerless_test=_PAIR_TEST_LAYOUT,
     ),
     GlueTask(
-        name="wnli", folder="WNLI", text_columns=_PAIR, labels=("not_entailment", "entailment"),
-        headerless=_PAIR_LAYOUT, headerless_test=_PAIR_TEST_LAYOUT,
+        name="wnli",
+        folder="WNLI",
+        text_columns=_PAIR,
+        labels=("not_entailment", "entailment"),
+        headerless=_PAIR_LAYOUT,
+        headerless_test=_PAIR_TEST_LAYOUT,
     ),
     # The diagnostic set has no training data: a model trained on MNLI predicts it.
     GlueTask(
-        name="ax", folder="AX", text_columns=_PAIR, labels=_NLI_LABELS, metrics=("matthews_correlation",),
-        main_metric="matthews_correlation", eval_splits={}, test_splits={"test": "AX.tsv"}, submits_names=True,
+        name="ax",
+        folder="AX",
+        text_columns=_PAIR,
+        labels=_NLI_LABELS,
+        metrics=("matthews_correlation",),
+        main_metric="matthews_correlation",
+        eval_splits={},
+        test_splits={"test": "AX.tsv"},
+        submits_names=True,
         headerless_test=_PAIR_TEST_LAYOUT,
     ),
 ]
@@ -156,7 +234,9 @@ def parse_label(task: GlueTask, text: str) -> int | float:
         return task.labels.index(text)
     if text.isdecimal() and int(text) < len(task.labels):
         return int(text)
-    raise ValueError(f"label {text!r} is neither one of {', '.join(task.labels)} nor a class id from 0 to {len(task.labels) - 1}")
+    raise ValueError(
+        f"label {text!r} is neither one of {', '.join(task.labels)} nor a class id from 0 to {len(task.labels) - 1}"
+    )
 
 
 def format_prediction(task: GlueTask, value: float) -> str:

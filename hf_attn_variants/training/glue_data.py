@@ -22,7 +22,7 @@ class GlueSplit:
     Attributes:
         name: The Hub's name of the split ("train", "validation_matched", "test", ...).
         source: Where it was read: a file, or a Hub id.
-        data: Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (as GLUE submissions count).
+        data: Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
     """
 
     name: str
@@ -78,7 +78,9 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
             if task.may_have_broken_rows:
                 broken += 1
                 continue
-            raise ValueError(f"{path}, row {number}: {len(cells)} columns where there should be {len(header)} ({', '.join(header)})")
+            raise ValueError(
+                f"{path}, row {number}: {len(cells)} columns where there should be {len(header)} ({', '.join(header)})"
+            )
         for i, at in enumerate(text_at):
             columns[f"text{i + 1}"].append(cells[at])
         columns["index"].append(cells[index_at] if index_at is not None else str(position))
@@ -117,8 +119,10 @@ def _split_header(
     if len(missing) == len(wanted) and len(first) in layouts:
         return list(layouts[len(first)]), rows
     expected = " and ".join("|".join(names) for names in missing)
-    raise ValueError(f"{path}, row 1: no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}], and this is no "
-                     f"{task.folder} layout without a header ({', '.join(map(str, layouts)) or 'none is known'} columns)")
+    raise ValueError(
+        f"{path}, row 1: no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}], and this is no "
+        f"{task.folder} layout without a header ({', '.join(map(str, layouts)) or 'none is known'} columns)"
+    )
 
 
 def _file_splits(task: GlueTask, data_dir: str | None, files: dict[str, str | None]) -> dict[str, Path]:
@@ -141,14 +145,17 @@ def _file_splits(task: GlueTask, data_dir: str | None, files: dict[str, str | No
 
 
 def load_glue(
-    task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, hub_dataset: str = HUB_DATASET
+    task: GlueTask,
+    data_dir: str | None = None,
+    files: dict[str, str | None] | None = None,
+    hub_dataset: str = HUB_DATASET,
 ) -> dict[str, GlueSplit]:
     """Reads every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
     Args:
         task: The task.
-        data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files, which may
-            be missing.
+        data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test
+            files; these and `dev_mismatched.tsv` may be missing.
         files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's.
         hub_dataset: Hub id read without a folder.
 
@@ -169,8 +176,10 @@ def load_glue(
     try:
         loaded = load_dataset(hub_dataset, task.name)
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
-        raise OSError(f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
-                      "give a folder of GLUE TSVs with --data_dir") from error
+        raise OSError(
+            f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
+            "give a folder of GLUE TSVs with --data_dir"
+        ) from error
     splits = ["train", *task.eval_splits, *task.test_splits]
     return {split: _hub_split(task, split, loaded[split], hub_dataset) for split in splits if split in loaded}
 
@@ -180,7 +189,9 @@ def _hub_split(task: GlueTask, split: str, data: Dataset, hub_dataset: str) -> G
     for i, names in enumerate(task.text_columns):
         at = _find(data.column_names, names)
         if at is None:
-            raise ValueError(f"{hub_dataset}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}")
+            raise ValueError(
+                f"{hub_dataset}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
+            )
         renamed[data.column_names[at]] = f"text{i + 1}"
     data = data.rename_columns(renamed)
     if "idx" in data.column_names:
@@ -229,5 +240,7 @@ def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_len
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=f"Tokenising {split.name}")
     full = sum(length == max_length for length in data["length"])
     if full:
-        logger.info("%s: %d of %d examples fill --max_length %d and may have been cut", split.name, full, len(data), max_length)
+        logger.info(
+            "%s: %d of %d examples fill --max_length %d and may have been cut", split.name, full, len(data), max_length
+        )
     return data

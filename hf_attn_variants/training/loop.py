@@ -77,7 +77,9 @@ class LoopSettings:
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **others)
 
 
-def total_training_steps(batches_per_epoch: int | None, accumulation: int, epochs: float, max_steps: int | None) -> int:
+def total_training_steps(
+    batches_per_epoch: int | None, accumulation: int, epochs: float, max_steps: int | None
+) -> int:
     """Counts the optimiser steps of a run.
 
     Args:
@@ -100,7 +102,8 @@ class TrainingLoop:
     """Trains a prepared model; call `run()` once, on every process.
 
     Args:
-        accelerator: Made with `gradient_accumulation_steps` 1 and `step_scheduler_with_optimizer=False`: this loop accumulates.
+        accelerator: Made with `gradient_accumulation_steps` 1 (this loop accumulates) and
+            `step_scheduler_with_optimizer=False`.
         model: Prepared by it, like the next three.
         optimizer: The optimiser.
         scheduler: The learning-rate schedule, in optimiser steps.
@@ -136,6 +139,10 @@ class TrainingLoop:
         # Losses and gradient norms of steps not yet looked at: on a GPU, looking waits for the step to end.
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._lr = 0.0
+        try:
+            self._has_length = len(dataloader) > 0
+        except TypeError:  # a dataloader over a stream has __len__ and raises in it
+            self._has_length = False
 
     def run(self) -> TrainState:
         """Trains to the last step, or to early stopping; ends with the best weights where they are kept.
@@ -152,8 +159,14 @@ class TrainingLoop:
             path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
             state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
         state.fingerprint = self.fingerprint
-        bar = progress_bar(self.accelerator, settings.disable_tqdm, total=settings.total_steps, initial=state.step,
-                           desc="Training", unit="step")
+        bar = progress_bar(
+            self.accelerator,
+            settings.disable_tqdm,
+            total=settings.total_steps,
+            initial=state.step,
+            desc="Training",
+            unit="step",
+        )
         self.log.bar = bar
         try:
             while state.step < settings.total_steps and not state.finished:
@@ -194,8 +207,13 @@ class TrainingLoop:
     def _step(self, group: list[dict[str, Tensor]]) -> None:
         """One optimiser step: the gradient of the mean loss over all items of all batches on all processes."""
         accelerator, state = self.accelerator, self.state
-        counts = torch.tensor([sum(self.objective.count(batch) for batch in group),
-                               sum(self.objective.examples(batch) for batch in group)], device=accelerator.device)
+        counts = torch.tensor(
+            [
+                sum(self.objective.count(batch) for batch in group),
+                sum(self.objective.examples(batch) for batch in group),
+            ],
+            device=accelerator.device,
+        )
         items, examples = accelerator.reduce(counts, "sum").tolist()
         state.examples += examples
         loss_sum = torch.zeros((), device=accelerator.device)
@@ -225,8 +243,8 @@ class TrainingLoop:
             if bad == "loss" or (bad and self.accelerator.scaler is None):
                 shown = value if bad == "loss" else norm_value
                 raise NonFiniteLossError(
-                    f"the {bad} became {shown} at step {step}: training stopped, checkpoints of earlier steps are kept in "
-                    f"{self.settings.output_dir}; try a lower --learning_rate, more warm-up, or --mixed_precision no"
+                    f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
+                    f"{self.settings.output_dir}. Try a lower --learning_rate, more warm-up or --mixed_precision no"
                 )
             state.loss_total += value
             state.window_loss += value
@@ -234,7 +252,12 @@ class TrainingLoop:
 
     def _maybe_log(self, epoch_ended: bool) -> None:
         due = self.state.step % self.settings.logging_steps == 0
-        if due or epoch_ended or self.accelerator.device.type == "cpu" or self._due(self.settings.checkpointing_steps, False):
+        if (
+            due
+            or epoch_ended
+            or self.accelerator.device.type == "cpu"
+            or self._due(self.settings.checkpointing_steps, False)
+        ):
             self._look_at_losses()
         if due:
             self._log_window()
@@ -242,13 +265,20 @@ class TrainingLoop:
     def _log_window(self) -> None:
         state = self.state
         self._look_at_losses()
-        self.log.write({"step": state.step, "loss": state.window_loss / state.window_steps, "lr": self._lr,
-                        "epoch": round(self.epochs_done(), 4), "time": round(state.train_seconds, 3)})
+        self.log.write(
+            {
+                "step": state.step,
+                "loss": state.window_loss / state.window_steps,
+                "lr": self._lr,
+                "epoch": round(self.epochs_done(), 4),
+                "time": round(state.train_seconds, 3),
+            }
+        )
         state.window_loss, state.window_steps = 0.0, 0
 
     def epochs_done(self) -> float:
-        batches = len(self.dataloader) if hasattr(self.dataloader, "__len__") else None
-        return self.state.epoch + (self.state.batch_in_epoch / batches if batches else 0.0)
+        """Epochs trained, with the fraction of the current one where its length is known."""
+        return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
     def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
         return epoch_ended if every == "epoch" else every is not None and self.state.step % every == 0
@@ -262,8 +292,13 @@ class TrainingLoop:
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()
-        self.log.write({"step": state.step, "epoch": round(self.epochs_done(), 4),
-                        **{f"eval_{key}": value for key, value in metrics.items()}})
+        self.log.write(
+            {
+                "step": state.step,
+                "epoch": round(self.epochs_done(), 4),
+                **{f"eval_{key}": value for key, value in metrics.items()},
+            }
+        )
         if not settings.keep_best:
             return
         name = settings.metric_for_best_model.removeprefix("eval_")

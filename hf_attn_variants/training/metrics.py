@@ -9,7 +9,7 @@ import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-__all__ = ["METRICS", "F1", "Accuracy", "Matthews", "Pearson", "Spearman", "compute_metrics"]
+__all__ = ["F1", "METRICS", "Accuracy", "Matthews", "Pearson", "Spearman", "compute_metrics"]
 
 
 class _OfflineMetric(evaluate.Metric):
@@ -39,7 +39,7 @@ class Accuracy(_OfflineMetric):
     key = "accuracy"
     description = "share of examples whose class is right"
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Sequence, references: Sequence) -> dict[str, float]:
         return {self.key: float(accuracy_score(references, predictions))}
 
 
@@ -49,7 +49,7 @@ class F1(_OfflineMetric):
     key = "f1"
     description = "harmonic mean of precision and recall of class 1"
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Sequence, references: Sequence) -> dict[str, float]:
         return {self.key: float(f1_score(references, predictions, zero_division=0.0))}
 
 
@@ -59,7 +59,7 @@ class Matthews(_OfflineMetric):
     key = "matthews_correlation"
     description = "Matthews correlation of predicted and true classes"
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Sequence, references: Sequence) -> dict[str, float]:
         return {self.key: float(matthews_corrcoef(references, predictions))}
 
 
@@ -67,7 +67,7 @@ class _Correlation(_OfflineMetric):
     value_type = "float64"
     function = staticmethod(pearsonr)
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Sequence, references: Sequence) -> dict[str, float]:
         with warnings.catch_warnings():
             # A constant prediction has no correlation: the value is NaN, which says it without scipy's warning.
             warnings.simplefilter("ignore")
@@ -89,7 +89,9 @@ class Spearman(_Correlation):
     function = staticmethod(spearmanr)
 
 
-METRICS: dict[str, type[_OfflineMetric]] = {metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)}
+METRICS: dict[str, type[_OfflineMetric]] = {
+    metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)
+}
 
 
 def compute_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:

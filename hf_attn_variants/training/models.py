@@ -18,8 +18,16 @@ __all__ = ["LabelMap", "check_max_length", "load_classifier", "load_config", "lo
 
 logger = logging.getLogger(__name__)
 # Every dropout probability of the architectures here; a classifier's None means "as the hidden layers".
-DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "classifier_dropout_prob",
-                  "dropout_rate", "dropout", "attention_dropout", "activation_dropout")
+DROPOUT_FIELDS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "dropout_rate",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,10 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTra
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer of {source} has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
-                         "give its own with --tokenizer_name")
+        raise ValueError(
+            f"the tokenizer of {source} has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
+            "give its own with --tokenizer_name"
+        )
     return tokenizer
 
 
@@ -77,8 +87,10 @@ def check_max_length(max_length: int, config: PreTrainedConfig, tokenizer: PreTr
     Raises:
         ValueError: `max_length` is more than the model's or the tokenizer's maximum.
     """
-    limits = {"the model has {} positions": getattr(config, "max_position_embeddings", None),
-              "the tokenizer allows {} tokens": tokenizer.model_max_length}
+    limits = {
+        "the model has {} positions": getattr(config, "max_position_embeddings", None),
+        "the tokenizer allows {} tokens": tokenizer.model_max_length,
+    }
     for text, limit in limits.items():
         if limit is not None and max_length > limit:
             raise ValueError(f"--max_length {max_length} is too long: {text.format(limit)}")
@@ -95,7 +107,8 @@ def load_classifier(
         labels: Class names in the task's order; None for regression.
 
     Returns:
-        The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order keeps it.
+        The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order
+        keeps its own.
 
     Raises:
         OSError: The checkpoint cannot be read.
@@ -107,8 +120,13 @@ def load_classifier(
     names = list(labels) if labels is not None else ["score"]
     replaced = is_classifier and len(had) != num_labels
     if replaced:
-        logger.warning("%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
-                       args.model_name_or_path, len(had), ", ".join(had), num_labels)
+        logger.warning(
+            "%s classifies %d labels (%s) and the task has %d: its output layer is replaced by a new one",
+            args.model_name_or_path,
+            len(had),
+            ", ".join(had),
+            num_labels,
+        )
     order = tuple(range(num_labels))
     if is_classifier and not replaced and sorted(had) == sorted(names):
         order = tuple(names.index(name) for name in had)
@@ -124,5 +142,7 @@ def load_classifier(
         ignore_mismatched_sizes=replaced,
     )
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # 5.23 renamed it; the old name is all that 5.15 has.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return model, LabelMap(order)

@@ -76,4 +76,6 @@ def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace,
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
     except TypeError as error:
-        raise ValueError(f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}") from error
+        raise ValueError(
+            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}"
+        ) from error

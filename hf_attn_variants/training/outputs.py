@@ -60,8 +60,10 @@ def check_hub_access(args: argparse.Namespace) -> None:
     try:
         HfApi(token=args.hub_token).whoami()
     except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
-        raise ValueError(f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
-                         "run `hf auth login` or give --hub_token") from error
+        raise ValueError(
+            f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
+            "run `hf auth login` or give --hub_token"
+        ) from error
 
 
 def push_folder(args: argparse.Namespace) -> str:
@@ -74,7 +76,9 @@ def push_folder(args: argparse.Namespace) -> str:
     repo_id = args.hub_model_id or Path(args.output_dir).resolve().name
     url = api.create_repo(repo_id, private=args.hub_private_repo or None, exist_ok=True)
     api.upload_folder(
-        repo_id=url.repo_id, folder_path=args.output_dir, commit_message="Fine-tuned model",
+        repo_id=url.repo_id,
+        folder_path=args.output_dir,
+        commit_message="Fine-tuned model",
         ignore_patterns=["checkpoint-*", ".tmp-*", "best_model.safetensors", "hf_attn_variants/*"],
     )
     return str(url)

@@ -26,7 +26,7 @@ def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any)
 
 
 class RunLog:
-    """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers; writes on the main process only.
+    """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
 
     Args:
         accelerator: Knows the main process and the trackers.
@@ -49,7 +49,9 @@ class RunLog:
         self.accelerator.log(values, step=record["step"])
         if self.bar is not None:
             shown = {key: value for key, value in values.items() if key == "loss" or key.startswith("eval_")}
-            self.bar.set_postfix({key.removeprefix("eval_"): f"{value:.4g}" for key, value in shown.items()}, refresh=False)
+            self.bar.set_postfix(
+                {key.removeprefix("eval_"): f"{value:.4g}" for key, value in shown.items()}, refresh=False
+            )
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
@@ -96,13 +98,20 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     records = list(records)
     losses = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot([step for step, _ in losses], [loss for _, loss in losses], label="train", color="tab:blue")
+    left.plot(
+        [step for step, _ in losses],
+        [loss for _, loss in losses],
+        ".-" if len(losses) < 50 else "-",
+        label="train",
+        color="tab:blue",
+    )
     dev = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
     left.plot([step for step, _ in dev], [loss for _, loss in dev], "o--", label="dev", color="tab:orange")
     left.set(xlabel="optimiser step", ylabel="loss", title="loss")
@@ -115,6 +124,7 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
         right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title)
     temporary = Path(path).with_name(f".tmp-{Path(path).name}")
     figure.savefig(temporary, dpi=120, format="png")

@@ -100,8 +100,9 @@ def test_output_attentions(architecture, head, variant, implementation):
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(result[name], value, atol=1e-5, rtol=0)
 
-    configured = copy.deepcopy(model)
-    configured.config.output_attentions = True
+    # Before the model is built: upstream's encoder-decoder models copy their configuration for each half.
+    configured = architecture.model(head, variant, output_attentions=True)
+    configured.set_attn_implementation(implementation)
     again = outputs(configured, batch)
     for name, layers in maps.items():
         for mine, other in zip(again[name], layers, strict=True):
@@ -242,8 +243,10 @@ def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, imple
     model = architecture.model(head, "talking")
     with pytest.raises(ValueError, match="which would ignore it"):
         model.set_attn_implementation(implementation)
-    # Even where somebody writes the name into the configuration behind the model's back.
-    model.config._attn_implementation = implementation
+    # Even where somebody writes the name into the configurations behind the model's back.
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = implementation
     with pytest.raises(ValueError, match="which would ignore it"):
         outputs(model, architecture.batch(head))
 

@@ -13,7 +13,7 @@ __all__ = ["AttentionTensors", "ConversionMethod", "LayerContext", "pool_key_val
 
 @dataclass(frozen=True)
 class AttentionTensors:
-    """The four projections of one attention module, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
+    """One attention module's projections, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
 
     `details` holds what a method wants to say about this layer in the report (JSON values).
     """
@@ -49,7 +49,7 @@ class LayerContext:
 class ConversionMethod(Protocol):
     """One way of merging heads. A new method is one file with such a class and one row in `methods/__init__.py`.
 
-    A method that needs calibration data takes it in its constructor, so that an instance is ready to convert any layer;
+    A method that needs calibration data takes it in its constructor: an instance is ready to convert any layer, and
     `convert(..., method=instance)` takes instances as well as names.
     """
 
@@ -58,9 +58,9 @@ class ConversionMethod(Protocol):
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return this layer's projections with `heads.key[1]` key and `heads.value[1]` value heads.
 
-        Only called where there are fewer heads afterwards. Query and output projections may change as well, in value but
-        not in shape; a bias may change but neither appear nor vanish. An input tensor must not be changed in place: one
-        that a method leaves as it is, it returns as it is.
+        Only called where there are fewer heads afterwards. Query and output projections may change as well, in value
+        but not in shape; a bias may change but neither appear nor vanish. No input tensor may be changed in place; one
+        that stays as it is, is returned as it is. Torch runs on one thread here: fitting belongs before.
         """
         ...
 

@@ -11,7 +11,7 @@ __all__ = ["RandomHeads"]
 
 
 class RandomHeads:
-    """Key and value weights are drawn as the architecture initialises them, biases are zero: a baseline for uptraining."""
+    """Keys and values are drawn as the architecture initialises them, biases are zero: a baseline for uptraining."""
 
     name = "random"
 
@@ -20,7 +20,9 @@ class RandomHeads:
             rows = projection.shape[0] // source * target
             if projection.ndim == 1:
                 return projection.new_zeros(rows)
-            drawn = torch.empty(rows, projection.shape[1]).normal_(0.0, layer.initializer_std, generator=layer.generator)
+            drawn = torch.empty(rows, projection.shape[1]).normal_(
+                0.0, layer.initializer_std, generator=layer.generator
+            )
             return drawn.to(projection)
 
         return replace(tensors, **pool_key_value(tensors, heads, draw))

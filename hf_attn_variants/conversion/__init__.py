@@ -1,0 +1,22 @@
+"""Conversion of multi-head checkpoints into attention variants: fewer key/value heads, talking heads.
+
+`convert` is the front door; the rooms behind it: `grouping` (which heads share), `methods` (how heads merge, one file
+each), `plan` (what will be done, checked before any work), `checkpoint_io` (tensors in and out, one by one), `report`.
+"""
+
+from .convert import convert, convert_checkpoint, convert_model, load_converted
+from .methods import METHODS, AttentionTensors, ConversionMethod, LayerContext
+from .report import ConversionReport, LayerReport
+
+__all__ = [
+    "METHODS",
+    "AttentionTensors",
+    "ConversionMethod",
+    "ConversionReport",
+    "LayerContext",
+    "LayerReport",
+    "convert",
+    "convert_checkpoint",
+    "convert_model",
+    "load_converted",
+]

@@ -1,0 +1,438 @@
+"""The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
+
+import copy as copying
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..modeling.attention_variants import EAGER, SDPA
+from .checkpoint_io import (
+    INDEX_NAME,
+    TORCH_DTYPES,
+    CheckpointReader,
+    SafetensorsWriter,
+    TensorEntry,
+    cast,
+    dtype_name,
+    open_checkpoint,
+    write_index,
+)
+from .methods import AttentionTensors, ConversionMethod, resolve_method
+from .plan import AttentionModule, ConversionPlan, make_plan
+from .report import ConversionReport, LayerReport, attention_errors, package_versions
+from .source import copy_side_files, read_config, resolve_source, side_files
+from .staging import check_disk_space, check_output_dir, staged_folder
+
+__all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@overload
+def convert(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    output_dir: None = None,
+    **options: Any,
+) -> PreTrainedModel: ...
+@overload
+def convert(
+    model_or_path: str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    output_dir: str | os.PathLike,
+    **options: Any,
+) -> ConversionReport: ...
+def convert(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    output_dir: str | os.PathLike | None = None,
+    **options: Any,
+) -> PreTrainedModel | ConversionReport:
+    """Give a multi-head (or variant) model other key/value heads, or talking heads.
+
+    Args:
+        model_or_path: a model in memory, a checkpoint folder, or a Hub id.
+        num_key_value_heads: k, the key/value heads afterwards: 1 = multi-query. None keeps the source's.
+        method: how heads are merged: "mean" (arXiv 2305.13245), "first", "random", or a `ConversionMethod`.
+        output_dir: write a checkpoint there, in little memory, instead of building a model; not for a model in memory.
+        options: those of `convert_model` or `convert_checkpoint`: `encoder_num_key_value_heads`, `talking_heads`,
+            `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and
+            for a model in memory `copy`, for a path `allow_pickle`, `revision`, `token`.
+
+    Returns:
+        The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`.
+
+    Raises:
+        ValueError: if the conversion asked for is impossible; before any work.
+        OSError: if a file is missing, truncated, or cannot be written.
+    """
+    if isinstance(model_or_path, nn.Module):
+        if output_dir is not None:
+            raise ValueError("`output_dir` is for a folder or Hub id; call `save_pretrained` on the converted model.")
+        return convert_model(model_or_path, num_key_value_heads, method, **options)
+    if output_dir is None:
+        return load_converted(model_or_path, num_key_value_heads, method, **options)
+    return convert_checkpoint(model_or_path, output_dir, num_key_value_heads, method, **options)
+
+
+def convert_model(
+    model: PreTrainedModel,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    copy: bool = False,
+    **fields: Any,
+) -> PreTrainedModel:
+    """Convert a model in memory.
+
+    Args:
+        model: an upstream model or one of this package's; it is not changed.
+        num_key_value_heads, method, fields: as for `convert`.
+        dtype: of the floating-point parameters; None keeps each one's.
+        seed: of everything random.
+        copy: give the new model memory of its own. By default parameters that stay as they are share the source's
+            memory: then do not train both models.
+
+    Returns:
+        This package's model of the same head.
+    """
+    reader = _ModelReader(model)
+    fields = {"num_key_value_heads": num_key_value_heads} | fields
+    config = model.config.to_dict()
+    plan = make_plan(
+        config, type(model).__name__, reader.entries, resolve_method(method), fields, seed, _resolve_dtype(dtype)
+    )
+    with torch.device("meta"):
+        converted = plan.model_class(plan.config)
+    with _one_thread():
+        tensors = dict(_converted_tensors(plan, reader))
+    sources = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        source = sources.get(name)
+        if id(source) not in parameters or source is None:
+            if copy and source is not None and tensor.data_ptr() == source.data_ptr():
+                tensor = tensor.clone()
+            parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
+        _set_tensor(converted, name, parameters[id(source)])  # tied weights stay one parameter
+    for name, buffer in model.named_buffers():
+        _set_tensor(converted, name, buffer.clone())
+    return _settle(converted, model)
+
+
+def load_converted(
+    model_name_or_path: str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
+) -> PreTrainedModel:
+    """Read a checkpoint and return it as a converted model, without writing anything; arguments as for `convert`."""
+    method, dtype = resolve_method(method), _resolve_dtype(dtype)
+    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    config = read_config(folder)
+    with open_checkpoint(folder, allow_pickle) as reader:
+        fields = {"num_key_value_heads": num_key_value_heads} | fields
+        plan = make_plan(config, _architecture(config), reader.entries, method, fields, seed, dtype)
+        with _one_thread():
+            tensors = dict(_converted_tensors(plan, reader))
+        model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def convert_checkpoint(
+    model_name_or_path: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    num_key_value_heads: int | None = None,
+    method: str | ConversionMethod = "mean",
+    *,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
+) -> ConversionReport:
+    """Convert a checkpoint into a new folder, tensor by tensor: memory holds one layer's attention at a time.
+
+    The folder keeps the source's sharding, tensor names and side files, carries the code that `trust_remote_code=True`
+    needs, and appears only when it is complete. Arguments and errors as for `convert`.
+
+    Returns:
+        The report, which the folder holds as conversion_report.json.
+    """
+    started = time.perf_counter()
+    method, dtype = resolve_method(method), _resolve_dtype(dtype)
+    check_output_dir(output_dir)
+    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    output = check_output_dir(output_dir, source=folder)
+    config = read_config(folder)
+    with open_checkpoint(folder, allow_pickle) as reader:
+        fields = {"num_key_value_heads": num_key_value_heads} | fields
+        plan = make_plan(config, _architecture(config), reader.entries, method, fields, seed, dtype)
+        copied, left_out = side_files(folder, reader.files, allow_pickle)
+        new_entries = _planned_entries(plan, reader)
+        size = sum(_byte_size(entry) for entry in new_entries.values())
+        check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
+        with staged_folder(output) as stage:
+            copy_side_files(folder, stage, copied)
+            layers = _write_weights(plan, reader, new_entries, stage, size)
+            if reader.index_metadata is not None:
+                write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
+            _write_config_and_code(plan, stage)
+            report = ConversionReport(
+                source=os.fspath(model_name_or_path),
+                source_revision=folder.name if folder.parent.name == "snapshots" else revision,
+                output_dir=str(output),
+                method=method.name,
+                seed=seed,
+                dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+                architecture=plan.model_class.__name__,
+                heads=plan.heads,
+                talking_heads=_added_projections(plan),
+                layers=layers,
+                parameters={"before": _parameters(reader.entries), "after": _parameters(new_entries)},
+                kv_cache_bytes_per_token=_cache_bytes(plan, reader.entries, new_entries),
+                files_copied=copied,
+                files_left_out=left_out,
+                versions=package_versions(),
+                seconds=round(time.perf_counter() - started, 3),
+            )
+            report.save(stage)
+    return report
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # On matrices this small, threads wait for each other longer than they work: tenfold and more on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _converted_tensors(plan: ConversionPlan, reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the converted model."""
+    for module in plan.modules:
+        before = _read_attention(reader, module)
+        yield from _new_tensors(plan, module, before, plan.convert(module, before)).items()
+    for name in reader.entries:
+        if name not in plan.converted_names:
+            tensor = reader.read(name)
+            yield name, cast(tensor, plan.dtype, name) if plan.dtype and tensor.is_floating_point() else tensor
+
+
+def _read_attention(reader: CheckpointReader, module: AttentionModule) -> AttentionTensors:
+    return AttentionTensors(**{part: reader.read(name) for part, name in module.tensors.items()})
+
+
+def _new_tensors(
+    plan: ConversionPlan, module: AttentionModule, before: AttentionTensors, after: AttentionTensors
+) -> dict[str, torch.Tensor]:
+    """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
+    tensors = {}
+    for part, name in module.tensors.items():
+        dtype = plan.dtype or getattr(before, part).dtype
+        tensor = getattr(after, part)
+        tensors[name] = tensor if tensor.dtype == dtype else cast(tensor, dtype, name)
+    added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
+    return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
+
+
+def _planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
+    """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
+    stored = dtype_name(plan.dtype) if plan.dtype is not None else None
+    shapes = {module.tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
+    added = {}
+    for module in plan.modules:
+        beside = reader.entries[module.tensors["query_weight"]]
+        for name, shape in module.projections.items():
+            added[name] = TensorEntry(_safetensors_name(beside.file), stored or beside.dtype, shape)
+    kept = {
+        name: TensorEntry(
+            _safetensors_name(entry.file),
+            stored if stored and entry.is_floating else entry.dtype,
+            shapes.get(name, entry.shape),
+        )
+        for name, entry in reader.entries.items()
+    }
+    return kept | added
+
+
+def _write_weights(
+    plan: ConversionPlan, reader: CheckpointReader, entries: dict[str, TensorEntry], stage: Path, size: int
+) -> list[LayerReport]:
+    layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, entry in entries.items():
+        layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
+    layers = []
+    with ExitStack() as stack, _one_thread():
+        progress = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="converting"))
+        writers = {
+            file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
+            for file, layout in layouts.items()
+        }
+        for module in plan.modules:
+            before = _read_attention(reader, module)
+            after = plan.convert(module, before)
+            tensors = _new_tensors(plan, module, before, after)
+            for name, tensor in tensors.items():
+                writers[entries[name].file].write(name, tensor)
+                progress.update(tensor.nbytes)
+            layers.append(_layer_report(plan, module, before, after, tensors))
+        for name, entry in reader.entries.items():
+            if name not in plan.converted_names:
+                dtype = None if entries[name].dtype == entry.dtype else plan.dtype
+                chunks = _tracked(reader.chunks(name), dtype, name, progress)
+                writers[entries[name].file].write_chunks(name, chunks)
+    return layers
+
+
+def _tracked(
+    chunks: Iterator[torch.Tensor], dtype: torch.dtype | None, name: str, progress: tqdm
+) -> Iterator[torch.Tensor]:
+    for chunk in chunks:
+        chunk = chunk if dtype is None else cast(chunk, dtype, name)
+        yield chunk
+        progress.update(chunk.nbytes)
+
+
+def _layer_report(
+    plan: ConversionPlan,
+    module: AttentionModule,
+    before: AttentionTensors,
+    after: AttentionTensors,
+    stored: dict[str, torch.Tensor],
+) -> LayerReport:
+    errors: tuple[float | None, float | None] = (0.0, 0.0)
+    if module.heads.relation != "same" or plan.dtype is not None:
+        # Of what is stored, rounding to another dtype included.
+        final = AttentionTensors(**{part: stored[name] for part, name in module.tensors.items()})
+        errors = attention_errors(before, final, module.heads)
+    heads = module.heads
+    return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)
+
+
+def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:
+    plan.config.save_pretrained(stage)
+    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
+    custom_object_save(plan.model_class, stage)
+
+
+def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
+    return {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
+
+
+def _cache_bytes(
+    plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
+) -> dict[str, dict[str, int]] | None:
+    """Return what a token costs in each kind of cached attention, over all layers."""
+    sites: dict[str, dict[str, int]] = {}
+    for module in plan.modules:
+        # The encoder's attention, or any attention of an encoder-only model, is computed once.
+        is_decoder = module.site.name == "self" and getattr(plan.config, "is_decoder", False)
+        if is_decoder or module.site.name in ("decoder", "cross"):
+            site = sites.setdefault(module.site.name, {"before": 0, "after": 0})
+            for i, (when, entries) in enumerate((("before", before), ("after", after))):
+                heads = module.heads.key[i] + module.heads.value[i]
+                itemsize = TORCH_DTYPES[entries[module.tensors["key_weight"]].dtype].itemsize
+                site[when] += heads * module.heads.head_dim * itemsize
+    return sites or None
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    architectures = config.get("architectures") or [None]
+    return architectures[0]
+
+
+def _parameters(entries: dict[str, TensorEntry]) -> int:
+    return sum(entry.numel for entry in entries.values() if entry.is_floating)
+
+
+def _byte_size(entry: TensorEntry) -> int:
+    if entry.dtype not in TORCH_DTYPES:
+        raise ValueError(f"tensors of dtype {entry.dtype} cannot be written.")
+    return entry.numel * TORCH_DTYPES[entry.dtype].itemsize
+
+
+def _safetensors_name(file: str) -> str:
+    if file.endswith(".safetensors"):
+        return file
+    return Path(file).with_suffix(".safetensors").name.replace("pytorch_model", "model", 1)
+
+
+def _resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if resolved is not None and resolved not in DTYPES.values():
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    return resolved
+
+
+class _ModelReader(CheckpointReader):
+    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory."""
+
+    def __init__(self, model: nn.Module):
+        self._tensors = dict(model.named_parameters(remove_duplicate=False))
+        self.entries = {}
+        for name, tensor in self._tensors.items():
+            if tensor.device.type == "meta":
+                raise ValueError(f"{name!r} is not in memory (device meta): load the model without offloading first.")
+            self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach()
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """Give a converted model the state that is no parameter: mode, attention kernel, generation settings."""
+    converted.train(model.training)
+    implementation = model.config._attn_implementation
+    converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
+    if getattr(model, "generation_config", None) is not None:
+        converted.generation_config = copying.deepcopy(model.generation_config)
+    left = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(
+            f"the model has no tensor {left[0]!r}: it is not a plain {converted.config.model_type} model."
+        )
+    return converted

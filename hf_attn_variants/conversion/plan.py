@@ -1,0 +1,281 @@
+"""What a conversion will do, settled and checked before any work: configuration, heads, each attention's tensors."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from ..modeling.attention_variants import NO_WEIGHT_DECAY, AttentionSite, projection_std
+from ..registration import variant_config_class, variant_model_class
+from .checkpoint_io import TensorEntry
+from .grouping import HeadCounts, relation, repeat_heads
+from .methods import AttentionTensors, ConversionMethod, LayerContext
+from .methods.base import pool_key_value
+
+__all__ = ["AttentionModule", "ConversionPlan", "make_plan", "new_projection", "seeded_generator"]
+
+TALKING_FIELDS = (
+    "talking_heads",
+    "num_softmax_heads",
+    "num_value_heads",
+    "talking_heads_dynamic",
+    "talking_heads_init",
+)
+ROLES = ("query", "key", "value", "output")
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """One attention module of the checkpoint.
+
+    Args:
+        name: its path inside the base model, e.g. "encoder.layer.0.attention".
+        site: which kind of attention it is.
+        heads: its head counts before and after.
+        tensors: for each field of `AttentionTensors` that it has, the tensor's name in the checkpoint.
+        shapes: for each such field, the shape after the conversion.
+        projections: the talking-heads parameters to add, {name in the checkpoint: shape}.
+    """
+
+    name: str
+    site: AttentionSite
+    heads: HeadCounts
+    tensors: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    projections: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """The whole conversion, checked.
+
+    Args:
+        model_class: the converted model's class.
+        source_config: the source, described by a variant configuration.
+        config: the converted model's configuration.
+        modules: every attention module.
+        method: how heads are pooled.
+        seed: of everything random.
+        dtype: of the floating-point tensors afterwards; None keeps each one's.
+    """
+
+    model_class: type[torch.nn.Module]
+    source_config: Any
+    config: Any
+    modules: list[AttentionModule]
+    method: ConversionMethod
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    converted_names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = frozenset(name for module in self.modules for name in module.tensors.values())
+        object.__setattr__(self, "converted_names", names)
+
+    @property
+    def heads(self) -> dict[str, tuple[int, int]]:
+        """The head counts that the two configurations give, {field: (before, after)}."""
+        fields = ["num_attention_heads", *type(self.config).kv_heads_fields()]
+        if self.config.talking_heads is not None:
+            fields += ["num_softmax_heads", "num_value_heads"]
+        return {name: (getattr(self.source_config, name), getattr(self.config, name)) for name in fields}
+
+    def convert(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
+        """Return one module's projections with its new head counts, in the dtypes they came in.
+
+        Raises:
+            ValueError: if the method returns a tensor of another shape.
+        """
+        change = module.heads.relation
+        if change == "same":
+            return tensors
+        if change == "expand":
+            # Lossless, whatever the method: there is nothing to choose.
+            return AttentionTensors(**(vars(tensors) | pool_key_value(tensors, module.heads, repeat_heads)))
+        generator = seeded_generator(self.seed, module.name)
+        layer = LayerContext(module.name, module.site.name, generator, initializer_std(self.config))
+        pooled = self.method.pool(tensors, module.heads, layer)
+        for part, shape in module.shapes.items():
+            got = getattr(pooled, part)
+            if got is None or tuple(got.shape) != shape:
+                found = None if got is None else list(got.shape)
+                raise ValueError(
+                    f"method {self.method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
+                )
+        return pooled
+
+    def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
+        generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
+        return {
+            name: new_projection(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init, generator).to(dtype)
+            for name, shape in module.projections.items()
+        }
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    architecture: str | None,
+    entries: Mapping[str, TensorEntry],
+    method: ConversionMethod,
+    fields: Mapping[str, Any],
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> ConversionPlan:
+    """Settle what a conversion does and check that it can be done.
+
+    Args:
+        config: the source's config.json.
+        architecture: the source's class, e.g. "BertForMaskedLM"; None takes the architecture's base model.
+        entries: every tensor of the source with its dtype and shape.
+        method: how heads are pooled.
+        fields: the configuration fields to change; a value of None is not given.
+        seed: of everything random.
+        dtype: the dtype to convert floating-point tensors to.
+
+    Raises:
+        ValueError: for an unsupported architecture, impossible head counts, or tensors that are missing or of other
+            shapes than the configuration says.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    config_class = variant_config_class(config.get("model_type", ""))
+    _check_fields(config_class, config, given, dtype)
+    model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
+    try:
+        source_config = config_class.from_upstream(dict(config))
+    except StrictDataclassError as error:
+        raise ValueError(f"the source's configuration is wrong: {error}") from error
+    new_config = _converted_config(config_class, source_config, dict(config), given)
+    new_config.architectures = [model_class.__name__]
+    if dtype is not None:
+        new_config.dtype = dtype
+    with torch.device("meta"):
+        target = model_class(new_config)
+    modules = [
+        _attention_module(site, path, module, target, source_config, entries)
+        for site, path, module in target.named_attentions()
+    ]
+    return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """Return random numbers that depend on the seed and on the layer's name alone."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def new_projection(name: str, shape: tuple[int, ...], initialization: str, generator: torch.Generator) -> torch.Tensor:
+    """Return a talking-heads parameter as a new model initialises it (`AttentionVariantMixin.init_projections`)."""
+    if name in NO_WEIGHT_DECAY and initialization == "identity":
+        return torch.eye(*shape)
+    return torch.empty(shape).normal_(0.0, projection_std(shape), generator=generator)
+
+
+def initializer_std(config: Any) -> float:
+    """Return the standard deviation of a new key or value projection: BERT's and ALBERT's field, or T5's rule."""
+    if hasattr(config, "initializer_range"):
+        return config.initializer_range
+    return config.initializer_factor * config.d_model**-0.5
+
+
+def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], dtype: Any) -> None:
+    kv_fields = config_class.kv_heads_fields()
+    for name in given:
+        if name not in (*kv_fields, *TALKING_FIELDS):
+            raise ValueError(
+                f"`{name}` is not a field of {config['model_type']!r} checkpoints, whose key/value heads are "
+                f"{', '.join(f'`{field}`' for field in kv_fields)}."
+            )
+    if not given and dtype is None:
+        raise ValueError(
+            f"nothing to convert: give {' or '.join(f'`{name}`' for name in kv_fields)}, or `talking_heads`."
+        )
+    if config.get("per_layer_config"):
+        raise ValueError("a source with a `per_layer_config` (unequal layers) cannot be converted.")
+    if config.get("quantization_config"):
+        raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
+    if config.get("talking_heads") is not None and any(name in TALKING_FIELDS for name in given):
+        raise ValueError(
+            f"the source has talking heads already ({config['talking_heads']!r}); they are kept as they are: leave "
+            f"{', '.join(f'`{name}`' for name in given if name in TALKING_FIELDS)} out."
+        )
+
+
+def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    kv_fields = config_class.kv_heads_fields()
+    kept = {name: getattr(source_config, name) for name in kv_fields}
+    new_config = config_class.from_upstream(raw, **(kept | dict(given)))
+    for name in kv_fields:
+        try:
+            relation(getattr(source_config, name), getattr(new_config, name))
+        except ValueError as error:
+            raise ValueError(f"`{name}`: {error}") from None
+    if new_config.num_value_heads != source_config.num_value_heads:
+        raise ValueError(
+            f"a conversion keeps the value heads: the source has {source_config.num_value_heads}, the new config "
+            f"{new_config.num_value_heads} (`num_value_heads`, or `num_softmax_heads` with P_l alone)."
+        )
+    return new_config
+
+
+def _attention_module(
+    site: AttentionSite,
+    path: str,
+    module: torch.nn.Module,
+    target: torch.nn.Module,
+    source_config: Any,
+    entries: Mapping[str, TensorEntry],
+) -> AttentionModule:
+    heads = _head_counts(site, source_config, target.config)
+    linears = {role: (getattr(site, role), module.get_submodule(getattr(site, role))) for role in ROLES}
+    prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
+    tensors, shapes = {}, {}
+    for role, (linear_path, linear) in linears.items():
+        for part, parameter in linear.named_parameters():
+            name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
+            expected = list(parameter.shape)
+            if role in ("key", "value"):
+                expected[0] = getattr(heads, role)[0] * heads.head_dim
+            _check_tensor(name, entries, expected)
+            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
+    mixes = f"{prefix}{path}.{site.mixes}." if site.mixes else f"{prefix}{path}."
+    parameters = module.get_submodule(site.mixes).named_parameters(recurse=False)
+    projections = {f"{mixes}{name}": tuple(parameter.shape) for name, parameter in parameters}
+    if source_config.talking_heads is not None:
+        for name, shape in projections.items():
+            _check_tensor(name, entries, list(shape))
+        projections = {}
+    return AttentionModule(path, site, heads, tensors, shapes, projections)
+
+
+def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
+    keys = getattr(source, site.kv_heads_field), getattr(target, site.kv_heads_field)
+    query, output = target.num_attention_heads, target.num_value_heads
+    # With a key head for each query head, there is a value head for each head of the output.
+    values = tuple(output if count == query else count for count in keys)
+    return HeadCounts(query, keys, values, output, target.attention_head_dim)
+
+
+def _stored_prefix(target: torch.nn.Module, name: str, entries: Mapping[str, TensorEntry]) -> str:
+    for prefix in (f"{target.base_model_prefix}.", ""):
+        if f"{prefix}{name}" in entries:
+            return prefix
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
+    similar = next((stored for stored in entries if pattern.search(stored)), next(iter(entries), None))
+    raise ValueError(f"the checkpoint has no tensor {name!r}; it has {similar!r}, for example.")
+
+
+def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[int]) -> None:
+    if name not in entries:
+        raise ValueError(f"the checkpoint has no tensor {name!r}.")
+    entry = entries[name]
+    if list(entry.shape) != expected:
+        raise ValueError(
+            f"{name!r} has shape {list(entry.shape)}; with the heads that config.json gives it must be {expected}."
+        )
+    if not entry.is_floating:
+        raise ValueError(f"{name!r} has dtype {entry.dtype}; convert the unquantized checkpoint.")

@@ -1,0 +1,106 @@
+"""ALBERT with multi-query, grouped-query and talking-heads attention: upstream's model and heads with our attention inside."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AlbertForMaskedLM,
+    AlbertForMultipleChoice,
+    AlbertForPreTraining,
+    AlbertForQuestionAnswering,
+    AlbertForSequenceClassification,
+    AlbertForTokenClassification,
+    AlbertModel,
+    AlbertPreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.albert.modeling_albert import AlbertAttention, AlbertLayer
+
+from .attention_variants import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
+from .configuration_attn_variants import AttnVariantAlbertConfig
+
+__all__ = [
+    "AttnVariantAlbertForMaskedLM",
+    "AttnVariantAlbertForMultipleChoice",
+    "AttnVariantAlbertForPreTraining",
+    "AttnVariantAlbertForQuestionAnswering",
+    "AttnVariantAlbertForSequenceClassification",
+    "AttnVariantAlbertForTokenClassification",
+    "AttnVariantAlbertModel",
+    "AttnVariantAlbertPreTrainedModel",
+]
+
+
+class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
+    """ALBERT's attention with k key/value heads and, where asked for, talking heads."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within `hidden_states` [b, n, hidden size]; see upstream's `AlbertAttention.forward`."""
+        dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
+        return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+
+
+class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
+    """`AlbertLayer` that can be recomputed in the backward pass, which upstream's cannot."""
+
+
+class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
+    """The base of every ALBERT model and head here; upstream's class of the same name without the prefix says what each does.
+
+    All layers of a group share one attention, so it stands in the model once and is converted once.
+    """
+
+    config_class = AttnVariantAlbertConfig
+    supports_gradient_checkpointing = True
+    attention_sites = (
+        AttentionSite(
+            "self",
+            r"encoder\.albert_layer_groups\.\d+\.albert_layers\.\d+\.attention",
+            query="query",
+            key="key",
+            value="value",
+            output="dense",
+        ),
+    )
+
+
+class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
+    """`AlbertModel` with variant attention."""
+
+
+AttnVariantAlbertPreTrainedModel.variant_classes = {
+    AlbertModel: AttnVariantAlbertModel,
+    AlbertLayer: AttnVariantAlbertLayer,
+    AlbertAttention: AttnVariantAlbertAttention,
+}
+
+
+class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):
+    """`AlbertForPreTraining` (masked language modelling and sentence order) with variant attention."""
+
+
+class AttnVariantAlbertForMaskedLM(AttnVariantAlbertPreTrainedModel, AlbertForMaskedLM):
+    """`AlbertForMaskedLM` with variant attention."""
+
+
+class AttnVariantAlbertForSequenceClassification(AttnVariantAlbertPreTrainedModel, AlbertForSequenceClassification):
+    """`AlbertForSequenceClassification` with variant attention."""
+
+
+class AttnVariantAlbertForMultipleChoice(AttnVariantAlbertPreTrainedModel, AlbertForMultipleChoice):
+    """`AlbertForMultipleChoice` with variant attention."""
+
+
+class AttnVariantAlbertForTokenClassification(AttnVariantAlbertPreTrainedModel, AlbertForTokenClassification):
+    """`AlbertForTokenClassification` with variant attention."""
+
+
+class AttnVariantAlbertForQuestionAnswering(AttnVariantAlbertPreTrainedModel, AlbertForQuestionAnswering):
+    """`AlbertForQuestionAnswering` with variant attention."""
+
+
+# Saving needs to know which Auto class each class answers to; the configuration says so once.
+for _auto_class, _name in AttnVariantAlbertConfig.auto_classes.items():
+    globals()[_name].register_for_auto_class(_auto_class)

@@ -1,0 +1,191 @@
+"""T5 and mT5 with multi-query, grouped-query and talking-heads attention: upstream's model and heads with our attention inside."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5ForQuestionAnswering,
+    T5ForSequenceClassification,
+    T5ForTokenClassification,
+    T5Model,
+    T5PreTrainedModel,
+)
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
+
+from .attention_variants import (
+    AttentionSite,
+    AttentionVariantMixin,
+    AttnVariantModelMixin,
+    eager_attention_forward,
+)
+from .configuration_attn_variants import AttnVariantT5Config
+
+__all__ = [
+    "AttnVariantT5EncoderModel",
+    "AttnVariantT5ForConditionalGeneration",
+    "AttnVariantT5ForQuestionAnswering",
+    "AttnVariantT5ForSequenceClassification",
+    "AttnVariantT5ForTokenClassification",
+    "AttnVariantT5Model",
+    "AttnVariantT5PreTrainedModel",
+]
+
+PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
+
+
+class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
+    """T5's self- or cross-attention with k key/value heads and, where asked for, talking heads.
+
+    The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
+    """
+
+    def install_variant(self, config: Any, kv_heads: int, query_dim: int, memory_dim: int) -> None:
+        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads."""
+        super().install_variant(config, kv_heads, query_dim, memory_dim)
+        if self.has_relative_attention_bias and config.num_softmax_heads != config.num_attention_heads:
+            like = self.relative_attention_bias.weight
+            self.relative_attention_bias = nn.Embedding(
+                like.shape[0], config.num_softmax_heads, dtype=like.dtype, device=like.device
+            )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Attend within `hidden_states` [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
+
+        As upstream's `T5Attention.forward`, except that an attention without relative positions has no position bias, where
+        upstream builds a bias of zeros and adds it in every layer and decoding step.
+
+        Returns:
+            The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
+        """
+        dynamic = self.variant_inputs(hidden_states, key_value_states, past_key_values, kwargs)
+        makes_bias = position_bias is None and self.has_relative_attention_bias
+        past_length = _past_length(past_key_values, self.layer_idx) if makes_bias else 0
+        query = self._heads(self.q(hidden_states))  # [b, h_k, n, d]
+        key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
+        if makes_bias:
+            position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            position_bias=position_bias,
+            **kwargs,
+            **dynamic,
+        )
+        return self.o(output.flatten(2)), position_bias, weights
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(2, (-1, self.key_value_proj_dim)).transpose(1, 2)
+
+    def _keys_and_values(
+        self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_cross_attention, seen = memory is not None, {}
+        if isinstance(cache, EncoderDecoderCache):
+            seen = cache.is_updated if is_cross_attention else seen
+            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+        if seen.get(self.layer_idx):
+            # The memory does not change between decoding steps.
+            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        memory = states if memory is None else memory
+        key, value = self._heads(self.k(memory)), self._heads(self.v(memory))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            seen[self.layer_idx] = True
+        return key, value
+
+
+class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
+    """The base of every T5 model and head here; upstream's class of the same name without the prefix says what each does."""
+
+    config_class = AttnVariantT5Config
+    attention_sites = (
+        AttentionSite(
+            "encoder",
+            r"encoder\.block\.\d+\.layer\.0\.SelfAttention",
+            kv_heads_field="encoder_num_key_value_heads",
+            **PROJECTIONS,
+        ),
+        AttentionSite("decoder", r"decoder\.block\.\d+\.layer\.0\.SelfAttention", **PROJECTIONS),
+        AttentionSite("cross", r"decoder\.block\.\d+\.layer\.1\.EncDecAttention", **PROJECTIONS),
+    )
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Switch the attention implementation of the model and of the encoder and decoder inside it."""
+        super().set_attn_implementation(*args, **kwargs)
+        # Some releases (5.15, 5.17) do not reach the copies of the configuration that the encoder and decoder keep.
+        for module in self.modules():
+            if isinstance(module, AttnVariantT5PreTrainedModel):
+                module.config._attn_implementation = self.config._attn_implementation
+
+
+class AttnVariantT5Stack(AttnVariantT5PreTrainedModel, T5Stack):
+    """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
+
+
+class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):
+    """`T5Model` with variant attention."""
+
+
+class AttnVariantT5EncoderModel(AttnVariantT5PreTrainedModel, T5EncoderModel):
+    """`T5EncoderModel` with variant attention."""
+
+
+AttnVariantT5PreTrainedModel.variant_classes = {
+    T5Model: AttnVariantT5Model,
+    T5EncoderModel: AttnVariantT5EncoderModel,
+    T5Stack: AttnVariantT5Stack,
+    T5Attention: AttnVariantT5Attention,
+}
+
+
+class AttnVariantT5ForConditionalGeneration(AttnVariantT5PreTrainedModel, T5ForConditionalGeneration):
+    """`T5ForConditionalGeneration` with variant attention, from T5 and mT5 checkpoints alike."""
+
+    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+        # The beams of a sentence share its memory: only what they generated themselves moves with them.
+        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+        return cache
+
+
+class AttnVariantT5ForSequenceClassification(AttnVariantT5PreTrainedModel, T5ForSequenceClassification):
+    """`T5ForSequenceClassification` with variant attention."""
+
+
+class AttnVariantT5ForTokenClassification(AttnVariantT5PreTrainedModel, T5ForTokenClassification):
+    """`T5ForTokenClassification` (the encoder with a classifier) with variant attention."""
+
+
+class AttnVariantT5ForQuestionAnswering(AttnVariantT5PreTrainedModel, T5ForQuestionAnswering):
+    """`T5ForQuestionAnswering` with variant attention."""
+
+
+def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
+    if cache is None:
+        return 0
+    length = cache.get_seq_length(layer)
+    # A static cache counts in place, and the bias is made after the update.
+    return length.clone() if isinstance(length, torch.Tensor) else length
+
+
+# Saving needs to know which Auto class each class answers to; the configuration says so once.
+for _auto_class, _name in AttnVariantT5Config.auto_classes.items():
+    globals()[_name].register_for_auto_class(_auto_class)

@@ -1,0 +1,175 @@
+"""Talking-heads attention without an n x m tensor: one function, one custom op, two ways to compute it.
+
+"triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
+work under `torch.compile`, gradient checkpointing and autocast. Letters as in `attention_variants`.
+
+Source: arXiv 2003.02436, section 3.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .configuration_attn_variants import ATTN_VARIANTS_VERSION
+from .talking_heads_blocked import backward as blocked_backward
+from .talking_heads_blocked import forward as blocked_forward
+from .talking_heads_triton import backward as triton_backward
+from .talking_heads_triton import forward as triton_forward
+from .talking_heads_triton import is_supported
+
+__all__ = ["talking_heads_attention"]
+
+BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
+# Names carry the version: the installed package and a Hub repository of another version share one process.
+NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
+ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? position_bias, Tensor? logits_proj, "
+    "Tensor? weights_proj, Tensor? seed, float scaling, bool is_causal, float dropout, str backend"
+)
+
+
+def talking_heads_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    scaling: float,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+    logits_proj: Tensor | None = None,
+    weights_proj: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
+
+    Args:
+        query: [b, h_k, n, d]
+        key: [b, k, m, d]
+        value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
+        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]; it gets no gradient. A query that may
+            attend to nothing gets zeros under a boolean mask, and uniform weights under an additive one.
+        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]; it gets a gradient
+        scaling: the factor of the dot products
+        is_causal: query i attends to keys 0..i
+        dropout: the probability that a mixed weight is dropped
+        logits_proj: P_l [h_k, h], mixes the heads before the softmax
+        weights_proj: P_w [h, h_v], mixes them after it
+        backend: "triton" or "blocked"; None = Triton where it covers these inputs, else blocked
+
+    Returns:
+        The outputs [b, n, h_v, d].
+
+    Raises:
+        ValueError: for an unknown backend, or "triton" where it does not cover the inputs.
+
+    Source: arXiv 2003.02436, section 3.
+    """
+    query, key, value = _one_dtype(query, key, value)
+    mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)} or None, got {backend!r}.")
+    if backend != "blocked":
+        supported = is_supported(
+            query, key, value, mask, position_bias, logits_proj=logits_proj, weights_proj=weights_proj
+        )
+        if backend == "triton" and not supported:
+            raise ValueError('`backend="triton"` does not cover these inputs: leave `backend` out, or use "blocked".')
+        backend = "triton" if supported else "blocked"
+    # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
+    output, _ = _forward_op(
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, backend
+    )
+    return output
+
+
+def _one_dtype(*states: Tensor) -> list[Tensor]:
+    device = states[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return [state.to(dtype) if state.dtype != torch.float64 else state for state in states]
+    dtype = states[2].dtype
+    return [state.to(dtype) for state in states]
+
+
+def _four_dimensions(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
+
+
+def _without_autocast(tensor: Tensor) -> Any:
+    # Autocast would reach into the op and round what is kept in float32 on purpose.
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _forward(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    *inputs, backend = inputs
+    with _without_autocast(query):
+        return BACKENDS[backend][0](query, *inputs)
+
+
+def _forward_fake(query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, causal, dropout, backend):
+    batches, heads, length, _ = query.shape
+    heads = heads if logits_proj is None else logits_proj.shape[1]
+    heads_out = heads if weights_proj is None else weights_proj.shape[1]
+    statistics = (2, batches, heads, length) if backend == "triton" else (0,)
+    output = value.new_empty(batches, length, heads_out, value.shape[-1])
+    return output, query.new_empty(statistics, dtype=torch.float32)
+
+
+def _backward(d_output: Tensor, statistics: Tensor, wants_bias: bool, *inputs: Any) -> list[Tensor]:
+    *inputs, backend = inputs
+    with _without_autocast(d_output):
+        return BACKENDS[backend][1](d_output, statistics, wants_bias, *inputs)
+
+
+def _backward_fake(d_output, statistics, wants_bias, *inputs):
+    query, key, value, _, bias, logits_proj, weights_proj, *_ = inputs
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    sums = [bias if wants_bias else None, logits_proj, weights_proj]
+    return [
+        *(tensor.new_empty(tensor.shape) for tensor in (query, key, value)),
+        *(query.new_empty((0,) if tensor is None else tensor.shape, dtype=dtype) for tensor in sums),
+    ]
+
+
+def _keep_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:8], output[1])
+    ctx.others = inputs[8:]
+
+
+def _gradients(ctx: Any, d_output: Tensor, d_statistics: Tensor | None) -> tuple:
+    *tensors, statistics = ctx.saved_tensors
+    wants_bias = ctx.needs_input_grad[4]
+    d_query, d_key, d_value, *sums = _backward_op(d_output, statistics, wants_bias, *tensors, *ctx.others)
+    of = (tensors[4] if wants_bias else None, tensors[5], tensors[6])
+    d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
+    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 5
+
+
+def _registered(name: str) -> Any:
+    # Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
+    return getattr(getattr(torch.ops, NAMESPACE), name, None)
+
+
+_backward_op = _registered("talking_heads_backward")
+if _backward_op is None:
+    _backward_op = torch.library.custom_op(
+        f"{NAMESPACE}::talking_heads_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor d_output, Tensor statistics, bool wants_bias, {ARGUMENTS}) -> Tensor[]",
+    )
+    _backward_op.register_fake(_backward_fake)
+
+_forward_op = _registered("talking_heads")
+if _forward_op is None:
+    _forward_op = torch.library.custom_op(
+        f"{NAMESPACE}::talking_heads", _forward, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
+    )
+    _forward_op.register_fake(_forward_fake)
+    _forward_op.register_autograd(_gradients, setup_context=_keep_inputs)

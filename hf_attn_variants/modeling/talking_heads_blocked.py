@@ -1,0 +1,291 @@
+"""Exact talking-heads attention a block of query rows at a time: plain torch, any device, memory linear in n and m.
+
+The forward pass keeps its inputs only; the backward pass recomputes each block. A block's [heads, r, m] values stay in
+the cache, and the head mixes are one small matrix product over [heads, r * m]. Letters as in `attention_variants`;
+r the query rows of a block, B its sequences (several where they are short, else one).
+
+Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in blocks, recomputed in the backward pass).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["backward", "forward"]
+
+BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of one [B, heads, r, m] buffer: a few of them stay in the cache
+FEWEST_ROWS = 32  # with fewer, the matrix products read keys and values more than they compute
+
+
+@dataclass
+class _Block:
+    """Some sequences, some of their query rows, and the number of keys that these rows can reach."""
+
+    number: int
+    batch: slice
+    row: int
+    end: int
+    memory: int
+    size: int  # B
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.end)
+
+
+@dataclass
+class _Call:
+    """One call's inputs, and each step of the forward pass on one block; shapes as in `talking_heads_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    logits_proj: Tensor | None
+    weights_proj: Tensor | None
+    seed: Tensor | None
+    scaling: float
+    is_causal: bool
+    dropout: float
+
+    def __post_init__(self) -> None:
+        dtype = self.query.dtype
+        self.heads_in, self.kv_heads, self.value_heads = self.query.shape[1], self.key.shape[1], self.value.shape[1]
+        self.heads = self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
+        self.heads_out = self.heads if self.weights_proj is None else self.weights_proj.shape[1]
+        # The factor of the dot products is cheapest where the numbers are fewest: in P_l, or else in the queries.
+        self.mix_in = None if self.logits_proj is None else (self.logits_proj * self.scaling).to(dtype)
+        self.mix_out = None if self.weights_proj is None else self.weights_proj.to(dtype)
+        self.query_scaling = self.scaling if self.mix_in is None else 1.0
+        self.buffers: dict[str, Tensor] = {}
+        if self.dropout > 0:
+            self.generator, self.first_seed = torch.Generator(self.query.device), int(self.seed)
+        batches, _, length, _ = self.query.shape
+        self.added = [
+            t.expand(batches, -1, length, self.key.shape[2])
+            for t in (self.bias, self.mask)
+            if t is not None and t.dtype != torch.bool
+        ]
+        self.allowed = None
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            self.allowed = self.mask.expand(batches, -1, length, self.key.shape[2])
+
+    def blocks(self) -> Iterator[_Block]:
+        batches, _, length, _ = self.query.shape
+        memory = self.key.shape[2]
+        elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
+        fitting = max(1, elements // (max(self.heads_in, self.heads, self.heads_out) * memory))
+        size = max(1, min(batches, fitting // length))
+        rows = min(length, max(FEWEST_ROWS, fitting))
+        rows = -(-length // -(-length // rows))  # even blocks
+        number = 0
+        for batch in range(0, batches, size):
+            for row in range(0, length, rows):
+                end = min(row + rows, length)
+                reached = min(memory, end) if self.is_causal else memory
+                stop = min(batch + size, batches)
+                yield _Block(number, slice(batch, stop), row, end, reached, stop - batch)
+                number += 1
+
+    def queries(self, block: _Block) -> Tensor:
+        """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
+        query = _group(self.query[block.batch, :, block.rows], self.kv_heads)
+        return query if self.query_scaling == 1.0 else query * self.query_scaling
+
+    def keys(self, block: _Block) -> Tensor:
+        """[B * k, m, d]"""
+        return self.key[block.batch, :, : block.memory].flatten(0, 1)
+
+    def values(self, block: _Block) -> Tensor:
+        """[B * k, m, d_v]"""
+        return self.value[block.batch, :, : block.memory].flatten(0, 1)
+
+    def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
+        """[B, heads, r * m], uninitialised: the same memory for every block, so that it is in the cache."""
+        size = block.size * heads * (block.end - block.row) * block.memory
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
+        return self.buffers[name][:size].view(block.size, heads, -1)
+
+    def scores(self, queries: Tensor, block: _Block) -> Tensor:
+        """[B, h_k, r * m], in the buffer "scores"."""
+        return _multiply(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
+
+    def softmax(self, scores: Tensor, block: _Block) -> Tensor:
+        """[B, h_k, r * m] to the softmax weights [B, h, r, m], in at least float32 as fused kernels do."""
+        logits = self.buffer("softmax", self.heads, block)
+        logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
+        logits = logits.view(block.size, self.heads, -1, block.memory)
+        for added in self.added:
+            added = added[block.batch, :, block.rows, : block.memory]
+            wider = torch.promote_types(added.dtype, logits.dtype) != logits.dtype
+            logits = logits + added if wider else logits.add_(added)
+        allowed = None if self.allowed is None else self.allowed[block.batch, :, block.rows, : block.memory]
+        if self.is_causal and block.memory > block.row + 1:
+            causal = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(block.row)
+            allowed = causal if allowed is None else allowed & causal
+        if allowed is not None:
+            logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        weights = torch.softmax(logits, -1, out=logits) if dtype == logits.dtype else logits.softmax(-1, dtype=dtype)
+        if allowed is not None and not (alive := allowed.any(-1, keepdim=True)).all():
+            weights *= alive
+        return weights
+
+    def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
+        """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or as they are."""
+        weights = softmax.to(self.query.dtype).flatten(2)
+        if self.mix_out is None:
+            return weights
+        return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
+
+    def kept(self, weights: Tensor, block: _Block) -> Tensor:
+        """The dropout mask of one block, the same in both passes: the seed and the block's number alone decide it."""
+        self.generator.manual_seed(self.first_seed + block.number)
+        return torch.empty_like(weights).bernoulli_(1.0 - self.dropout, generator=self.generator)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    logits_proj: Tensor | None,
+    weights_proj: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Talking-heads attention; arguments as in `talking_heads_attention`, mask and bias with four dimensions.
+
+    Args:
+        seed: an integer tensor [1] that decides what dropout drops; None without dropout.
+
+    Returns:
+        The outputs [b, n, h_v, d_v], and an empty tensor: this path keeps no statistics for its backward pass.
+    """
+    call = _Call(query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout)
+    output = value.new_empty(query.shape[0], query.shape[2], call.heads_out, value.shape[-1])
+    for block in call.blocks():
+        scores = call.scores(call.queries(block), block)
+        weights = call.mixed(call.softmax(scores, block), "scores", block)  # the scores are done with
+        if dropout > 0:
+            weights = weights * call.kept(weights, block)
+        weights = weights.view(block.size * call.value_heads, -1, block.memory)
+        rows = weights @ call.values(block)  # [B * k, g * r, d_v]
+        if dropout > 0:
+            rows /= 1.0 - dropout
+        output[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
+    return output, torch.empty(0, dtype=torch.float32, device=query.device)
+
+
+def backward(
+    d_output: Tensor,
+    statistics: Tensor,
+    wants_bias: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    logits_proj: Tensor | None,
+    weights_proj: Tensor | None,
+    seed: Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    dropout: float,
+) -> list[Tensor]:
+    """The gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where there is none.
+
+    Args:
+        d_output: [b, n, h_v, d_v]
+        statistics: not read here
+        wants_bias: whether the position bias is trained
+        query, ...: as in `forward`
+    """
+    call = _Call(query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout)
+    # Sums over blocks in at least float32.
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (key, value))
+    d_bias, d_logits_proj, d_weights_proj = (
+        torch.zeros(0 if t is None else t.shape, dtype=dtype, device=query.device)
+        for t in (position_bias if wants_bias else None, logits_proj, weights_proj)
+    )
+    if dropout > 0:
+        d_output = d_output / (1.0 - dropout)
+    for block in call.blocks():
+        queries = call.queries(block)
+        scores = call.scores(queries, block)  # [B, h_k, r * m]
+        softmax = call.softmax(scores, block)  # [B, h, r, m]
+        weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
+        kept = call.kept(weights, block) if dropout > 0 else None
+        d_rows = _group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
+        _add_product(d_value[block.batch, :, : block.memory], weights if kept is None else weights * kept, d_rows)
+        # The weights are done with, so their gradient takes their place (unless they are the softmax itself).
+        d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
+        if kept is not None:
+            d_weights *= kept
+        d_softmax = d_weights
+        if call.mix_out is not None:
+            d_weights_proj += (softmax.to(query.dtype).flatten(2) @ d_weights.transpose(1, 2)).sum(0)
+            d_softmax = _mix(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
+        d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
+        d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
+        if wants_bias:
+            _add_bias_gradient(d_bias, d_logits, block)
+        d_scores = d_logits.to(query.dtype).flatten(2)
+        if call.mix_in is not None:
+            d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
+            d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; the scores are done with
+        _add_product(d_key[block.batch, :, : block.memory], d_scores, queries)
+        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.memory) @ call.keys(block)
+        if call.query_scaling != 1.0:
+            d_queries *= call.query_scaling
+        d_query[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
+    d_logits_proj *= scaling
+    return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
+
+
+def _group(states: Tensor, kv_heads: int) -> Tensor:
+    """[B, h, r, x] -> [B * k, g * r, x]."""
+    return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
+
+
+def _ungroup(states: Tensor, size: int, heads: int) -> Tensor:
+    """[B * k, g * r, x] -> [B, h, r, x]."""
+    return states.view(size, heads, -1, states.shape[-1])
+
+
+def _multiply(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+    """[B * k, g * r, x] by [B * k, m, x] to [B, h, r * m], written to `out`."""
+    torch.bmm(states, shared.transpose(1, 2), out=out.view(*states.shape[:2], shared.shape[1]))
+    return out
+
+
+def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
+    """[j, i] by [B, i, r * m] to [B, j, r * m], written to `out`."""
+    return torch.bmm(matrix.expand(heads.shape[0], -1, -1), heads, out=out)
+
+
+def _add_product(total: Tensor, weights: Tensor, states: Tensor) -> None:
+    """Add weights^T states, [B, h, r * m] by [B * k, g * r, x] summed over a group's rows, to total [B, k, m, x]."""
+    weights = weights.view(*states.shape[:2], total.shape[2]).transpose(1, 2)
+    if total.dtype == states.dtype and total.shape[0] == 1:
+        total[0].baddbmm_(weights, states)
+    else:
+        total += (weights @ states).view(total.shape)
+
+
+def _add_bias_gradient(d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
+    """Add [B, h, r, m] to the part of d_bias it belongs to, summed over the axes along which the bias was repeated."""
+    axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
+    part = d_logits.sum(axes, keepdim=True) if axes else d_logits
+    places = (block.batch, slice(None), block.rows, slice(block.memory))
+    at = [slice(None) if size == 1 else place for size, place in zip(d_bias.shape, places, strict=True)]
+    d_bias[tuple(at)] += part

@@ -1,0 +1,256 @@
+"""Talking-heads attention on GPUs: all that spans heads in one Triton kernel, the matrix products by cuBLAS.
+
+Query rows are walked in chunks whose scores fit a workspace of fixed size, so memory grows linearly with n and m.
+
+    forward    S = Q K^T                               one batched product
+               W = P_w(softmax(P_l(S) + bias + mask))  one kernel: a program holds all heads of a query row
+               O = W V                                 one batched product
+    backward   S = Q K^T, G = dO V^T                   two batched products
+               S -> dS, G -> W, dP_l, dP_w             one kernel, in place, from the row statistics that forward kept
+               dQ = dS K, dK += dS^T Q, dV += W^T dO   three batched products
+
+Each program writes its own part of dP_l and dP_w, summed afterwards in one order: no atomics, so results repeat.
+
+Why not one kernel for it all: P_w mixes weights that are normalised already, so such a kernel computes every logit
+twice (in the backward pass three times), and the h * rows * d outputs that it holds in registers allow about 32 rows
+at h * d = 1024: keys and values are then read n / 32 times. Here a workspace is written and read instead.
+
+Sources: arXiv 2003.02436, section 3 (the formula); 2205.14135 (recomputation from row statistics).
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from .talking_heads_kernels import backward_kernel, forward_kernel, triton
+
+__all__ = ["backward", "forward", "is_supported"]
+
+WORKSPACE_BYTES = 64 * 2**20  # of each workspace: scores, weights and, for a trained bias, its gradient
+MAX_HEADS = 64
+NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+
+
+def is_supported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    *,
+    logits_proj: torch.Tensor | None = None,
+    weights_proj: torch.Tensor | None = None,
+) -> bool:
+    """Say whether this path covers these inputs; never raises. Arguments as in `talking_heads_attention`."""
+    if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if query.device.type == "cuda":
+        if torch.version.hip is not None or torch.cuda.get_device_capability(query.device) < (8, 0):
+            return False
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    tensors = [t for t in (key, value, mask, position_bias, logits_proj, weights_proj) if t is not None]
+    if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    heads = [query.shape[1], *(size for p in (logits_proj, weights_proj) if p is not None for size in p.shape)]
+    # The dropout mask is numbered by 32-bit positions in [n, m]; a grid's second axis has at most 65535 programs.
+    return (
+        max(heads) <= MAX_HEADS
+        and min(*query.shape, *key.shape, *value.shape) > 0
+        and query.shape[2] * key.shape[2] < 2**31
+        and query.shape[0] < 2**16
+    )
+
+
+def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (batch slice, query slice): whole sequences while they fit the workspace, else even parts of one."""
+    fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
+    if fitting >= rows:
+        step = max(1, min(batches, fitting // rows))
+        step = -(-batches // -(-batches // step))
+        for batch in range(0, batches, step):
+            yield slice(batch, min(batch + step, batches)), slice(0, rows)
+        return
+    parts = -(-rows // fitting)
+    step = min(fitting, -(-rows // parts // 16 + 1) * 16 if fitting >= 32 else fitting)
+    for batch in range(batches):
+        for row in range(0, rows, step):
+            yield slice(batch, batch + 1), slice(row, min(row + step, rows))
+
+
+def _pad(heads: int) -> int:
+    return max(16, triton.next_power_of_2(heads))  # tl.dot takes no smaller block
+
+
+class _Call:
+    """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
+
+    def __init__(self, query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout):
+        self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
+        self.batches, self.heads_in, self.length, _ = query.shape
+        self.memory = key.shape[2]
+        self.heads = self.heads_in if logits_proj is None else logits_proj.shape[1]
+        self.heads_out = self.heads if weights_proj is None else weights_proj.shape[1]
+        self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
+        self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
+        self.is_causal, self.scaling, self.dropout, self.seed = is_causal, scaling, dropout, seed
+        full = (self.batches, self.heads, self.length, self.memory)
+        self.bias = None if bias is None else bias.expand(full)
+        kind = NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
+        self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
+        self.constants = {
+            "HEADS_IN": self.heads_in,
+            "HEADS": self.heads,
+            "HEADS_OUT": self.heads_out,
+            "PAD_IN": _pad(self.heads_in),
+            "PAD": _pad(self.heads),
+            "PAD_OUT": _pad(self.heads_out),
+            "MIX_LOGITS": logits_proj is not None,
+            "MIX_WEIGHTS": weights_proj is not None,
+            "BIAS": bias is not None,
+            "MASK": kind,
+            "MASK_PER_HEAD": mask is not None and mask.dim() == 4 and mask.shape[1] > 1,
+            "CAUSAL": is_causal,
+            "DROPOUT": dropout > 0,
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        }
+
+    def widest(self) -> int:
+        return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
+
+    def chunks(self) -> Iterator[tuple[slice, slice, int]]:
+        """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
+        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.memory * self.query.element_size()
+        for batch, row in _chunks(self.batches, self.length, bytes_per_row):
+            yield batch, row, min(self.memory, row.stop) if self.is_causal else self.memory
+
+    def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        size = 0
+        for batch, row, memory in self.chunks():
+            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
+        return torch.empty(size * heads, dtype=dtype, device=self.query.device)
+
+    def launch(self, kernel, pointers, batch: slice, row: slice, memory: int, settings: dict) -> None:
+        rows = row.stop - row.start
+        bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
+        mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
+        kernel[(rows, batch.stop - batch.start)](
+            *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
+            self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
+            *bias_strides, *mask_strides, **self.constants, **settings,
+        )  # fmt: skip
+
+
+def _row_size(memory: int) -> int:
+    return -(-memory // 16) * 16  # rows that start at a multiple of 32 bytes
+
+
+def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: int) -> torch.Tensor:
+    size = _row_size(memory)
+    return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+
+
+def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    # [b, h, r, x] by [b, k, m, x] into [b, h, r, >= m]: the rows of a group's heads stand below each other.
+    batches, heads, rows, size = states.shape
+    kv_heads, memory = shared.shape[1:3]
+    torch.bmm(
+        states.reshape(batches * kv_heads, heads // kv_heads * rows, size),
+        shared.reshape(batches * kv_heads, memory, size).transpose(1, 2),
+        out=out.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory],
+    )
+
+
+def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    # [b, h, r, >= m] by [b, k, m, x] to [b, h, r, x]
+    batches, heads, rows, _ = weights.shape
+    kv_heads, memory, size = shared.shape[1:]
+    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
+    return torch.bmm(weights, shared.reshape(batches * kv_heads, memory, size)).view(batches, heads, rows, size)
+
+
+def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
+    # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
+    batches, heads, rows, size = states.shape
+    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
+    states = states.reshape(batches * kv_heads, heads // kv_heads * rows, size)
+    return torch.bmm(weights.transpose(1, 2), states).view(batches, kv_heads, memory, size)
+
+
+def _forward_settings(call: _Call) -> dict:
+    # A row that fits the registers is read once; a longer one twice, in blocks. Neither spills (compiled for sm_90).
+    widest = call.widest()
+    block = max(16, triton.next_power_of_2(call.memory))
+    one_block = block * widest <= 32768
+    block = block if one_block else 16384 // widest
+    warps = min(16, max(4, block * widest // 2048))
+    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": 2}
+
+
+def _backward_settings(call: _Call) -> dict:
+    block = min(max(16, triton.next_power_of_2(call.memory)), 2048 // call.widest())
+    return {"BLOCK": block, "num_warps": 4, "num_stages": 2}
+
+
+def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _Call(*inputs)
+    output = call.value.new_empty(call.batches, call.length, call.heads_out, call.value.shape[-1])
+    statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
+    workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
+    settings = _forward_settings(call)
+    for batch, row, memory in call.chunks():
+        sizes = batch.stop - batch.start, row.stop - row.start
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
+        _times_transposed(call.query[batch, :, row], call.key[batch, :, :memory], scores)
+        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, memory, settings)
+        output[batch, row] = _times(weights, call.value[batch, :, :memory]).transpose(1, 2)
+    return output, statistics
+
+
+def backward(d_output, statistics, wants_bias: bool, *inputs) -> list[torch.Tensor]:
+    call = _Call(*inputs)
+    d_output = d_output.transpose(1, 2).contiguous()  # [b, h_v, n, d_v]
+    dtype, device = call.query.dtype, call.query.device
+    d_query = torch.empty_like(call.query)
+    d_key, d_value = (torch.zeros_like(t, dtype=torch.float32) for t in (call.key, call.value))
+    d_projs = [
+        torch.zeros(p.shape if p is not None else 0, dtype=torch.float32, device=device)
+        for p in (call.logits_proj, call.weights_proj)
+    ]
+    d_bias = torch.empty(0, device=device)
+    if wants_bias:
+        d_bias = torch.zeros(inputs[4].shape, dtype=torch.float32, device=device)
+        bias_workspace = call.workspace(call.heads, torch.float32)
+    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
+    settings = {**_backward_settings(call), "D_BIAS": wants_bias}
+    for batch, row, memory in call.chunks():
+        sizes = batch.stop - batch.start, row.stop - row.start
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
+        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], memory) if wants_bias else None
+        parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
+                 for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
+        query, key, value = call.query[batch, :, row], call.key[batch, :, :memory], call.value[batch, :, :memory]
+        _times_transposed(query, key, scores)
+        _times_transposed(d_output[batch, :, row], value, weights)
+        call.launch(backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, memory, settings)
+        d_query[batch, :, row] = _times(scores, key)
+        d_key[batch, :, :memory] += _transposed_times(scores, query, key.shape[1], memory)
+        d_value[batch, :, :memory] += _transposed_times(weights, d_output[batch, :, row], value.shape[1], memory)
+        for total, part in zip(d_projs, parts, strict=True):
+            if part is not None:
+                total += part.sum(0)
+        if wants_bias:
+            _add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+    return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]
+
+
+def _add_bias_gradient(d_bias: torch.Tensor, d_logits: torch.Tensor, batch: slice, row: slice) -> None:
+    """Add [b, h, r, m] to the part of d_bias it belongs to, summed over the axes along which the bias was repeated."""
+    axes = [axis for axis, size in enumerate(d_bias.shape) if size == 1 and d_logits.shape[axis] > 1]
+    part = d_logits.sum(axes, keepdim=True) if axes else d_logits
+    places = (batch, slice(None), row, slice(d_logits.shape[-1]))
+    at = [slice(None) if size == 1 else place for size, place in zip(d_bias.shape, places, strict=True)]
+    d_bias[tuple(at)] += part

@@ -1,0 +1,224 @@
+"""Reading and writing checkpoints tensor by tensor, against the safetensors library; broken files."""
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_attn_variants.conversion import checkpoint_io
+from hf_attn_variants.conversion.checkpoint_io import (
+    DTYPE_NAMES,
+    SafetensorsWriter,
+    cast,
+    dtype_name,
+    open_checkpoint,
+    write_index,
+)
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def sample_tensors():
+    torch.manual_seed(0)
+    tensors = {f"of.{name}": torch.randn(3, 5).mul(4).to(dtype) for dtype, name in DTYPE_NAMES.items()}
+    return tensors | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "last": torch.arange(7)}
+
+
+def bit_equal(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
+
+
+def raw_safetensors(header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 2**24])
+def test_reader_gives_what_was_stored(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(checkpoint_io, "CHUNK_BYTES", chunk_bytes)
+    tensors = sample_tensors()
+    save_file(tensors, tmp_path / FILE)
+    with open_checkpoint(tmp_path) as reader:
+        assert set(reader.entries) == set(tensors) and reader.index_metadata is None
+        for name, tensor in tensors.items():
+            assert bit_equal(reader.read(name), tensor), name
+            chunks = [*reader.chunks(name), torch.empty(0, dtype=tensor.dtype)]
+            assert bit_equal(torch.cat([c.view(torch.uint8) for c in chunks]), tensor.reshape(-1).view(torch.uint8)), (
+                name
+            )
+
+
+def test_writer_makes_files_that_safetensors_reads(tmp_path):
+    tensors = sample_tensors()
+    layout = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(tmp_path / FILE, layout, {"format": "pt"}) as writer:
+        for name in reversed(tensors):
+            writer.write(name, tensors[name])
+    loaded = load_file(tmp_path / FILE)
+    assert all(bit_equal(loaded[name], tensor) for name, tensor in tensors.items()) and len(loaded) == len(tensors)
+    with safe_open(tmp_path / FILE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    with open_checkpoint(tmp_path) as reader:
+        sizes = {name: tensors[name].element_size() for name in tensors}
+        assert all(entry.begin % sizes[name] == 0 for name, entry in reader.entries.items())
+
+
+def test_writer_refuses_what_the_header_does_not_say(tmp_path):
+    writer = SafetensorsWriter(tmp_path / FILE, {"a": ("F32", (2, 2)), "b": ("F32", (1,))})
+    for name, tensor, message in [
+        ("a", torch.zeros(2, 3), "announced as F32"),
+        ("a", torch.zeros(2, 2, dtype=torch.float16), "announced as F32"),
+        ("c", torch.zeros(1), "not in the header"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            writer.write(name, tensor)
+    writer.write("a", torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="written twice"):
+        writer.write("a", torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="bytes"):
+        writer.write_chunks("b", [torch.zeros(1), torch.zeros(1)])
+    with pytest.raises(ValueError, match=r"1 tensors were not written.*'b'"):
+        writer.close()
+
+
+def sharded(folder):
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"c": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
+    names = {"a": "00001", "b": "00001", "c": "00002"}
+    weight_map = {name: f"model-{number}-of-00002.safetensors" for name, number in names.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 36, "note": "kept"}, "weight_map": weight_map}))
+
+
+def test_shards_and_index(tmp_path):
+    sharded(tmp_path)
+    with open_checkpoint(tmp_path) as reader:
+        assert reader.read("c").tolist() == [1.0] * 4
+        assert [reader.entries[name].file[6:11] for name in "abc"] == ["00001", "00001", "00002"]
+        metadata = reader.index_metadata | {"total_parameters": 1}
+        write_index(tmp_path / "new.json", reader.entries, metadata, 99)
+    index = json.loads((tmp_path / "new.json").read_text())
+    assert index["metadata"] == {"total_size": 99, "note": "kept", "total_parameters": 9}
+    assert index["weight_map"] == json.loads((tmp_path / INDEX).read_text())["weight_map"]
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    sharded(tmp_path)
+    os.remove(tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"1 of 2 shards are missing: model-00002-of-00002"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "a\\b", "", 3]
+)
+def test_an_index_stays_in_its_folder(tmp_path, shard):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ValueError, match="must be a file in the same folder"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": ["x"]}}'])
+def test_an_index_that_is_none(tmp_path, content):
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ValueError, match="is not an index of shards"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [3, 8, 20, -1])
+def test_a_truncated_file_is_named(tmp_path, cut):
+    save_file({"a": torch.ones(100)}, tmp_path / FILE)
+    content = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(content[:cut])
+    with pytest.raises(OSError, match=r"model\.safetensors is truncated"):
+        open_checkpoint(tmp_path)
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (raw_safetensors(b"not json"), "corrupt header"),
+        (raw_safetensors([1]), "corrupt header"),
+        (raw_safetensors({"a": 1}), "corrupt header"),
+        (raw_safetensors({"a": entry(offsets=(0, 4))}, bytes(4)), "corrupt header.*4 bytes for F32"),
+        (raw_safetensors({"a": entry(offsets=(4, 12))}, bytes(12)), "corrupt header.*expected to start at 0"),
+        (raw_safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "corrupt header.*start at 8"),
+        (raw_safetensors({"a": entry(shape=(-2,))}, bytes(8)), "corrupt header"),
+        (raw_safetensors({"a": entry(offsets=(0,))}, bytes(8)), "corrupt header"),
+        (raw_safetensors({"a": entry()}, bytes(9)), "its header describes"),
+        (b"\xff" * 64, "not a safetensors file"),
+    ],
+)
+def test_a_corrupt_file_is_named(tmp_path, content, message):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_explained(tmp_path):
+    (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(OSError, match="git lfs pull"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    sharded(tmp_path)
+    save_file({"a": torch.ones(2), "c": torch.ones(4)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(ValueError, match="'a' is in both"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_read_only_when_allowed(tmp_path, zipped):
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle.*--allow_pickle"):
+        open_checkpoint(tmp_path)
+    with open_checkpoint(tmp_path, allow_pickle=True) as reader:
+        for name, tensor in tensors.items():
+            assert bit_equal(reader.read(name), tensor)
+            assert bit_equal(torch.cat(list(reader.chunks(name))), tensor.reshape(-1))
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+def test_a_pickle_with_code_is_never_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": RunsCode()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot be read with weights_only=True"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("content, message", [([1], "holds a list"), ({"a": 3}, "'a' is a int")])
+def test_a_pickle_of_something_else(tmp_path, content, message):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path, allow_pickle=True)
+
+
+def test_a_cast_never_overflows_silently():
+    tensor = torch.tensor([1.0, 1e5])
+    assert cast(tensor, torch.bfloat16, "a").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"'a' holds numbers too large for torch\.float16"):
+        cast(tensor, torch.float16, "a")
+    assert torch.isinf(cast(torch.tensor([torch.inf]), torch.float16, "a")).all()

@@ -1,0 +1,135 @@
+"""Models in memory, and checkpoints straight into models."""
+
+import pytest
+import torch
+import transformers
+from architectures import HEAD_IDS, HEADS
+
+import hf_attn_variants
+from hf_attn_variants import convert
+from hf_attn_variants.conversion import convert_checkpoint
+
+from .conftest import BERT
+
+
+def run(model, **kwargs):
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), **kwargs}
+    with torch.no_grad():
+        return model(**inputs)
+
+
+@pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+def test_every_head_in_memory_equals_its_checkpoint(architecture, head, tmp_path):
+    model = architecture.upstream_model(head)
+    model.save_pretrained(tmp_path / "source")
+    in_memory = convert(model, 4)
+    from_path = convert(tmp_path / "source", num_key_value_heads=4, method="mean")
+    assert type(in_memory) is type(from_path) is getattr(hf_attn_variants, f"AttnVariant{head}")
+    expected = from_path.state_dict()
+    assert in_memory.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in in_memory.state_dict().items())
+    batch = architecture.batch(head)
+    with torch.no_grad():
+        outputs = [m.eval()(**batch).to_tuple()[0] for m in (in_memory, from_path)]
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("head", ["BertForMaskedLM", "BertModel"])
+def test_all_heads_kept_gives_the_same_outputs(head):
+    model = BERT.upstream_model(head)
+    torch.testing.assert_close(run(convert(model, 12))[0], run(model)[0], atol=1e-6, rtol=0)
+
+
+def test_untouched_parameters_share_memory_and_ties_stay():
+    model = BERT.upstream_model("BertForMaskedLM")
+    converted = convert(model, 4)
+    source, new = dict(model.named_parameters()), dict(converted.named_parameters())
+    shared = {name for name in new if new[name].data_ptr() == source[name].data_ptr()}
+    assert new.keys() - shared == {n for n in new if ".self.key." in n or ".self.value." in n}
+    assert all(new[name] is not source[name] for name in new)
+    assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
+    copied = convert(model, 4, copy=True)
+    pointers = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not any(parameter.data_ptr() in pointers for parameter in copied.parameters())
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
+
+
+def test_the_source_model_is_not_changed():
+    model = BERT.upstream_model("BertForMaskedLM")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    convert(model, 4, talking_heads="both", dtype="bfloat16")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.config.to_dict() == config and type(model) is transformers.BertForMaskedLM
+
+
+def test_state_that_is_no_parameter_goes_along():
+    model = BERT.upstream_model("BertLMHeadModel", is_decoder=True).train()
+    model.set_attn_implementation("eager")
+    model.generation_config.max_new_tokens = 3
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    model.resize_token_embeddings(70)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    converted = convert(model, 2)
+    assert converted.training and "eager" in converted.config._attn_implementation
+    assert converted.generation_config.max_new_tokens == 3
+    assert not converted.get_input_embeddings().weight.requires_grad
+    assert converted.bert.encoder.layer[0].attention.self.key.weight.requires_grad
+    assert converted.config.vocab_size == converted.get_input_embeddings().num_embeddings == 70
+    assert converted.eval().generate(torch.tensor([[5, 6]]), do_sample=False, pad_token_id=0).shape == (1, 5)
+
+
+def test_a_converted_model_trains_and_saves(tmp_path):
+    converted = convert(BERT.upstream_model("BertForSequenceClassification"), 4, copy=True).train()
+    loss = converted(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([1])).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in converted.parameters())
+    converted.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(run(again)[0], run(converted.eval())[0], atol=1e-6, rtol=0)
+
+
+def test_grouping_further_and_back():
+    grouped = convert(BERT.upstream_model("BertModel"), 6)
+    assert convert(grouped, 3).config.num_key_value_heads == 3
+    expanded = convert(grouped, 12)
+    torch.testing.assert_close(run(expanded)[0], run(grouped)[0], atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="6 key/value heads cannot become 4"):
+        convert(grouped, 4)
+
+
+def test_dtype_and_talking_heads():
+    converted = convert(BERT.upstream_model("BertModel"), dtype=torch.bfloat16, talking_heads="logits")
+    assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
+    assert torch.equal(converted.encoder.layer[0].attention.self.logits_proj, torch.eye(12, dtype=torch.bfloat16))
+    assert converted.config.dtype == torch.bfloat16 and converted.config.talking_heads == "logits"
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="save_pretrained"):
+        convert(BERT.upstream_model("BertModel"), 4, output_dir=tmp_path / "out")
+    with torch.device("meta"):
+        nowhere = transformers.BertModel(transformers.BertConfig(**BERT.tiny))
+    with pytest.raises(ValueError, match="is not in memory"):
+        convert(nowhere, 4)
+    gpt = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10))
+    with pytest.raises(ValueError, match="'gpt2' is not supported"):
+        convert(gpt, 1)
+
+
+def test_generation_settings_of_a_folder(tmp_path):
+    model = BERT.upstream_model("BertLMHeadModel", is_decoder=True)
+    model.generation_config.max_new_tokens = 9
+    model.save_pretrained(tmp_path / "source")
+    assert convert(tmp_path / "source", 4).generation_config.max_new_tokens == 9
+
+
+def test_convert_with_an_output_folder_is_convert_checkpoint(tmp_path):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", 4, output_dir=tmp_path / "a")
+    other = convert_checkpoint(tmp_path / "source", tmp_path / "b", 4)
+    assert report.layers == other.layers
+    files = {
+        path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != "conversion_report.json"
+    }
+    assert all((tmp_path / "b" / name).read_bytes() == content for name, content in files.items())

@@ -1,0 +1,140 @@
+"""Grouping and pooling on tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_attn_variants.conversion.grouping import HeadCounts, group_heads, relation, repeat_heads, split_heads
+from hf_attn_variants.conversion.methods import METHODS, AttentionTensors, LayerContext, resolve_method
+from hf_attn_variants.conversion.methods.first import first_heads
+from hf_attn_variants.conversion.methods.mean import mean_heads
+from hf_attn_variants.conversion.plan import seeded_generator
+
+HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
+
+
+def attention(seed=0, bias=True):
+    generator = torch.Generator().manual_seed(seed)
+    inner = HEADS * HEAD_DIM
+    shapes = {"query": (inner, SIZE), "key": (inner, SIZE), "value": (inner, SIZE), "output": (SIZE, inner)}
+    tensors = {f"{role}_weight": torch.randn(shape, generator=generator) for role, shape in shapes.items()}
+    if bias:
+        tensors |= {f"{role}_bias": torch.randn(shape[0], generator=generator) for role, shape in shapes.items()}
+    return AttentionTensors(**tensors)
+
+
+def counts(target=KV_HEADS):
+    return HeadCounts(HEADS, (HEADS, target), (HEADS, target), HEADS, HEAD_DIM)
+
+
+def layer(seed=0, module="encoder.layer.0.attention", std=0.02):
+    return LayerContext(module, "self", seeded_generator(seed, module), std)
+
+
+@pytest.mark.parametrize(
+    "source, target, expected",
+    [(12, 4, "pool"), (12, 1, "pool"), (4, 4, "same"), (4, 12, "expand"), (1, 12, "expand")],
+)
+def test_relation(source, target, expected):
+    assert relation(source, target) == expected
+
+
+@pytest.mark.parametrize("source, target", [(6, 4), (4, 6), (12, 0), (12, -3)])
+def test_impossible_relations_are_refused(source, target):
+    with pytest.raises(ValueError, match=str(target)):
+        relation(source, target)
+
+
+def test_groups_are_those_of_torchs_own_grouped_attention():
+    # One constant per key head: which query heads see which pooled key is decided by torch, not by this package.
+    values = torch.arange(float(HEADS)).repeat_interleave(HEAD_DIM)[:, None].expand(-1, SIZE)
+    pooled = split_heads(mean_heads(values, HEADS, KV_HEADS), KV_HEADS)[:, :, :HEAD_DIM]  # [k, d, d]
+    query = torch.zeros(1, HEADS, 1, HEAD_DIM)
+    output = nn.functional.scaled_dot_product_attention(query, pooled[None], pooled[None], enable_gqa=True)
+    expected = torch.tensor([1.0, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10])
+    torch.testing.assert_close(output[0, :, 0, 0], expected)
+
+
+@pytest.mark.parametrize("target", [1, 2, 4])
+def test_mean_is_the_mean_of_consecutive_heads(target):
+    weight = attention().key_weight
+    group = HEADS // target
+    expected = torch.cat(
+        [
+            torch.stack(
+                [weight[(i * group + j) * HEAD_DIM : (i * group + j + 1) * HEAD_DIM] for j in range(group)]
+            ).mean(0)
+            for i in range(target)
+        ]
+    )
+    torch.testing.assert_close(mean_heads(weight, HEADS, target), expected)
+
+
+def test_first_takes_each_groups_first_head():
+    bias = torch.arange(HEADS * HEAD_DIM)
+    assert first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", [1, 2, 4])
+def test_mean_of_identical_heads_is_bit_equal(target, dtype):
+    shared = torch.randn(target * HEAD_DIM, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(mean_heads(repeat_heads(shared, target, HEADS), HEADS, target), shared)
+
+
+def test_repeating_undoes_nothing_but_the_count():
+    bias = torch.randn(KV_HEADS * HEAD_DIM)
+    repeated = repeat_heads(bias, KV_HEADS, HEADS)
+    assert torch.equal(group_heads(repeated, HEADS, KV_HEADS)[:, 2], split_heads(bias, KV_HEADS))
+
+
+def test_pooling_in_two_steps_is_pooling_in_one():
+    weight = attention().value_weight
+    twice = mean_heads(mean_heads(weight, 12, 4), 4, 2)
+    torch.testing.assert_close(twice, mean_heads(weight, 12, 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_changes_keys_and_values_alone(name, bias):
+    before = attention(bias=bias)
+    copy = attention(bias=bias)
+    after = resolve_method(name).pool(before, counts(), layer())
+    assert after.key_weight.shape == after.value_weight.shape == (KV_HEADS * HEAD_DIM, SIZE)
+    assert after.query_weight is before.query_weight and after.output_weight is before.output_weight
+    assert (after.key_bias is None) is not bias
+    if bias:
+        assert after.key_bias.shape == after.value_bias.shape == (KV_HEADS * HEAD_DIM,)
+    assert all(
+        getattr(before, part) is None or torch.equal(value, getattr(copy, part))
+        for part, value in vars(before).items()
+        if part != "details" and value is not None
+    )
+
+
+def test_random_is_seeded_by_layer():
+    draws = [
+        resolve_method("random").pool(attention(), counts(), layer(seed, module)).key_weight
+        for seed, module in [(0, "layer.0"), (0, "layer.0"), (0, "layer.1"), (1, "layer.0")]
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[3])
+
+
+def test_random_has_the_architectures_scale_and_no_bias():
+    inner = HEADS * 64
+    wide = AttentionTensors(*(torch.zeros(inner, 512) for _ in range(4)), *(torch.ones(inner) for _ in range(4)))
+    after = resolve_method("random").pool(wide, HeadCounts(HEADS, (12, 4), (12, 4), HEADS, 64), layer(std=0.5))
+    assert after.key_weight.std().item() == pytest.approx(0.5, rel=0.02)
+    assert not torch.equal(after.key_weight, after.value_weight)
+    assert after.key_bias.abs().max() == 0
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
+        resolve_method("median")
+
+
+def test_rows_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="does not split into 5 heads"):
+        split_heads(torch.zeros(12, 3), 5)

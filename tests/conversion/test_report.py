@@ -1,0 +1,68 @@
+"""The report's errors against products written out in full."""
+
+import pytest
+import torch
+
+from hf_attn_variants.conversion import report as report_module
+from hf_attn_variants.conversion.grouping import HeadCounts
+from hf_attn_variants.conversion.methods import AttentionTensors
+from hf_attn_variants.conversion.report import attention_errors
+
+HEADS, HEAD_DIM, SIZE, MEMORY = 6, 3, 10, 7
+
+
+def attention(kv_heads, bias=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    inner, kv = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
+    biases = (draw(inner), draw(kv), draw(kv), draw(SIZE)) if bias else ()
+    return AttentionTensors(draw(inner, SIZE), draw(kv, MEMORY), draw(kv, MEMORY), draw(SIZE, inner), *biases)
+
+
+def products(tensors, kv_heads):
+    """Return every head's [W_q | b_q]^T [W_k | b_k] and W_o [W_v | b_v], formed in full."""
+    logits, values = [], []
+    for i in range(HEADS):
+        rows, j = slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), i * kv_heads // HEADS
+        shared = slice(j * HEAD_DIM, (j + 1) * HEAD_DIM)
+
+        def augmented(role, part):
+            weight, bias = getattr(tensors, f"{role}_weight")[part], getattr(tensors, f"{role}_bias")
+            return weight.double() if bias is None else torch.cat([weight, bias[part, None]], dim=1).double()
+
+        logits.append(augmented("query", rows).T @ augmented("key", shared))
+        values.append(tensors.output_weight[:, rows].double() @ augmented("value", shared))
+    return torch.stack(logits), torch.stack(values)
+
+
+@pytest.mark.parametrize("block", [1, 2**20])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("same_query", [True, False])
+@pytest.mark.parametrize("source, target", [(6, 2), (6, 1), (3, 1), (2, 6)])
+def test_errors_are_those_of_the_full_products(source, target, same_query, bias, block, monkeypatch):
+    monkeypatch.setattr(report_module, "BLOCK_ELEMENTS", block)
+    before, after = attention(source, bias), attention(target, bias, seed=1)
+    if same_query:
+        kept = {name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")}
+        after = AttentionTensors(**(vars(after) | kept))
+    heads = HeadCounts(HEADS, (source, target), (source, target), HEADS, HEAD_DIM)
+    expected = [
+        ((old - new).norm() / old.norm()).item()
+        for old, new in zip(products(before, source), products(after, target), strict=True)
+    ]
+    assert attention_errors(before, after, heads) == pytest.approx(expected, rel=1e-9)
+
+
+def test_nothing_changed_is_exactly_no_error():
+    before = attention(2)
+    copy = AttentionTensors(**{name: value.clone() for name, value in vars(before).items() if name != "details"})
+    assert attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
+
+
+def test_an_error_relative_to_nothing_is_not_defined():
+    before = attention(2, bias=False)
+    zero = AttentionTensors(**(vars(before) | {"key_weight": torch.zeros_like(before.key_weight)}))
+    assert attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)

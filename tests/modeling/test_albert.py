@@ -1,0 +1,44 @@
+"""What only ALBERT has: groups of layers that share their weights."""
+
+import torch
+import transformers
+from architectures import ALBERT
+
+from hf_attn_variants import AttnVariantAlbertModel
+
+# Two groups of two layers each, six layers: each group is used three times.
+GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
+
+
+def test_shared_groups_equal_upstream(tmp_path):
+    upstream = ALBERT.upstream_model("AlbertModel", **GROUPS)
+    upstream.save_pretrained(tmp_path)
+    ours = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
+    batch = ALBERT.batch("AlbertModel")
+    with torch.no_grad():
+        mine, theirs = ours(**batch), upstream(**batch)
+    torch.testing.assert_close(mine.last_hidden_state, theirs.last_hidden_state, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mine.pooler_output, theirs.pooler_output, atol=1e-5, rtol=0)
+
+
+def test_each_group_has_one_attention_for_all_its_layers():
+    model = ALBERT.model("AlbertModel", "gqa_talking", **GROUPS)
+    attentions = [(name, module) for _, name, module in model.named_attentions()]
+    assert len(attentions) == 4
+    assert len({id(module.logits_proj) for _, module in attentions}) == 4
+    for _, module in attentions:
+        assert module.key.out_features == model.config.num_key_value_heads * 4
+        assert module.num_key_value_groups == 3
+
+
+def test_attention_weights_are_those_of_every_layer():
+    model = ALBERT.model("AlbertModel", "talking", **GROUPS)
+    with torch.no_grad():
+        maps = model(**ALBERT.batch("AlbertModel"), output_attentions=True).attentions
+    # One for each pass through an attention: the layers times the attentions of a group.
+    assert len(maps) == 12
+
+
+def test_gradient_checkpointing_is_more_than_upstream_has():
+    assert not transformers.AlbertModel.supports_gradient_checkpointing
+    assert ALBERT.model("AlbertModel").supports_gradient_checkpointing

@@ -1,0 +1,308 @@
+"""What only T5 has: mT5, relative positions, an encoder and a decoder of their own head counts, and sequence generation."""
+
+import gzip
+
+import pytest
+import torch
+import transformers
+from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, padding_mask, text_inputs, token_ids
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, AttnVariantT5Model
+
+CACHED = [name for name in VARIANTS if name != "dynamic"]
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FLAVOURS = {
+    "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
+    "v1.1": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
+    "mt5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, {}),
+}
+MASKS = {"full": lambda: None, "right": padding_mask, "left": lambda: padding_mask().flip(1)}
+SEARCHES = {"greedy": {}, "beams": {"num_beams": 3}, "beams returned": {"num_beams": 4, "num_return_sequences": 2}}
+
+
+def upstream_pair(flavour, folder, implementation):
+    """A plain model with weights that are not at their initial values, and ours loaded from its checkpoint."""
+    model_class, config_class, fields = FLAVOURS[flavour]
+    torch.manual_seed(0)
+    upstream = model_class(config_class(**T5.tiny, **fields)).eval()
+    with torch.no_grad():
+        for parameter in upstream.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    upstream.save_pretrained(folder)
+    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder).eval()
+    for stack in (upstream, upstream.encoder, upstream.decoder):
+        stack.set_attn_implementation(implementation)
+    ours.set_attn_implementation(implementation)
+    return upstream, ours
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", MASKS)
+def test_multi_head_equals_upstream(flavour, implementation, padding, tmp_path):
+    upstream, ours = upstream_pair(flavour, tmp_path, implementation)
+    inputs = text_inputs() | {"attention_mask": MASKS[padding]()}
+    with torch.no_grad():
+        theirs, mine = (model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, ours))
+    for name in ("encoder_last_hidden_state", "logits"):
+        torch.testing.assert_close(mine[name], theirs[name], atol=1e-5, rtol=0)
+    for search in SEARCHES.values():
+        kwargs = {**inputs, **search, "max_new_tokens": 8, "do_sample": False}
+        assert ours.generate(**kwargs).equal(upstream.generate(**kwargs)), search
+
+
+def test_sampling_equals_upstream(tmp_path):
+    drawn = []
+    for model in upstream_pair("t5", tmp_path, "sdpa"):
+        torch.manual_seed(5)
+        drawn.append(model.generate(**text_inputs_of_seed(), do_sample=True, top_k=20, max_new_tokens=8))
+    assert drawn[0].equal(drawn[1])
+
+
+def text_inputs_of_seed(seed=2):
+    torch.manual_seed(seed)
+    inputs = text_inputs()
+    torch.manual_seed(seed + 1)
+    return inputs
+
+
+@pytest.mark.parametrize("flavour, scaled", [("t5", True), ("v1.1", False), ("mt5", False)])
+def test_whether_decoder_outputs_are_scaled_survives_every_way_in(flavour, scaled, tmp_path):
+    _, config_class, fields = FLAVOURS[flavour]
+    upstream = config_class(**T5.tiny, **fields)
+    upstream.save_pretrained(tmp_path)
+    configs = [
+        AttnVariantT5Config.from_upstream(upstream),
+        AttnVariantT5Config.from_upstream(upstream.to_dict(), num_key_value_heads=3),
+        AttnVariantT5Config.from_pretrained(tmp_path),
+    ]
+    configs.append(AttnVariantT5Config.from_upstream(configs[1]))
+    configs.append(AttnVariantT5Config.from_dict(configs[0].to_dict()))
+    for config in configs:
+        assert config.scale_decoder_outputs is scaled
+        assert config.model_type == "attn_variant_t5"
+    assert configs[3].num_key_value_heads == 3
+
+
+def test_an_untied_output_layer_loads_untied(tmp_path):
+    upstream = T5.upstream_model("T5ForConditionalGeneration", tie_word_embeddings=False)
+    upstream.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 40))
+    upstream.config.tie_word_embeddings = False
+    upstream.save_pretrained(tmp_path)
+    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert ours.lm_head.weight.equal(upstream.lm_head.weight)
+    assert not ours.lm_head.weight.equal(ours.shared.weight)
+    batch = T5.batch("T5ForConditionalGeneration")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**batch).logits, upstream(**batch).logits, atol=1e-5, rtol=0)
+    # And once more through our own files.
+    ours.save_pretrained(tmp_path / "again")
+    again = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path / "again")
+    assert again.lm_head.weight.equal(upstream.lm_head.weight) and not again.lm_head.weight.equal(again.shared.weight)
+
+
+def test_encoder_and_decoder_have_head_counts_of_their_own():
+    model = T5.model("T5Model", num_key_value_heads=2, encoder_num_key_value_heads=6)
+    rows = {(site.name, module.k.out_features, module.v.out_features) for site, _, module in model.named_attentions()}
+    assert rows == {("encoder", 48, 48), ("decoder", 16, 16), ("cross", 16, 16)}
+    assert AttnVariantT5Config(num_heads=8, num_key_value_heads=2).encoder_num_key_value_heads == 8
+    with pytest.raises(ValueError, match="`encoder_num_key_value_heads` must divide"):
+        T5.config(encoder_num_key_value_heads=5)
+    with pytest.raises(ValueError, match="`encoder_num_key_value_heads` must divide `num_value_heads`"):
+        T5.config("weights", encoder_num_key_value_heads=6)
+
+
+def test_the_position_bias_is_added_to_the_softmax_heads():
+    model = T5.model("T5Model", "gqa_talking")
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    assert attention.relative_attention_bias.weight.shape == (8, model.config.num_softmax_heads)
+    states = torch.randn(BATCH, LENGTH, 40)
+    with torch.no_grad():
+        output, bias, _ = attention(states)
+        query, key, value = (
+            projection(states).unflatten(2, (-1, 8)).transpose(1, 2) for projection in (attention.q, attention.k, attention.v)
+        )
+        logits = torch.einsum("bhnm,hs->bsnm", query @ key.transpose(2, 3), attention.logits_proj) + bias
+        weights = torch.einsum("bsnm,sv->bvnm", logits.softmax(-1), attention.weights_proj)
+        expected = attention.o((weights @ value).transpose(1, 2).flatten(2))
+    assert bias.shape == (1, 6, LENGTH, LENGTH)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", CACHED)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 3, 2], [LENGTH - 1, 1]], ids=["single", "several", "prefill"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_cached_decoding_equals_the_full_forward(variant, implementation, steps, padded):
+    model = T5.model("T5ForConditionalGeneration", variant)
+    model.set_attn_implementation(implementation)
+    batch = T5.batch("T5ForConditionalGeneration")
+    target, mask = batch.pop("decoder_input_ids"), padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long()
+    with torch.no_grad():
+        memory = model.encoder(**batch)
+        inputs = {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}
+        full = model(**inputs, decoder_input_ids=target, decoder_attention_mask=mask, use_cache=False).logits
+        cache, pieces, start = None, [], 0
+        for length in steps:
+            end = start + length
+            piece = model(
+                **inputs,
+                decoder_input_ids=target[:, start:end],
+                decoder_attention_mask=mask[:, :end],
+                past_key_values=cache,
+            )
+            cache, start = piece.past_key_values, end
+            pieces.append(piece.logits)
+    kept = mask.bool()
+    torch.testing.assert_close(torch.cat(pieces, dim=1)[kept], full[kept], atol=1e-5, rtol=0)
+    config = model.config
+    k = config.num_key_value_heads
+    value_heads = config.num_value_heads if k == config.num_attention_heads else k
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        for layer in part.layers:
+            assert layer.keys.shape == (BATCH, k, LENGTH, 8)
+            assert layer.values.shape == (BATCH, value_heads, LENGTH, 8)
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
+def test_static_cache(variant):
+    model = T5.model("T5ForConditionalGeneration", variant)
+    batch = T5.batch("T5ForConditionalGeneration")
+    target = batch.pop("decoder_input_ids")
+    config = model.config
+    cache = EncoderDecoderCache(StaticCache(config=config, max_cache_len=12), StaticCache(config=config, max_cache_len=LENGTH))
+    with torch.no_grad():
+        full = model(**batch, decoder_input_ids=target, use_cache=False).logits
+        pieces = [
+            model(**batch, decoder_input_ids=piece, past_key_values=cache).logits
+            for piece in (target[:, :4], target[:, 4:5], target[:, 5:])
+        ]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", CACHED)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_generate_with_and_without_cache(variant, search):
+    model = T5.model("T5ForConditionalGeneration", variant)
+    kwargs = {**text_inputs(), **SEARCHES[search], "max_new_tokens": 7, "do_sample": False}
+    assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
+
+
+@pytest.mark.parametrize("search", ["greedy", "beams"])
+def test_generate_from_encoder_outputs(search):
+    model = T5.model("T5ForConditionalGeneration", "gqa")
+    inputs = text_inputs()
+    kwargs = {**SEARCHES[search], "attention_mask": inputs["attention_mask"], "max_new_tokens": 7, "do_sample": False}
+    with torch.no_grad():
+        states = model.encoder(**inputs).last_hidden_state
+    reused = model.generate(encoder_outputs=BaseModelOutput(last_hidden_state=states.clone()), **kwargs)
+    assert reused.equal(model.generate(input_ids=inputs["input_ids"], **kwargs))
+
+
+def test_beams_leave_their_shared_memory_where_it_is():
+    model = T5.model("T5ForConditionalGeneration", "mqa")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        model(**T5.batch("T5ForConditionalGeneration"), past_key_values=cache)
+    own, shared = cache.self_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].keys
+    moved = model._reorder_cache(cache, torch.tensor([2, 0, 0]))
+    assert moved.self_attention_cache.layers[0].keys.equal(own[[2, 0, 0]])
+    assert moved.cross_attention_cache.layers[0].keys is shared
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(variant, side):
+    """T5's positions are relative: a padded source gives what the source alone gives, whichever side the padding is on."""
+    model = T5.model("T5ForConditionalGeneration", variant)
+    ids, target, padding = token_ids(1, 5), token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
+    parts = (padding, ids) if side == "left" else (ids, padding)
+    padded = torch.cat(parts, dim=1)
+    with torch.no_grad():
+        plain = model(input_ids=ids, decoder_input_ids=target).logits
+        result = model(input_ids=padded, attention_mask=(padded > 0).long(), decoder_input_ids=target).logits
+    torch.testing.assert_close(result, plain, atol=1e-5, rtol=0)
+
+
+def test_memory_side_dynamic_projections_with_a_cache_are_a_clear_error():
+    model = T5.model("T5ForConditionalGeneration", "dynamic")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(**text_inputs(), max_new_tokens=3)
+    assert model.generate(**text_inputs(), max_new_tokens=3, use_cache=False).shape == (BATCH, 4)
+
+
+def test_query_side_dynamic_projections_work_with_a_cache():
+    model = T5.model("T5ForConditionalGeneration", "talking", talking_heads_dynamic=["x2l", "x2w"])
+    kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
+    assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
+
+
+def test_large_activations_are_clamped_in_float16():
+    model = T5.model("T5Model", "gqa").half()
+    with torch.no_grad():
+        for block in (*model.encoder.block, *model.decoder.block):
+            block.layer[-1].DenseReluDense.wo.weight.mul_(3e4)
+        states = model(**T5.batch("T5Model"), use_cache=False).last_hidden_state
+    assert states.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["gqa", "talking"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = T5.model("T5Model", variant, dropout_rate=0.0).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(**T5.batch("T5Model"), use_cache=False).last_hidden_state.square().mean().backward()
+        gradients.append(model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-7, rtol=1e-4)
+
+
+def test_the_implementation_reaches_encoder_and_decoder():
+    model = T5.model("T5ForSequenceClassification", "gqa")
+    model.set_attn_implementation("eager")
+    names = {module.config._attn_implementation for _, _, module in model.named_attentions()}
+    assert len(names) == 1 and "eager" in names.pop()
+
+
+def test_the_base_model_loads_from_a_full_checkpoint(tmp_path):
+    model = T5.model("T5ForConditionalGeneration", "gqa")
+    model.save_pretrained(tmp_path)
+    base = AttnVariantT5Model.from_pretrained(tmp_path).eval()
+    batch = T5.batch("T5Model")
+    with torch.no_grad():
+        states = base(**batch).last_hidden_state
+        logits = model(**batch).logits
+    torch.testing.assert_close(model.lm_head(states * 40**-0.5), logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
+def test_a_compiled_step_with_a_static_cache(variant):
+    model = T5.model("T5ForConditionalGeneration", variant)
+    kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**kwargs)
+    model.forward = torch.compile(model.forward)
+    assert model.generate(**kwargs, cache_implementation="static").equal(expected)
+
+
+@pytest.mark.slow
+def test_a_real_checkpoint_translates_as_upstream(shared_data):
+    folder = shared_data / "checkpoints" / "t5-mini-multi30k-en-de"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = gzip.decompress((shared_data / "multi30k" / "val.en.gz").read_bytes()).decode().splitlines()[:16]
+    batch = tokenizer(text, return_tensors="pt", padding=True)
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    upstream = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
+    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.no_grad():
+        theirs, mine = (model(**batch, decoder_input_ids=batch["input_ids"]) for model in (upstream, ours))
+    torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5 * theirs.logits.abs().max().item(), rtol=0)
+    for search in SEARCHES.values():
+        kwargs = {**batch, **search, "max_new_tokens": 40, "do_sample": False}
+        assert ours.generate(**kwargs).equal(upstream.generate(**kwargs))

@@ -1,0 +1,90 @@
+"""`scripts/convert_checkpoint.py` as a user runs it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from architectures import ARCHITECTURES
+
+from hf_attn_variants.conversion.command import main, parse_args
+from hf_attn_variants.training.errors import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def source(tmp_path):
+    ARCHITECTURES[0].upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def arguments(source, output, *more):
+    return ["--model_name_or_path", str(source), "--output_dir", str(output), *more]
+
+
+def run(*argv):
+    """Run the script's own error handling in this process."""
+    return run_script(lambda: main(parse_args(argv)))
+
+
+def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
+    options = ["--num_key_value_heads", "2", "--method", "first", "--dtype", "bfloat16", "--talking_heads", "both"]
+    options += ["--talking_heads_dynamic", "x2l", "x2w", "--talking_heads_init", "identity", "--seed", "3"]
+    assert run(*arguments(source, tmp_path / "out", *options)) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "12 -> 2",
+        "parameters",
+        "relative error of logits",
+        "x2l_proj",
+        "run_glue.py",
+        str(tmp_path / "out"),
+    ):
+        assert text in printed
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_key_value_heads == 2 and model.config.talking_heads_dynamic == ["x2l", "x2w"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--num_key_value_heads", "5"], "got 5 for 12"),
+        (["--num_key_value_heads", "4", "--encoder_num_key_value_heads", "2"], "encoder_num_key_value_heads"),
+        ([], "nothing to convert"),
+    ],
+)
+def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, options, message):
+    assert run(*arguments(source, tmp_path / "out", *options)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    "option", [["--method", "median"], ["--dtype", "int8"], ["--talking_heads", "all"], ["--heads"]]
+)
+def test_a_bad_flag_is_status_2(source, tmp_path, option):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(arguments(source, tmp_path / "out", *option))
+    assert stopped.value.code == 2
+
+
+def test_help_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    last_lines = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert last_lines[0] == "example:" and "convert_checkpoint.py" in last_lines[1]
+
+
+def test_the_script_itself_exits_with_2(tmp_path):
+    argv = arguments(tmp_path / "missing", tmp_path / "out", "--num_key_value_heads", "4")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    script = ROOT / "scripts" / "convert_checkpoint.py"
+    ended = subprocess.run(
+        [sys.executable, script, *argv], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith("error: There is no folder") and ended.stderr.count("\n") == 1

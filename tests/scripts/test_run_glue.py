@@ -1,0 +1,85 @@
+"""`scripts/run_glue.py` as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+
+from hf_attn_variants.training.run_glue import main, parse_args
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "scripts/run_glue.py")
+
+
+def start(*argv, launcher=()):
+    return subprocess.run(
+        [sys.executable, *launcher, SCRIPT, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory):
+    return make_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
+
+
+def test_help_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit) as done:
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert done.value.code == 0 and "--resume_from_checkpoint PATH|latest" in shown
+    assert "python scripts/run_glue.py --model_name_or_path" in shown.split("\nexample")[1]
+
+
+def test_user_error_is_one_line_and_status_2(tmp_path):
+    done = start(
+        "--model_name_or_path",
+        tmp_path / "none",
+        "--task_name",
+        "cola",
+        "--data_dir",
+        FIXTURES / "CoLA",
+        "--output_dir",
+        tmp_path / "out",
+        "--cpu",
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0] and "none" in errors[0]
+
+
+def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path):
+    def flags(out, batch_size):
+        return [
+            "--model_name_or_path", tiny_bert, "--task_name", "stsb", "--data_dir", FIXTURES / "STS-B",
+            "--output_dir", out,
+            "--max_length", 48, "--per_device_train_batch_size", batch_size, "--per_device_eval_batch_size", 3,
+            "--gradient_accumulation_steps", 2, "--learning_rate", "1e-3", "--logging_steps", 1,
+            "--num_train_epochs", 2,
+            "--dropout_rate", 0, "--checkpointing_steps", "epoch", "--cpu", "--disable_tqdm",
+        ]  # fmt: skip
+
+    def losses(out):
+        records = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+        return [value for record in records for key, value in record.items() if key in ("loss", "eval_loss")]
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    main(parse_args([str(flag) for flag in flags(one, 8)]))
+    # Standalone: torch picks a free port, so that two test runs do not meet.
+    done = start(*flags(two, 4), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("STS-B dev") == 1
+    assert len(losses(one)) == 4 + 2 and losses(two) == pytest.approx(losses(one), rel=1e-4)
+    for name in ("predictions_STS-B.tsv", "predictions_dev_STS-B.tsv"):
+        rows = [[float(cell) for cell in line.split("\t")] for line in (two / name).read_text().splitlines()[1:]]
+        expected = [[float(cell) for cell in line.split("\t")] for line in (one / name).read_text().splitlines()[1:]]
+        assert [row[0] for row in rows] == [row[0] for row in expected]
+        assert [row[1] for row in rows] == pytest.approx([row[1] for row in expected], abs=0.002)
+    assert (two / "checkpoint-4/random_states_1.pkl").is_file()

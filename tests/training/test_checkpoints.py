@@ -1,0 +1,177 @@
+"""Exact resume: a run killed with SIGKILL goes on to the losses of one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_attn_variants.training import checkpoints
+from hf_attn_variants.training.run_glue import main, parse_args
+
+ROOT = Path(__file__).parents[2]
+STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
+KILL_IN_A_STEP = """
+from hf_attn_variants.training.loop import TrainingLoop
+step = TrainingLoop._step
+def die(self, group):
+    if self.state.step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(self, group)
+TrainingLoop._step = die
+"""
+KILL_IN_A_CHECKPOINT = """
+from hf_attn_variants.training import checkpoints
+finish = checkpoints._finish_checkpoint
+def die(state, output_dir, temporary, target):
+    if state.step == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    finish(state, output_dir, temporary, target)
+checkpoints._finish_checkpoint = die
+"""
+
+
+def flags(tiny_bert, glue, out, *more):
+    return [
+        "--model_name_or_path",
+        str(tiny_bert),
+        "--task_name",
+        "stsb",
+        "--data_dir",
+        str(glue / "STS-B"),
+        "--output_dir",
+        str(out),
+        "--max_length",
+        "48",
+        "--per_device_train_batch_size",
+        "4",
+        "--learning_rate",
+        "1e-3",
+        "--logging_steps",
+        "2",
+        "--max_train_steps",
+        str(STEPS),
+        "--checkpointing_steps",
+        "3",
+        "--eval_steps",
+        "2",
+        "--metric_for_best_model",
+        "loss",
+        "--skip_predict",
+        "--cpu",
+        "--disable_tqdm",
+        *more,
+    ]
+
+
+def records(out):
+    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def run_and_die(patch, argv):
+    code = f"import os, signal, sys\n{patch}\nfrom hf_attn_variants.training.run_glue import main, parse_args\n"
+    code += "main(parse_args(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        # Another number of threads rounds sums differently.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("patch", "more", "last"),
+    [
+        (KILL_IN_A_STEP, ["--group_by_length", "--gradient_accumulation_steps", "2", "--save_total_limit", "2"], 9),
+        (KILL_IN_A_CHECKPOINT, ["--mixed_precision", "bf16", "--weight_decay", "0.1"], 6),
+    ],
+)
+def test_killed_run_resumes_bit_equal(tiny_bert, glue, tmp_path, patch, more, last):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = main(parse_args(flags(tiny_bert, glue, whole, *more)))
+    run_and_die(patch, flags(tiny_bert, glue, killed, *more))
+    found = checkpoints.list_checkpoints(killed)
+    assert found[-1].name == f"checkpoint-{last}"
+    if "--save_total_limit" in more:
+        assert [path.name for path in found] == ["checkpoint-6", "checkpoint-9"]
+    else:
+        assert (killed / ".tmp-checkpoint-9").is_dir()
+    results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
+    assert records(killed) == records(whole)
+    untimed = [
+        {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
+    ]
+    assert json.dumps(untimed[0]) == json.dumps(untimed[1])  # as text, because NaN is not NaN
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert not list(killed.glob(".tmp-*"))
+
+
+@pytest.fixture
+def trained(tiny_bert, glue, tmp_path):
+    out = tmp_path / "out"
+    main(parse_args(flags(tiny_bert, glue, out)))
+    return out, lambda *more: main(parse_args(flags(tiny_bert, glue, out, *more)))
+
+
+def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
+    out, again = trained
+    before = records(out)
+    again("--resume_from_checkpoint", str(out / "checkpoint-3"))
+    assert records(out) == before
+
+
+def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
+    out, again = trained
+    with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):
+        again("--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "2")
+    with pytest.raises(ValueError, match="seed was 42 and is 7"):
+        again("--resume_from_checkpoint", "latest", "--seed", "7")
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        again("--resume_from_checkpoint", str(tmp_path))
+    (out / "checkpoint-12/random_states_0.pkl").unlink()
+    with pytest.raises(ValueError, match=r"no random_states_0\.pkl"):
+        again("--resume_from_checkpoint", "latest")
+
+
+def test_resume_on_another_number_of_threads_warns(trained, caplog):
+    out, again = trained
+    state = out / "checkpoint-12/train_state.json"
+    again("--resume_from_checkpoint", "latest")
+    assert "to rounding" not in caplog.text
+    state.write_text(state.read_text().replace(f'"CPU threads": {torch.get_num_threads()}', '"CPU threads": 64'))
+    again("--resume_from_checkpoint", "latest")
+    assert f"CPU threads was 64 and is {torch.get_num_threads()}" in caplog.text
+
+
+def test_a_failing_write_keeps_the_last_checkpoint_and_no_half_one(tiny_bert, glue, tmp_path, monkeypatch):
+    finish = checkpoints._finish_checkpoint
+
+    def disk_full(state, *others):
+        if state.step == 6:
+            raise OSError(28, "No space left on device")
+        finish(state, *others)
+
+    monkeypatch.setattr(checkpoints, "_finish_checkpoint", disk_full)
+    with pytest.raises(
+        OSError, match=r"could not write checkpoint .*checkpoint-6 .*No space left.*last good one is .*checkpoint-3"
+    ):
+        main(parse_args(flags(tiny_bert, glue, tmp_path / "out")))
+    assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]
+
+
+def test_only_whole_checkpoints_are_listed_in_order(tmp_path):
+    for name in ("checkpoint-10", "checkpoint-9", ".tmp-checkpoint-11", "checkpoint-12", "checkpoint-x"):
+        (tmp_path / name).mkdir()
+        if name != "checkpoint-12":
+            (tmp_path / name / "train_state.json").write_text("{}")
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert checkpoints.find_checkpoint("latest", tmp_path).name == "checkpoint-10"

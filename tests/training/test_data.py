@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from hf_attn_variants.training.data import EpochSampler, create_train_dataloader
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    sampler, other = EpochSampler(50, seed=3), EpochSampler(50, seed=3)
+    first = list(sampler)
+    sampler.start_epoch(1)
+    assert first == list(other) and sorted(first) == list(range(50)) and list(sampler) != first
+    assert list(sampler) == list(sampler)
+    assert list(EpochSampler(50, seed=4)) not in (first, list(sampler))
+
+
+def test_length_groups_cut_padding_and_keep_every_example():
+    lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def padded(order):
+        batches = [order[i : i + 8] for i in range(0, 200, 8)]
+        return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+
+    grouped = EpochSampler(200, seed=1, group_lengths=lengths, batch_size=8)
+    assert sorted(grouped) == list(range(200))
+    assert padded(list(grouped)) < 0.75 * padded(list(EpochSampler(200, seed=1)))
+    first = list(grouped)
+    grouped.start_epoch(1)
+    assert list(grouped) != first
+
+
+def test_iterating_leaves_the_global_random_state_alone():
+    data = list(range(12))
+    loader = create_train_dataloader(data, EpochSampler(12, seed=0), 4, torch.tensor, seed=0)
+    state = torch.get_rng_state()
+    assert len(list(loader)) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_examples():
+    with pytest.raises(ValueError, match="no training examples"):
+        EpochSampler(0, seed=0)

@@ -1,0 +1,157 @@
+import pytest
+from transformers import AutoTokenizer
+
+from hf_attn_variants.training.glue import TASKS, format_prediction, get_task, parse_label
+from hf_attn_variants.training.glue_data import GlueSplit, load_ax, load_glue, read_tsv, tokenize_split
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+@pytest.mark.parametrize("header", ["sentence\tlabel\n", ""])
+def test_header_bom_line_ends_and_quotes(tmp_path, header, bom, newline):
+    text = bom + header + '"an unclosed quote\t1\nhe said ""no"" twice\u2028so\t0\nnegative\x85space\t1\n'
+    data = read_tsv(write(tmp_path / "train.tsv", text.replace("\n", newline)), TASKS["sst2"])
+    assert data["text1"][:] == ['"an unclosed quote', 'he said ""no"" twice\u2028so', "negative\x85space"]
+    assert data["label"][:] == [1, 0, 1]
+
+
+def test_cola_without_header_and_its_test_file_with_one(glue):
+    splits = load_glue(get_task("CoLA"), str(glue / "CoLA"))
+    assert list(splits) == ["train", "validation", "test"]
+    assert splits["train"].data[2] == {"index": "2", "text1": 'She said "no" twice.', "label": 1}
+    assert splits["test"].data.column_names == ["index", "text1"]
+
+
+def test_official_layouts_are_read_by_column_name(tmp_path):
+    parses = ["sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse", "sentence2_parse"]
+    header = ["index", "promptID", "pairID", "genre", *parses, "sentence1", "sentence2", "label1", "gold_label"]
+    row = ["0", "1", "1n", "fiction", "(", "(", "(", "(", "A.", "B.", "entailment", "neutral"]
+    text = "\t".join(header) + "\n" + "\t".join(row) + "\n"
+    for content in (text, text.split("\n", 1)[1]):
+        row = read_tsv(write(tmp_path / "train.tsv", content), TASKS["mnli"])[0]
+        assert (row["text1"], row["text2"], row["label"]) == ("A.", "B.", 1)
+    mrpc = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t70\t71\tOne.\tTwo.\n"
+    assert read_tsv(write(tmp_path / "m.tsv", mrpc), TASKS["mrpc"])[0] == {
+        "index": "0",
+        "text1": "One.",
+        "text2": "Two.",
+        "label": 1,
+    }
+    test = "id\tquestion1\tquestion2\n7\tWhy?\tHow?\n"
+    assert read_tsv(write(tmp_path / "t.tsv", test), TASKS["qqp"], has_labels=False)[0]["index"] == "7"
+
+
+def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
+    text = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t1\n1\t3\t4\tC?\nand D?\tE?\t0\n"
+    assert len(read_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
+    assert "2 of 3 rows are cut" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        ("sst2", "", "the file is empty"),
+        ("sst2", "sentence\tlabel\n", "a header and no rows"),
+        ("sst2", "sentence\tstars\ngood\t1\n", r"row 1: no column label in \[sentence, stars\]"),
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "row 3: 1 columns where there should be 2"),
+        ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "row 3: 3 columns"),
+        ("sst2", "sentence\tlabel\ngood\t2\n", "row 2: label '2' is neither"),
+        ("sst2", "good\t1\nbad\t-1\n", "row 2: label '-1'"),
+        ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "row 2: label '-'"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "row 2: label '5.2' is not a score"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "row 2: label 'nan'"),
+        ("rte", "a\tb\tentailment\n", "row 1: no column"),
+    ],
+)
+def test_errors_name_file_and_row(tmp_path, task, text, message):
+    path = write(tmp_path / "train.tsv", text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_tsv(path, TASKS[task])
+    assert str(path) in str(caught.value)
+
+
+def test_bytes_that_are_no_utf8_name_the_row(tmp_path):
+    path = tmp_path / "train.tsv"
+    path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
+    with pytest.raises(ValueError, match="row 3: not UTF-8"):
+        read_tsv(path, TASKS["sst2"])
+
+
+def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
+    for name in ("train", "dev_matched"):
+        (tmp_path / f"{name}.tsv").write_text((glue / f"MNLI/{name}.tsv").read_text())
+    assert list(load_glue(get_task("mnli"), str(tmp_path))) == ["train", "validation_matched"]
+    assert load_ax(str(tmp_path)) is None and len(load_ax(str(glue / "MNLI"))) == 2
+    (tmp_path / "dev_matched.tsv").unlink()
+    with pytest.raises(OSError, match=r"dev_matched\.tsv: no such file"):
+        load_glue(get_task("mnli"), str(tmp_path))
+
+
+def test_single_files_go_before_the_folder(tmp_path, glue):
+    (tmp_path / "small.tsv").write_text("a\t1\t\tOne row.\n")
+    splits = load_glue(get_task("cola"), str(glue / "CoLA"), {"train_file": str(tmp_path / "small.tsv")})
+    assert len(splits["train"]) == 1 and len(splits["validation"]) == 4
+
+
+def test_hub_columns_become_the_same_columns(monkeypatch):
+    from datasets import Dataset, DatasetDict
+
+    rows = {"sentence1": ["a"], "sentence2": ["b"], "label": [2], "idx": [5]}
+    hub = DatasetDict(
+        {
+            name: Dataset.from_dict(rows)
+            for name in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
+        }
+    )
+    monkeypatch.setattr("hf_attn_variants.training.glue_data.load_dataset", lambda name, task: hub)
+    splits = load_glue(get_task("mnli"))
+    assert splits["train"].data[0] == {"text1": "a", "text2": "b", "label": 2, "index": 5}
+    assert splits["test_matched"].data.column_names == ["text1", "text2", "index"]
+
+
+def test_an_unreachable_hub_names_the_way_out(monkeypatch):
+    def fail(*_):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr("hf_attn_variants.training.glue_data.load_dataset", fail)
+    with pytest.raises(OSError, match="--data_dir"):
+        load_glue(get_task("rte"))
+
+
+def test_tokenised_pairs_are_cut_to_max_length(glue, tiny_bert):
+    split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    data = tokenize_split(split, tokenizer, max_length=12)
+    assert set(data.column_names) == {"input_ids", "token_type_ids", "attention_mask", "label", "length"}
+    assert max(data["length"]) == 12 and data["length"][0] == len(data[0]["input_ids"])
+    assert sum(data[0]["token_type_ids"]) > 0
+
+
+def test_labels_and_submission_formats():
+    assert parse_label(TASKS["qnli"], "not_entailment") == parse_label(TASKS["qnli"], "1") == 1
+    assert format_prediction(TASKS["qnli"], 1) == "not_entailment"
+    assert format_prediction(TASKS["mrpc"], 1) == "1"
+    assert [format_prediction(TASKS["stsb"], value) for value in (-0.3, 2.34567, 7.0)] == ["0.000", "2.346", "5.000"]
+    assert {t.submission_file(s) for t in TASKS.values() for s in t.test_splits} == {
+        "CoLA.tsv",
+        "SST-2.tsv",
+        "MRPC.tsv",
+        "STS-B.tsv",
+        "QQP.tsv",
+        "MNLI-m.tsv",
+        "MNLI-mm.tsv",
+        "QNLI.tsv",
+        "RTE.tsv",
+        "WNLI.tsv",
+        "AX.tsv",
+    }
+
+
+def test_first_keeps_everything_without_a_count(glue):
+    split = GlueSplit("train", "x", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
+    assert len(split.first(None)) == len(split.first(99)) == 12 and len(split.first(3)) == 3

@@ -1,0 +1,236 @@
+"""`run_glue.main` on in-repo rows with a tiny random BERT: outputs, labels, errors before any work, early stopping."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+from hf_attn_variants.training.run_glue import main, parse_args
+
+
+@pytest.fixture
+def run(tiny_bert, glue, tmp_path):
+    def call(task="stsb", *flags, output_dir=tmp_path / "out", model=tiny_bert):
+        folder = {"stsb": "STS-B", "cola": "CoLA", "mnli": "MNLI"}.get(task, task)
+        args = parse_args(
+            [
+                "--model_name_or_path",
+                str(model),
+                "--task_name",
+                task,
+                "--data_dir",
+                str(glue / folder),
+                "--output_dir",
+                str(output_dir),
+                "--max_length",
+                "48",
+                "--per_device_train_batch_size",
+                "4",
+                "--learning_rate",
+                "1e-3",
+                "--logging_steps",
+                "1",
+                "--cpu",
+                "--disable_tqdm",
+                *map(str, flags),
+            ]
+        )
+        return main(args), output_dir
+
+    return call
+
+
+def test_regression_task_trains_and_leaves_all_outputs(run):
+    results, out = run("stsb", "--num_train_epochs", 4, "--with_tracking", "--learning_rate", "1e-2")
+    assert results["steps"] == 32 and results["epoch"] == 4.0
+    assert {
+        "eval_pearson",
+        "eval_spearmanr",
+        "eval_combined_score",
+        "eval_loss",
+        "train_loss",
+        "train_runtime",
+    } <= results.keys()
+    saved = json.loads((out / "all_results.json").read_text())
+    assert saved["eval_pearson"] == results["eval_pearson"]
+    assert saved["arguments"]["learning_rate"] == 1e-2 and saved["versions"]["torch"] == torch.__version__
+    records = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 32 and sum(losses[-8:]) < 0.7 * sum(losses[:8])
+    assert sum(losses) / 32 == pytest.approx(results["train_loss"])
+    assert [record["step"] for record in records if "eval_pearson" in record] == [8, 16, 24, 32]
+    assert (out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = (out / "predictions_STS-B.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and len(lines) == 9
+    assert all(0 <= float(line.split("\t")[1]) <= 5 for line in lines[1:])
+    assert not list(out.glob(".tmp-*")) and list(out.rglob("events.out.tfevents.*"))
+    config = AutoConfig.from_pretrained(out)
+    assert config.num_labels == 1 and config.problem_type == "regression"
+
+
+def test_saved_model_gives_the_written_dev_predictions(run, glue):
+    results, out = run("cola", "--num_train_epochs", 1)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(out).eval(),
+        AutoTokenizer.from_pretrained(out),
+    )
+    assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+    sentences = [line.split("\t")[3] for line in (glue / "CoLA/dev.tsv").read_text().splitlines()]
+    predicted = [
+        str(model(**tokenizer(sentence, return_tensors="pt")).logits.argmax().item()) for sentence in sentences
+    ]
+    written = [line.split("\t")[1] for line in (out / "predictions_dev_CoLA.tsv").read_text().splitlines()[1:]]
+    assert predicted == written
+    assert (out / "predictions_CoLA.tsv").read_text().splitlines()[1].startswith("0\t")
+    assert "eval_matthews_correlation" in results
+
+
+def test_mnli_has_two_dev_sets_and_predicts_ax(run):
+    results, out = run("mnli", "--max_train_steps", 2)
+    assert {"eval_accuracy", "eval_accuracy_mm"} <= results.keys() and results["eval_samples"] == 5
+    for name in ("MNLI-m", "MNLI-mm", "AX"):
+        lines = (out / f"predictions_{name}.tsv").read_text().splitlines()
+        assert len(lines) == 3 and lines[1].split("\t")[1] in ("entailment", "neutral", "contradiction")
+
+
+def test_class_names_in_another_order_keep_the_checkpoints_numbering(run, tmp_path):
+    _, out = run("mnli", "--max_train_steps", 2)
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    order = [2, 0, 1]  # contradiction, entailment, neutral
+    model.classifier.weight.data = model.classifier.weight.data[order]
+    model.classifier.bias.data = model.classifier.bias.data[order]
+    names = ["contradiction", "entailment", "neutral"]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    permuted = tmp_path / "permuted"
+    model.save_pretrained(permuted)
+    AutoTokenizer.from_pretrained(out).save_pretrained(permuted)
+    plain, a = run("mnli", "--num_train_epochs", 0, model=out, output_dir=tmp_path / "a")
+    other, b = run("mnli", "--num_train_epochs", 0, model=permuted, output_dir=tmp_path / "b")
+    assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6) and plain["steps"] == 0
+    assert (a / "predictions_dev_MNLI-m.tsv").read_text() == (b / "predictions_dev_MNLI-m.tsv").read_text()
+    trained = [
+        run("mnli", "--max_train_steps", 3, "--dropout_rate", 0, model=m, output_dir=tmp_path / m.name / "t")[0]
+        for m in (out, permuted)
+    ]
+    assert trained[0]["train_loss"] == pytest.approx(trained[1]["train_loss"], rel=1e-5)
+
+
+def test_checkpoint_of_another_task_gets_a_new_head_with_a_warning(run, tmp_path, caplog):
+    _, out = run("mnli", "--max_train_steps", 1, "--skip_predict")
+    results, _ = run("cola", "--max_train_steps", 1, model=out, output_dir=tmp_path / "cola")
+    assert "classifies 3 labels" in caplog.text and results["steps"] == 1
+
+
+def test_early_stopping_ends_with_the_best_weights(run):
+    # A zero learning rate never gets better: the first evaluation stays the best.
+    results, out = run(
+        "stsb",
+        "--learning_rate",
+        0,
+        "--eval_steps",
+        2,
+        "--early_stopping_patience",
+        3,
+        "--metric_for_best_model",
+        "pearson",
+    )
+    assert results["steps"] == 8 and results["best_step"] == 2
+    results, out = run(
+        "stsb",
+        "--eval_steps",
+        2,
+        "--max_train_steps",
+        12,
+        "--metric_for_best_model",
+        "eval_loss",
+        "--learning_rate",
+        "3e-2",
+        "--overwrite_output_dir",
+    )
+    records = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    dev = {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
+    assert (
+        len(dev) == 6 and results["best_step"] == min(dev, key=dev.get) and results["eval_loss"] == min(dev.values())
+    )
+
+
+def test_gradient_checkpointing_and_bf16_run(run):
+    results, _ = run(
+        "stsb",
+        "--max_train_steps",
+        2,
+        "--gradient_checkpointing",
+        "--mixed_precision",
+        "bf16",
+        "--group_by_length",
+        "--pad_to_multiple_of",
+        8,
+        "--lr_scheduler_type",
+        "cosine",
+        "--warmup_ratio",
+        0.5,
+        "--max_eval_samples",
+        5,
+    )
+    assert results["eval_samples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "flags", "message"),
+    [
+        ("sst3", [], "unknown --task_name 'sst3'"),
+        ("ax", [], "ax is predicted after training on mnli"),
+        ("cola", ["--max_length", 65], "--max_length 65 is too long"),
+        ("cola", ["--metric_for_best_model", "f1"], "cola has loss, matthews_correlation"),
+        ("cola", ["--checkpointing_steps", "often"], "--checkpointing_steps must be"),
+        ("cola", ["--gradient_accumulation_steps", 0], "--gradient_accumulation_steps must be at least 1"),
+        ("cola", ["--learning_rate", "nan"], "--learning_rate must be at least 0"),
+        ("cola", ["--dropout_rate", 1], "--dropout_rate must be in"),
+        ("cola", ["--mixed_precision", "fp16"], "fp16 needs an accelerator"),
+        ("cola", ["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
+        ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),
+        ("cola", ["--train_file", "/nowhere/train.tsv"], "/nowhere/train.tsv: no such file"),
+        ("cola", ["--data_dir", "/nowhere"], "/nowhere: no such folder"),
+        ("cola", ["--model_name_or_path", "/nowhere/model"], "/nowhere/model"),
+    ],
+)
+def test_errors_before_training(run, task, flags, message, monkeypatch):
+    monkeypatch.setattr("hf_attn_variants.training.loop.TrainingLoop._step", None)
+    with pytest.raises((ValueError, OSError), match=message):
+        run(task, *flags)
+
+
+def test_output_folder_must_be_free_and_writable(run, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty"):
+        run("cola", output_dir=tmp_path / "used")
+    with pytest.raises(OSError, match="cannot be written to"):
+        run("cola", output_dir=tmp_path / "used/notes.txt/out")
+    (tmp_path / "used/checkpoint-7").mkdir()
+    run("cola", "--max_train_steps", 1, "--overwrite_output_dir", output_dir=tmp_path / "used")
+    assert (tmp_path / "used/notes.txt").read_text() == "mine" and not (tmp_path / "used/checkpoint-7").exists()
+
+
+def test_parent_of_the_task_folder_gets_a_hint(run, glue):
+    with pytest.raises(OSError, match=r"did you mean --data_dir .*CoLA"):
+        run("cola", "--data_dir", glue)
+
+
+def test_grouped_query_talking_heads_checkpoint_trains_and_its_projections_move(run, tiny_bert, tmp_path):
+    config = AttnVariantBertConfig(
+        **{**AutoConfig.from_pretrained(tiny_bert).to_dict(), "model_type": "attn_variant_bert"},
+        num_key_value_heads=2,
+        talking_heads="both",
+    )
+    variant = tmp_path / "variant"
+    AttnVariantBertModel(config).save_pretrained(variant)
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(variant)
+    results, out = run("cola", "--num_train_epochs", 2, model=variant)
+    assert results["steps"] == 6 and json.loads((out / "config.json").read_text())["num_key_value_heads"] == 2
+    assert (out / "modeling_attn_variant_bert.py").is_file() and (out / "configuration_attn_variants.py").is_file()
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    moved = [p for name, p in model.named_parameters() if name.endswith(("logits_proj", "weights_proj"))]
+    assert len(moved) == 4 and all(0 < (p - torch.eye(4)).abs().max() < 0.1 for p in moved)

@@ -1,0 +1,159 @@
+"""The loop on a linear model: normalisation over accumulated batches, streams, NaN, logging."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_attn_variants.training.checkpoints import list_checkpoints
+from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.loop import LoopSettings, Objective, TrainingLoop, total_training_steps
+
+# Token-like objective: each row has `mask` items, so batches of equal rows weigh differently.
+OBJECTIVE = Objective(
+    loss_sum=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2 * batch["mask"]).sum(),
+    count=lambda batch: int(batch["mask"].sum()),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def rows(count=10):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.randn(3, generator=generator),
+            "y": torch.randn(2, generator=generator),
+            "mask": torch.tensor([1.0, float(i % 3 == 0)]),
+        }
+        for i in range(count)
+    ]
+
+
+def make_loop(tmp_path, batch_size=2, data=None, objective=OBJECTIVE, lr=0.1, **settings):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, rng_types=[])
+    model = nn.Linear(3, 2)
+    loader = DataLoader(data if data is not None else rows(), batch_size=batch_size, generator=torch.Generator())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
+    settings = {"total_steps": 3, "max_grad_norm": 0.0, "logging_steps": 1, "disable_tqdm": True, **settings}
+    evaluate = settings.pop("evaluate", None)
+    return TrainingLoop(
+        accelerator, *prepared, objective, LoopSettings(output_dir=str(tmp_path), **settings), evaluate=evaluate
+    )
+
+
+def log_of(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
+
+
+def test_accumulated_batches_step_like_one_big_batch(tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir(), many.mkdir()
+    # 10 rows: steps of 4, 4 and 2 rows; the last group is a short one either way.
+    whole = make_loop(one, batch_size=4)
+    whole.run()
+    split = make_loop(many, batch_size=1, gradient_accumulation_steps=4)
+    split.run()
+    torch.testing.assert_close(split.model.weight, whole.model.weight)
+    assert [r["loss"] for r in log_of(many)] == pytest.approx([r["loss"] for r in log_of(one)])
+    assert split.state.examples == whole.state.examples == 10 and split.state.epoch == 1
+
+
+def test_first_logged_loss_is_the_mean_over_items(tmp_path):
+    loop = make_loop(tmp_path, batch_size=5, total_steps=1)
+    weight = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    loop.run()
+    batch = {key: torch.stack([row[key] for row in rows()[:5]]) for key in ("x", "y", "mask")}
+    error = ((batch["x"] @ weight[0].T + weight[1] - batch["y"]) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
+    assert log_of(tmp_path)[0]["loss"] == pytest.approx(error.item())
+
+
+def test_log_windows_hold_means_and_learning_rates(tmp_path):
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    dense.mkdir(), sparse.mkdir()
+    make_loop(dense, total_steps=5).run()
+    make_loop(sparse, total_steps=5, logging_steps=2).run()
+    losses = [record["loss"] for record in log_of(dense)]
+    assert [r["loss"] for r in log_of(sparse)] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]])
+    assert [r["lr"] for r in log_of(dense)] == pytest.approx([0.1, 0.1 / 2, 0.1 / 3, 0.1 / 4, 0.1 / 5])
+
+
+@pytest.mark.parametrize(
+    ("poison", "named"), [("loss", "the loss became nan"), ("gradient", "the gradient norm became")]
+)
+def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
+    seen = []
+
+    def loss_sum(model, batch):
+        seen.append(batch)
+        loss = OBJECTIVE.loss_sum(model, batch)
+        if len(seen) < 4:
+            return loss
+        # sqrt has an infinite slope at 0: a finite loss with a NaN gradient.
+        return loss * torch.nan if poison == "loss" else loss + torch.sqrt(model(batch["x"]).sum() * 0)
+
+    loop = make_loop(
+        tmp_path, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=6, checkpointing_steps=1, logging_steps=3
+    )
+    with pytest.raises(NonFiniteLossError, match=f"{named}.*step 4"):
+        loop.run()
+    assert list_checkpoints(tmp_path)[-1].name == "checkpoint-3"
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows(5))
+
+
+def test_a_stream_without_length_trains_over_its_ends(tmp_path):
+    loop = make_loop(tmp_path, data=Stream(), total_steps=7)
+    state = loop.run()
+    assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
+    with pytest.raises(ValueError, match="give --max_train_steps"):
+        total_training_steps(None, 1, 3.0, None)
+
+
+def test_empty_data_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no batch"):
+        make_loop(tmp_path, data=[]).run()
+
+
+def test_clipping_bounds_the_step(tmp_path):
+    loop = make_loop(tmp_path, total_steps=1, max_grad_norm=0.01, lr=1.0)
+    before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    loop.run()
+    moved = torch.cat([p.detach().flatten() for p in loop.model.parameters()]) - before
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_best_weights_come_back_and_nan_metrics_never_win(tmp_path):
+    scores = iter([0.1, 0.5, float("nan"), 0.3])
+    weights = []
+    loop = make_loop(
+        tmp_path,
+        total_steps=4,
+        eval_steps=1,
+        keep_best=True,
+        metric_for_best_model="score",
+        evaluate=lambda: weights.append(loop.model.weight.detach().clone()) or {"score": next(scores)},
+    )
+    state = loop.run()
+    assert (state.best_step, state.best_metric, state.bad_evaluations) == (2, 0.5, 2)
+    assert torch.equal(loop.model.weight, weights[1]) and not torch.equal(weights[1], weights[3])
+
+
+def test_total_steps():
+    assert total_training_steps(10, 4, 3.0, None) == 9 and total_training_steps(10, 4, 0.5, None) == 2
+    assert total_training_steps(10, 4, 3.0, 5) == 5 and total_training_steps(10, 1, 0, None) == 0

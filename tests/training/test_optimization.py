@@ -1,0 +1,79 @@
+import argparse
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, no_decay_names, parameter_groups
+
+SETTINGS = argparse.Namespace(
+    learning_rate=1e-2,
+    weight_decay=0.5,
+    adam_beta1=0.9,
+    adam_beta2=0.999,
+    adam_epsilon=1e-8,
+    lr_scheduler_type="linear",
+    lr_scheduler_kwargs={},
+    num_warmup_steps=None,
+    warmup_ratio=0.25,
+)
+
+
+class TalkingHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.logits_proj = nn.Parameter(torch.eye(2))
+        self.weights_proj = nn.Parameter(torch.eye(2))
+        self.x2l_proj = nn.Parameter(torch.ones(4, 4))
+
+
+def test_exempt_parameters_of_bert_t5_and_talking_heads():
+    bert = BertForSequenceClassification(
+        BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    assert no_decay_names(bert) == {
+        name for name, _ in bert.named_parameters() if name.endswith("bias") or "LayerNorm" in name
+    }
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, d_ff=8, num_heads=2, d_kv=4))
+    exempt = no_decay_names(t5)
+    assert "encoder.final_layer_norm.weight" in exempt and not any(
+        "relative_attention_bias" in name for name in exempt
+    )
+    assert no_decay_names(nn.Sequential(TalkingHeads())) == {"0.query.bias", "0.logits_proj", "0.weights_proj"}
+
+
+def test_decay_shrinks_weights_and_leaves_identity_projections():
+    model = TalkingHeads()
+    before = model.query.weight.detach().clone()
+    optimizer = create_optimizer(model, SETTINGS)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.query.weight.detach(), before * (1 - 1e-2 * 0.5))
+    assert torch.equal(model.logits_proj, torch.eye(2))
+
+
+def test_groups_hold_each_trainable_parameter_once():
+    model = TalkingHeads()
+    model.x2l_proj.requires_grad_(False)
+    grouped = [id(parameter) for group in parameter_groups(model, 0.1) for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+
+def test_warmup_ratio_and_its_limits():
+    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    scheduler = create_scheduler(optimizer, SETTINGS, total_steps=8)
+    rates = []
+    for _ in range(8):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
+    with pytest.raises(ValueError, match="more than the 8 steps"):
+        create_scheduler(optimizer, argparse.Namespace(**{**vars(SETTINGS), "num_warmup_steps": 9}), total_steps=8)
+    with pytest.raises(ValueError, match="do not fit linear"):
+        create_scheduler(
+            optimizer, argparse.Namespace(**{**vars(SETTINGS), "lr_scheduler_kwargs": {"x": 1}}), total_steps=8
+        )
