@@ -1,4 +1,4 @@
-"""Fine-tunes one checkpoint and its attention variants on GLUE tasks by the same script, and tabulates the dev metrics."""
+"""Fine-tunes one checkpoint and its attention variants on GLUE tasks by one script, and tabulates the dev metrics."""
 
 import argparse
 import json
@@ -24,11 +24,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 TASKS = {
     "sst2": ("SST-2", 1, ["accuracy"]),
     "cola": ("CoLA", 3, ["matthews_correlation"]),
-    "stsb": ("STS-B", 3, ["pearson", "spearmanr"]),
+    "stsb": ("STS-B", 2, ["pearson", "spearmanr"]),
     "wnli": ("WNLI", 3, ["accuracy"]),
 }
 EPILOG = """example:
-  python benchmarks/glue_variants.py --model MINILM_FOLDER --glue_dir ../shared/data/glue --work_dir /tmp/glue --tasks cola stsb"""
+  python benchmarks/glue_variants.py --model MINILM_FOLDER --glue_dir GLUE_FOLDER --work_dir WORK_FOLDER --jobs 2"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,7 +38,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="Folder of a multi-head checkpoint.")
     parser.add_argument("--glue_dir", required=True, help="Folder that holds one folder of TSVs for each task.")
-    parser.add_argument("--work_dir", required=True, help="Where checkpoints and runs go; finished runs in it are kept.")
+    parser.add_argument(
+        "--work_dir", required=True, help="Where checkpoints and runs go; finished runs in it are kept."
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
@@ -109,8 +111,22 @@ def _checkpoint(model: str, work: Path, name: str) -> str:
 
 def _flags(args: argparse.Namespace, task: str, seed: Any, checkpoint: str, output_dir: str) -> list[str]:
     folder, epochs = (TASKS[task][0], str(TASKS[task][1])) if task in TASKS else (task, "EPOCHS")
-    command = [sys.executable, str(ROOT / "scripts/run_glue.py"), "--model_name_or_path", checkpoint, "--task_name", task]
-    command += ["--data_dir", str(Path(args.glue_dir) / folder), "--output_dir", output_dir, "--num_train_epochs", epochs]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/run_glue.py"),
+        "--model_name_or_path",
+        checkpoint,
+        "--task_name",
+        task,
+    ]
+    command += [
+        "--data_dir",
+        str(Path(args.glue_dir) / folder),
+        "--output_dir",
+        output_dir,
+        "--num_train_epochs",
+        epochs,
+    ]
     command += ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01", "--max_length", "128"]
     command += ["--per_device_train_batch_size", "32", "--group_by_length", "--seed", str(seed), "--skip_predict"]
     command += ["--mixed_precision", args.mixed_precision, "--overwrite_output_dir"]

@@ -1,10 +1,10 @@
 """Talking-heads attention beside its peers, in one run: time and peak memory, forward and with the backward pass.
 
-Peers: torch's fused multi-head attention ("sdpa", which mixes no heads: the mark to reach), the talking-heads formula written
-plainly ("naive"), that under torch.compile ("compiled", CUDA only), and this package's "blocked" and "triton" (CUDA only).
-The peers take turns within each round, so that a change in the machine's load meets them all; each time is the median
-over rounds. Memory is what the call adds at its peak to the inputs: the allocator's figure on CUDA; on a CPU the growth of the
-process's peak resident size, each measurement in a process of its own.
+Peers: torch's fused multi-head attention ("sdpa", which mixes no heads: the mark to reach), the talking-heads formula
+written plainly ("naive"), that under torch.compile ("compiled", CUDA only), and this package's "blocked" and "triton"
+(CUDA only). The peers take turns within each round, so that a change in the machine's load meets them all; each time
+is the median over rounds. Memory is what a call adds at its peak: the allocator's figure on CUDA; on a CPU the growth
+of the process's peak resident size, each measurement in a process of its own.
 
 Example:
     python benchmarks/talking_heads.py --device cpu --num_threads 2
@@ -144,7 +144,7 @@ def measure_times(peers: dict[str, Callable], shape, option: str, device: str, d
 
 
 def measure_errors(peers: dict[str, Callable], device: str, dtype: torch.dtype) -> dict:
-    """Relative errors of outputs and gradients against float64, on fresh inputs, for each talking-heads peer and option."""
+    """Relative errors of outputs and gradients against float64, on fresh inputs, of each talking-heads peer."""
     errors: dict[str, dict] = {}
     for shape in ((2, 12, 192, 64), (1, 24, 1500, 32)) if device == "cuda" else ((2, 12, 96, 64),):
         for option in ("plain", "causal", "bias"):
@@ -173,7 +173,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_memory(peer: str, attend: Callable, shape, mode: str, device: str, dtype: torch.dtype) -> float | None:
-    """MiB that one call adds at its peak; None where it ran out of memory. On a CPU: the rise of this process's peak."""
+    """MiB that one call adds at its peak; None where it ran out of memory."""
     step = make_step(attend, make_inputs(shape, "plain", device, dtype), mode == "training")
     if device == "cpu":
         small = (1, shape[1], 32, shape[3])
@@ -281,8 +281,8 @@ def main(args: argparse.Namespace) -> None:
         "versions": _versions(),
         "workspace_bytes": talking_heads_triton.WORKSPACE_BYTES,
         "peers": list(peers),
-        "notes": "sdpa is multi-head attention without head mixing. With dropout or a trained bias, torch's CPU kernel is "
-        "the slow math one. Times: median milliseconds over rounds in which the peers take turns.",
+        "notes": "sdpa is multi-head attention without head mixing. With dropout or a trained bias, torch's CPU "
+        "kernel is the slow math one. Times: median milliseconds over rounds in which the peers take turns.",
         "errors": measure_errors(peers, args.device, dtype),
         "times": [],
         "memory": [],

@@ -21,7 +21,7 @@ __all__ = [
     "AttnVariantBertConfig",
     "AttnVariantT5Config",
     "__version__",
-    "convert",
+    "convert",  # noqa: F405 (lazy, below)
     *_albert.__all__,
     *_bert.__all__,
     *_t5.__all__,

@@ -46,7 +46,8 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
     for row in ARCHITECTURES:
         if model_type in (*row.upstream_model_types, row.model_type):
             return row
-    raise ValueError(f"Model type {model_type!r} is not supported; supported are {', '.join(supported_model_types())}.")
+    known = ", ".join(supported_model_types())
+    raise ValueError(f"Model type {model_type!r} is not supported; supported are {known}.")
 
 
 def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]:

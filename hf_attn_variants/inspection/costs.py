@@ -1,6 +1,6 @@
 """What the attention of a model costs, counted from its shapes."""
 
-from ..modeling.attention_variants import AttnVariantModelMixin
+from ..modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["attention_projection_flops"]
 

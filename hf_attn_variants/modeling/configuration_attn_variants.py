@@ -1,6 +1,6 @@
 """Configurations: the attention-variant fields and their checks, added to each upstream configuration.
 
-Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking-heads attention 2003.02436.
+Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class AttnVariantConfigMixin:
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
     Args:
-        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between = GQA.
-            Stored as an int.
+        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
+            = GQA. Stored as an int.
         talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
             "weights" (P_w, after it) or "both".
         num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
@@ -75,7 +75,7 @@ class AttnVariantConfigMixin:
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
-        """Return this architecture's configuration with all that an upstream (or variant) one says, and `fields` on top.
+        """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
 
         Raises:
             ValueError: if `config` belongs to another architecture.
@@ -128,12 +128,14 @@ class AttnVariantConfigMixin:
     def _check_hidden_size(self, heads: int) -> None:
         if self.hidden_size % heads:
             raise ValueError(
-                f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {self.hidden_size}."
+                f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of "
+                f"{self.hidden_size}."
             )
 
     def _resolve_talking_heads(self, heads: int) -> None:
         if self.talking_heads not in TALKING_HEADS:
-            raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {self.talking_heads!r}.')
+            got = repr(self.talking_heads)
+            raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {got}.')
         if self.talking_heads_init not in TALKING_HEADS_INITS:
             raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {self.talking_heads_init!r}.')
         softmax_heads = _checked_count("num_softmax_heads", self.num_softmax_heads, heads)
@@ -141,13 +143,15 @@ class AttnVariantConfigMixin:
         value_heads = _checked_count("num_value_heads", self.num_value_heads, default_value_heads)
         if self.talking_heads in (None, "weights") and softmax_heads != heads:
             raise ValueError(
-                f"`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection (`talking_heads` "
-                f'"logits" or "both"): got {softmax_heads} and {heads} with talking_heads={self.talking_heads!r}.'
+                "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
+                f'(`talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
+                f"talking_heads={self.talking_heads!r}."
             )
         if self.talking_heads in (None, "logits") and value_heads != softmax_heads:
             raise ValueError(
-                f"`num_value_heads` can differ from `num_softmax_heads` only with a weights projection (`talking_heads` "
-                f'"weights" or "both"): got {value_heads} and {softmax_heads} with talking_heads={self.talking_heads!r}.'
+                "`num_value_heads` can differ from `num_softmax_heads` only with a weights projection "
+                f'(`talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
+                f"talking_heads={self.talking_heads!r}."
             )
         if self.talking_heads is not None and self.talking_heads_init == "identity":
             if not heads == softmax_heads == value_heads:
@@ -166,7 +170,8 @@ class AttnVariantConfigMixin:
         unknown = [name for name in dynamic if name not in DYNAMIC_PROJECTIONS]
         if unknown or len(set(dynamic)) != len(dynamic):
             raise ValueError(
-                f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}."
+                f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; "
+                f"got {dynamic}."
             )
         for name in dynamic:
             if self.talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):

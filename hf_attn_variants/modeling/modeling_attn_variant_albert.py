@@ -1,4 +1,4 @@
-"""ALBERT with multi-query, grouped-query and talking-heads attention: upstream's model and heads with our attention inside."""
+"""ALBERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertAttention, AlbertLayer
 
-from .attention_variants import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 from .configuration_attn_variants import AttnVariantAlbertConfig
+from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantAlbertForMaskedLM",
@@ -47,7 +47,7 @@ class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
-    """The base of every ALBERT model and head here; upstream's class of the same name without the prefix says what each does.
+    """The base of every ALBERT model and head here; upstream's class without the prefix says what each does.
 
     All layers of a group share one attention, so it stands in the model once and is converted once.
     """

@@ -1,4 +1,4 @@
-"""BERT with multi-query, grouped-query and talking-heads attention: upstream's model and heads with our attention inside."""
+"""BERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
-from .attention_variants import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 from .configuration_attn_variants import AttnVariantBertConfig
+from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantBertForMaskedLM",
@@ -76,7 +76,7 @@ class AttnVariantBertCrossAttention(AttentionVariantMixin, BertCrossAttention):
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
-    """The base of every BERT model and head here; upstream's class of the same name without the prefix says what each does."""
+    """The base of every BERT model and head here; upstream's class without the prefix says what each does."""
 
     config_class = AttnVariantBertConfig
     attention_sites = (

@@ -1,4 +1,4 @@
-"""T5 and mT5 with multi-query, grouped-query and talking-heads attention: upstream's model and heads with our attention inside."""
+"""T5 and mT5 with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
 from typing import Any
 
@@ -17,13 +17,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
-from .attention_variants import (
-    AttentionSite,
-    AttentionVariantMixin,
-    AttnVariantModelMixin,
-    eager_attention_forward,
-)
+from .attention_variants import eager_attention_forward
 from .configuration_attn_variants import AttnVariantT5Config
+from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantT5EncoderModel",
@@ -64,8 +60,8 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Attend within `hidden_states` [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
 
-        As upstream's `T5Attention.forward`, except that an attention without relative positions has no position bias, where
-        upstream builds a bias of zeros and adds it in every layer and decoding step.
+        As upstream's `T5Attention.forward`, except that an attention without relative positions has no position bias,
+        where upstream builds a bias of zeros and adds it in every layer and decoding step.
 
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
@@ -114,7 +110,7 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
-    """The base of every T5 model and head here; upstream's class of the same name without the prefix says what each does."""
+    """The base of every T5 model and head here; upstream's class without the prefix says what each does."""
 
     config_class = AttnVariantT5Config
     attention_sites = (

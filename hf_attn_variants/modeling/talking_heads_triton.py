@@ -45,10 +45,7 @@ def is_supported(
     """Say whether this path covers these inputs; never raises. Arguments as in `talking_heads_attention`."""
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if query.device.type == "cuda":
-        if torch.version.hip is not None or torch.cuda.get_device_capability(query.device) < (8, 0):
-            return False
-    elif os.environ.get("TRITON_INTERPRET") != "1":
+    if not _covers_device(query.device):
         return False
     tensors = [t for t in (key, value, mask, position_bias, logits_proj, weights_proj) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -61,6 +58,13 @@ def is_supported(
         and query.shape[2] * key.shape[2] < 2**31
         and query.shape[0] < 2**16
     )
+
+
+@torch.compiler.assume_constant_result
+def _covers_device(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
@@ -118,6 +122,9 @@ class _Call:
 
     def widest(self) -> int:
         return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
+
+    def exact_float32(self) -> bool:
+        return self.query.dtype == torch.float32
 
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
@@ -179,18 +186,20 @@ def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int
 
 
 def _forward_settings(call: _Call) -> dict:
-    # A row that fits the registers is read once; a longer one twice, in blocks. Neither spills (compiled for sm_90).
-    widest = call.widest()
+    # A row that fits the registers is read once; a longer one twice, in blocks. Compiled for sm_90, neither spills.
+    budget = 32768 // (2 if call.dropout > 0 or call.bias is not None else 1) // (4 if call.exact_float32() else 1)
     block = max(16, triton.next_power_of_2(call.memory))
-    one_block = block * widest <= 32768
-    block = block if one_block else 16384 // widest
-    warps = min(16, max(4, block * widest // 2048))
-    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": 2}
+    one_block = block * call.widest() <= budget
+    block = block if one_block else max(16, budget // 2 // call.widest())
+    warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
+    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": 1 if call.exact_float32() else 2}
 
 
 def _backward_settings(call: _Call) -> dict:
-    block = min(max(16, triton.next_power_of_2(call.memory)), 2048 // call.widest())
-    return {"BLOCK": block, "num_warps": 4, "num_stages": 2}
+    block = min(
+        max(16, triton.next_power_of_2(call.memory)), max(16, (512 if call.exact_float32() else 2048) // call.widest())
+    )
+    return {"BLOCK": block, "num_warps": 4, "num_stages": 1 if call.exact_float32() else 2}
 
 
 def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:

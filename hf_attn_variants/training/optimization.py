@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from hf_attn_variants.modeling.variant_mixins import NO_WEIGHT_DECAY
+
 __all__ = ["create_optimizer", "create_scheduler", "no_decay_names", "parameter_groups"]
 
-# Decay would pull identity-initialised talking-heads projections to zero.
-NO_DECAY_PARAMETERS = ("bias", "logits_proj", "weights_proj")
+NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
 NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
 
 

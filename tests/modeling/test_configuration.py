@@ -1,4 +1,4 @@
-"""The configuration fields: each bad value has its message; what is stored reads back; the default is plain multi-head."""
+"""The configuration fields: each bad value has its message; what is stored reads back; the default is multi-head."""
 
 import pytest
 from architectures import ARCHITECTURES, VARIANTS

@@ -29,7 +29,8 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
         full = model(**inputs, use_cache=False).logits
         cache, pieces, start = None, [], 0
         for length in steps:
-            piece = model(**{**inputs, "input_ids": inputs["input_ids"][:, start : start + length]}, past_key_values=cache)
+            ids = inputs["input_ids"][:, start : start + length]
+            piece = model(**(inputs | {"input_ids": ids}), past_key_values=cache)
             cache, start = piece.past_key_values, start + length
             pieces.append(piece.logits)
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)

@@ -8,7 +8,8 @@ import transformers
 from architectures import ARCHITECTURES, HEAD_IDS, HEADS, LENGTH, VARIANTS
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention_variants import EAGER, SDPA, projection_shapes
+from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
+from hf_attn_variants.modeling.variant_mixins import projection_shapes
 
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
@@ -74,6 +75,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
         "attention_variants.py",
         "configuration_attn_variants.py",
         f"{architecture.config_class.modeling_file}.py",
+        "variant_mixins.py",
     ]
     again = type(model).from_pretrained(tmp_path).eval()
     batch = architecture.batch(head)
@@ -124,7 +126,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
             model.gradient_checkpointing_enable()
         result = model(**batch, use_cache=False)
         (result.loss if "loss" in result else result.last_hidden_state.sum()).backward()
-        gradients.append([parameter.grad for _, _, module in model.named_attentions() for parameter in module.parameters()])
+        attentions = [module for _, _, module in model.named_attentions()]
+        gradients.append([parameter.grad for module in attentions for parameter in module.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-5)
 
@@ -155,7 +158,7 @@ def test_half_precision(architecture, variant, dtype):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 def test_number_of_parameters(architecture, variant):
-    """Exactly what the heads say: k key heads and as many value heads, h_v output heads, and the projections across heads."""
+    """Exactly what the heads say: k key and value heads, h_v output heads, and the projections across heads."""
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference = model.config, 0
@@ -166,7 +169,8 @@ def test_number_of_parameters(architecture, variant):
         key_inputs = module.get_submodule(site.key).in_features
         per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
         difference += (2 * config.num_attention_heads - k - value_heads) * per_head
-        difference += (config.num_attention_heads - config.num_value_heads) * config.attention_head_dim * output.out_features
+        unread_heads = config.num_attention_heads - config.num_value_heads
+        difference += unread_heads * config.attention_head_dim * output.out_features
         difference -= sum(
             torch.Size(shape).numel() for shape in projection_shapes(config, query.in_features, key_inputs).values()
         )
@@ -274,6 +278,7 @@ def test_compiled_without_graph_breaks(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
     expected = outputs(model, batch).last_hidden_state
+    torch._dynamo.reset()  # each model is another shape, and recompilations are counted over all of them
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(outputs(compiled, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
 

@@ -1,4 +1,4 @@
-"""What only T5 has: mT5, relative positions, an encoder and a decoder of their own head counts, and sequence generation."""
+"""What only T5 has: mT5, relative positions, head counts of the encoder and the decoder, and sequence generation."""
 
 import gzip
 
@@ -122,7 +122,8 @@ def test_the_position_bias_is_added_to_the_softmax_heads():
     with torch.no_grad():
         output, bias, _ = attention(states)
         query, key, value = (
-            projection(states).unflatten(2, (-1, 8)).transpose(1, 2) for projection in (attention.q, attention.k, attention.v)
+            projection(states).unflatten(2, (-1, 8)).transpose(1, 2)
+            for projection in (attention.q, attention.k, attention.v)
         )
         logits = torch.einsum("bhnm,hs->bsnm", query @ key.transpose(2, 3), attention.logits_proj) + bias
         weights = torch.einsum("bsnm,sv->bvnm", logits.softmax(-1), attention.weights_proj)
@@ -139,7 +140,10 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
     model = T5.model("T5ForConditionalGeneration", variant)
     model.set_attn_implementation(implementation)
     batch = T5.batch("T5ForConditionalGeneration")
-    target, mask = batch.pop("decoder_input_ids"), padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long()
+    target, mask = (
+        batch.pop("decoder_input_ids"),
+        padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long(),
+    )
     with torch.no_grad():
         memory = model.encoder(**batch)
         inputs = {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}
@@ -172,7 +176,9 @@ def test_static_cache(variant):
     batch = T5.batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     config = model.config
-    cache = EncoderDecoderCache(StaticCache(config=config, max_cache_len=12), StaticCache(config=config, max_cache_len=LENGTH))
+    cache = EncoderDecoderCache(
+        StaticCache(config=config, max_cache_len=12), StaticCache(config=config, max_cache_len=LENGTH)
+    )
     with torch.no_grad():
         full = model(**batch, decoder_input_ids=target, use_cache=False).logits
         pieces = [
@@ -215,7 +221,7 @@ def test_beams_leave_their_shared_memory_where_it_is():
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(variant, side):
-    """T5's positions are relative: a padded source gives what the source alone gives, whichever side the padding is on."""
+    """T5's positions are relative: a source padded on either side gives what the source alone gives."""
     model = T5.model("T5ForConditionalGeneration", variant)
     ids, target, padding = token_ids(1, 5), token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
     parts = (padding, ids) if side == "left" else (ids, padding)

@@ -1,0 +1,339 @@
+"""Decoding speed of T5: upstream's multi-head model beside this package's MHA, GQA and MQA, interleaved in one run.
+
+Random weights: speed does not depend on them. `generate` is given the encoder's output, so what is timed is decoding
+(the keys and values of the source included); the encoder's own time, which the decoder's key/value heads do not touch,
+stands beside it. Every figure is the median over the repeats.
+
+Example:
+    python benchmarks/decode_t5.py --shape t5-small --batch_size 32 --source_length 1024 --threads 2
+    python benchmarks/decode_t5.py --shape t5-large --device cuda --dtype bfloat16 --batch_size 1 16 256
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_attn_variants
+
+# The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
+SHAPES = {
+    "tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "vocab_size": 500},
+    "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6},
+    "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 12},
+    "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 24},
+    "t5-large-attention": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 6},
+}
+UPSTREAM = "upstream MHA"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--num_layers", type=int, help="fewer layers than the shape has, where memory asks for it")
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: MHA, 4, 2 and 1")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[32])
+    parser.add_argument("--source_length", type=int, nargs="+", default=[1024])
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--num_beams", type=int, default=1)
+    parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
+    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the decoding step (with --cache static)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip_encoder", action="store_true", help="do not time the encoder")
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--run_name", help="default: made of the shape, the device, the type and the search")
+    args = parser.parse_args()
+    if args.max_new_tokens < 2:
+        parser.error(f"--max_new_tokens must be at least 2, the first token and a step; got {args.max_new_tokens}")
+    if args.compile and args.cache != "static":
+        parser.error("--compile needs --cache static: a growing cache would be compiled anew at each step")
+    heads = SHAPES[args.shape]["num_heads"]
+    if args.num_key_value_heads is None:
+        args.num_key_value_heads = sorted({heads, 4, 2, 1} - {k for k in (4, 2) if heads % k}, reverse=True)
+    return args
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Run every configuration, write the JSON and the plot, and return what the JSON holds."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    models = build_models(args)
+    rows = []
+    for batch_size, source_length in itertools.product(args.batch_size, args.source_length):
+        rows += measure(models, args, batch_size, source_length)
+    arguments = {key: str(value) for key, value in vars(args).items()}
+    results = {"arguments": arguments, "machine": machine(args), "rows": rows}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    name = args.run_name or "_".join(
+        ["decode", args.shape, args.device, args.dtype, f"beams{args.num_beams}", args.cache]
+        + (["compiled"] if args.compile else [])
+    )
+    path = args.output_dir / f"{name}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    plot(results, path.with_suffix(".png"), args)
+    print(f"wrote {path} and {path.with_suffix('.png')}")
+    return results
+
+
+def build_models(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the contestants by name, all with the same random weights where their shapes agree."""
+    fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
+    fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
+    heads = fields["num_heads"]
+    models = {UPSTREAM: transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))}
+    for k in args.num_key_value_heads:
+        config = hf_attn_variants.AttnVariantT5Config(**fields, num_key_value_heads=k)
+        models[variant_name(k, heads)] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
+    for model in models.values():
+        model.eval().to(args.device, getattr(torch, args.dtype))
+        # Random weights may end a sentence at any step: let none end.
+        model.generation_config.eos_token_id = None
+        if args.compile:
+            model.forward = torch.compile(model.forward)
+    return models
+
+
+def variant_name(kv_heads: int, heads: int) -> str:
+    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
+
+
+class FirstToken(StoppingCriteria):
+    """Stops nothing; notes when the first token was there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.time: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.time is None:
+            synchronize(self.device)
+            self.time = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@torch.no_grad()
+def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, source_length: int) -> list[dict]:
+    """Return one row for each contestant at one batch size and source length."""
+    config = models[UPSTREAM].config
+    torch.manual_seed(0)
+    states = torch.randn(batch_size, source_length, config.d_model, device=args.device)
+    states = states.to(getattr(torch, args.dtype))
+    mask = torch.ones(batch_size, source_length, dtype=torch.long, device=args.device)
+    if args.padded:
+        mask[::2, source_length - source_length // 4 :] = 0
+    parts = {name: kv_cache_parts(decode(model, states, mask, args)[0], model, args) for name, model in models.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for repeat in range(args.repeats):
+        # In turn, and each round from another one on: what else the machine does hits all alike.
+        for name in rotated(list(models), repeat):
+            times[name].append(decode(models[name], states, mask, args)[1:])
+    encoder = None if args.skip_encoder else encoder_seconds(models[UPSTREAM], batch_size, source_length, args)
+    bandwidth = read_bandwidth(args.device)
+    rows: list[dict[str, Any]] = []
+    for name, model in models.items():
+        first, total = (statistics.median(column) for column in zip(*times[name], strict=True))
+        step = statistics.median((end - start) / (args.max_new_tokens - 1) for start, end in times[name])
+        row = {
+            "model": name,
+            "num_key_value_heads": getattr(model.config, "num_key_value_heads", None) or config.num_heads,
+            "batch_size": batch_size,
+            "source_length": source_length,
+            "decode_seconds": total,
+            "decode_seconds_all": [end for _, end in times[name]],
+            "tokens_per_second": batch_size * args.max_new_tokens / total,
+            "first_token_seconds": first,
+            "step_milliseconds": step * 1e3,
+            "encoder_seconds": encoder,
+            "memory_bytes_per_second": bandwidth,
+            **parts[name],
+        }
+        upstream = rows[0] if rows else row
+        row["speedup"] = upstream["decode_seconds"] / total
+        row["step_speedup"] = upstream["step_milliseconds"] / row["step_milliseconds"]
+        row["cache_bytes_ratio"] = row["cache_bytes"] / upstream["cache_bytes"]
+        limit = row["cross_cache_bytes"] / bandwidth * 1e3
+        row["cross_attention_over_memory_limit"] = row["cross_attention_milliseconds"] / limit
+        rows.append(row)
+        print(row_text(row), flush=True)
+    return rows
+
+
+def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.Namespace) -> tuple[Any, float, float]:
+    """Generate from the encoder's output; return the cache, the seconds to the first token and the seconds in all."""
+    first = FirstToken(args.device)
+    synchronize(args.device)
+    start = time.perf_counter()
+    result = model.generate(
+        encoder_outputs=BaseModelOutput(last_hidden_state=states),
+        attention_mask=mask,
+        max_new_tokens=args.max_new_tokens,
+        num_beams=args.num_beams,
+        do_sample=False,
+        return_dict_in_generate=True,
+        stopping_criteria=StoppingCriteriaList([first]),
+        **({"cache_implementation": "static"} if args.cache == "static" else {}),
+    )
+    synchronize(args.device)
+    return result.past_key_values, first.time - start, time.perf_counter() - start
+
+
+def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the bytes of a cache, and the time that the cross-attentions of one step, in all layers, take with it.
+
+    The layers run one after another, so each finds its keys and values in memory and not in a processor's cache, as a
+    decoding step does where the key/value cache is large.
+    """
+    layers = caches.cross_attention_cache.layers
+    batch_size, _, length, head_dim = layers[0].keys.shape
+    config, like = model.config, {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
+    query = torch.randn(batch_size, config.num_heads, 1, head_dim, **like)
+    # Upstream adds a position bias of zeros to its cross-attention.
+    bias = None if hasattr(config, "talking_heads") else torch.zeros(1, config.num_heads, 1, length, **like)
+    attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    modules = [block.layer[1].EncDecAttention for block in model.decoder.block]
+
+    def step() -> None:
+        for module, layer in zip(modules, layers, strict=True):
+            attend(module, query, layer.keys, layer.values, None, scaling=1.0, position_bias=bias)
+
+    step()
+    times = [seconds(step, args.device) for _ in range(9)]
+    sizes = [size_of(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
+    return {
+        "cache_bytes": sum(sizes),
+        "cross_cache_bytes": sizes[1],
+        "cross_attention_milliseconds": statistics.median(times) * 1e3,
+    }
+
+
+def size_of(cache: Any) -> int:
+    """Return the bytes of the keys and values in a cache."""
+    return sum(
+        tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
+    )
+
+
+def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
+    """Return the seconds of one encoder pass; the same for every contestant, whose encoders are all multi-head."""
+    ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
+    return seconds(lambda: model.encoder(input_ids=ids), args.device)
+
+
+def read_bandwidth(device: str) -> float:
+    """Return the bytes a second that a sum over 512 MiB reads, far more than a processor's cache holds."""
+    numbers = torch.ones(2**27, device=device)
+    numbers.sum()
+    times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]
+    return numbers.numel() * numbers.element_size() / statistics.median(times)
+
+
+def seconds(work: Callable[[], Any], device: str) -> float:
+    """Return the time that `work` takes, with everything it started on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: str) -> None:
+    """Wait for what was started on a GPU; a CPU is never behind."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def rotated(names: list[str], by: int) -> list[str]:
+    return names[by % len(names) :] + names[: by % len(names)]
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what ran this and in which versions."""
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    on_cuda = args.device.startswith("cuda")
+    return {
+        "cpu": cpu,
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_attn_variants": hf_attn_variants.__version__,
+    }
+
+
+def row_text(row: dict[str, Any]) -> str:
+    return (
+        f"batch {row['batch_size']:3d} source {row['source_length']:4d} {row['model']:12s} "
+        f"{row['tokens_per_second']:8.1f} tokens/s {row['speedup']:5.2f}x | "
+        f"first {row['first_token_seconds']:6.3f} s | "
+        f"step {row['step_milliseconds']:7.2f} ms {row['step_speedup']:5.2f}x | "
+        f"cache {row['cache_bytes'] / 2**20:7.1f} MiB {row['cache_bytes_ratio']:.4f} | "
+        f"cross-attention {row['cross_attention_milliseconds']:7.2f} ms, "
+        f"{row['cross_attention_over_memory_limit']:.1f}x its reading"
+    )
+
+
+def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
+    """Draw tokens a second and cache bytes against key/value heads, a line for each batch size and source length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    configurations = sorted({(row["batch_size"], row["source_length"]) for row in results["rows"]})
+    for color, (batch_size, source_length) in enumerate(configurations):
+        at = (batch_size, source_length)
+        rows = [row for row in results["rows"] if (row["batch_size"], row["source_length"]) == at]
+        ours = [row for row in rows if row["model"] != UPSTREAM]
+        upstream = next(row for row in rows if row["model"] == UPSTREAM)
+        heads, label = [row["num_key_value_heads"] for row in ours], f"batch {batch_size}, source {source_length}"
+        speed.plot(heads, [row["tokens_per_second"] for row in ours], "o-", color=f"C{color}", label=label)
+        cross = {"color": f"C{color}", "markersize": 10, "mew": 2}
+        speed.plot(upstream["num_key_value_heads"], upstream["tokens_per_second"], "x", **cross)
+        sizes = [row["cache_bytes"] / 2**20 for row in ours]
+        memory.plot(heads, sizes, "o-", color=f"C{color}", label=label)
+    speed.plot([], [], "kx", markersize=10, mew=2, label="upstream MHA")
+    for axes, title in ((speed, "tokens / s"), (memory, "key/value cache, MiB")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(heads, heads)
+        axes.set_xlabel("key/value heads of the decoder")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    speed.legend()
+    search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
+    where = results["machine"]["device"]
+    where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where
+    figure.suptitle(f"{args.shape}, {args.max_new_tokens} new tokens, {search}, {args.dtype}, {where}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(parse_args())
