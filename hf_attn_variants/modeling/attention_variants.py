@@ -6,16 +6,27 @@ key/value head i // g. Multi-query attention (arXiv 1911.02150) is k = 1; groupe
 1 < k < h_k; talking heads are 2003.02436.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import ATTN_VARIANTS_VERSION
 
-__all__ = ["EAGER", "SDPA", "attention_with_weights", "eager_attention_forward", "fused_attention", "wants_weights"]
+__all__ = [
+    "EAGER",
+    "SDPA",
+    "attention_function",
+    "attention_with_weights",
+    "eager_attention_forward",
+    "fused_attention",
+    "implementation_of",
+    "wants_weights",
+]
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
@@ -116,7 +127,9 @@ def fused_attention(
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
     )
-    return output.reshape(output.shape[0], heads, length, value.shape[-1]).transpose(1, 2)
+    if length == 1:
+        return output.reshape(output.shape[0], 1, heads, value.shape[-1])
+    return output.transpose(1, 2)
 
 
 def eager_attention_forward(
@@ -185,7 +198,20 @@ def sdpa_attention_forward(
 def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Say whether a call of `module` asks for its attention weights, by itself or by the configuration."""
     asked = kwargs.get("output_attentions")
-    return bool(module.config.output_attentions if asked is None else asked)
+    # The field behind the property, here and below: properties of a configuration cost microseconds a layer and step.
+    return bool(module.config._output_attentions if asked is None else asked)
+
+
+def implementation_of(module: nn.Module) -> str | None:
+    """Return the registered name of the attention implementation that `module` is configured for."""
+    return module.config._attn_implementation_internal
+
+
+def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the attention function that `module` is configured for; this package's own without a look-up upstream."""
+    name = implementation_of(module)
+    own = OWN_FUNCTIONS.get(name)
+    return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | None, query: torch.Tensor) -> bool:
@@ -233,8 +259,9 @@ def _mix_heads(
     return mixed
 
 
-AttentionInterface.register(EAGER, eager_attention_forward)
-AttentionInterface.register(SDPA, sdpa_attention_forward)
+OWN_FUNCTIONS = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
+for _name, _function in OWN_FUNCTIONS.items():
+    AttentionInterface.register(_name, _function)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.
 AttentionMaskInterface.register(EAGER, eager_mask)
 AttentionMaskInterface.register(SDPA, sdpa_mask)

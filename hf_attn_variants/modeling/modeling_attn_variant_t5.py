@@ -14,10 +14,9 @@ from transformers import (
     T5PreTrainedModel,
 )
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
-from .attention_variants import eager_attention_forward
+from .attention_variants import attention_function
 from .configuration_attn_variants import AttnVariantT5Config
 from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
@@ -73,8 +72,7 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
         key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
         if makes_bias:
             position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
+        output, weights = attention_function(self)(
             self,
             query,
             key,
@@ -89,7 +87,8 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
         return self.o(output.flatten(2)), position_bias, weights
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(2, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        batch, length, _ = states.shape
+        return states.view(batch, length, -1, self.key_value_proj_dim).transpose(1, 2)
 
     def _keys_and_values(
         self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any

@@ -64,10 +64,12 @@ def talking_heads_attention(
         The outputs [b, n, h_v, d].
 
     Raises:
-        ValueError: for an unknown backend, or "triton" where it does not cover the inputs.
+        ValueError: for an unknown backend, "triton" where it does not cover the inputs, or a dropout outside [0, 1).
 
     Source: arXiv 2003.02436, section 3.
     """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
     query, key, value = _one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     if backend not in (None, *BACKENDS):

@@ -63,6 +63,9 @@ class _Call:
         self.buffers: dict[str, Tensor] = {}
         if self.dropout > 0:
             self.generator, self.first_seed = torch.Generator(self.query.device), int(self.seed)
+            # The probability to 16 bits: of the numbers from -2**15 to 2**15 - 1, this one and those above it keep.
+            self.first_kept = min(round(self.dropout * 2**16), 2**16 - 1) - 2**15
+            self.keep_probability = (2**15 - self.first_kept) / 2**16
         batches, _, length, _ = self.query.shape
         self.added = [
             t.expand(batches, -1, length, self.key.shape[2])
@@ -145,7 +148,10 @@ class _Call:
     def kept(self, weights: Tensor, block: _Block) -> Tensor:
         """The dropout mask of one block, the same in both passes: the seed and the block's number alone decide it."""
         self.generator.manual_seed(self.first_seed + block.number)
-        return torch.empty_like(weights).bernoulli_(1.0 - self.dropout, generator=self.generator)
+        # Four 16-bit numbers from each draw: on a CPU, ten times as fast as a bernoulli_ of every weight.
+        bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64, device=weights.device)
+        bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
+        return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
 
 def forward(
@@ -179,7 +185,7 @@ def forward(
         weights = weights.view(block.size * call.value_heads, -1, block.memory)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if dropout > 0:
-            rows /= 1.0 - dropout
+            rows /= call.keep_probability
         output[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
     return output, torch.empty(0, dtype=torch.float32, device=query.device)
 
@@ -218,7 +224,7 @@ def backward(
         for t in (position_bias if wants_bias else None, logits_proj, weights_proj)
     )
     if dropout > 0:
-        d_output = d_output / (1.0 - dropout)
+        d_output = d_output / call.keep_probability
     for block in call.blocks():
         queries = call.queries(block)
         scores = call.scores(queries, block)  # [B, h_k, r * m]

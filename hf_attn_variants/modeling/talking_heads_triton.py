@@ -123,9 +123,6 @@ class _Call:
     def widest(self) -> int:
         return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
 
-    def exact_float32(self) -> bool:
-        return self.query.dtype == torch.float32
-
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
         bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.memory * self.query.element_size()
@@ -186,20 +183,23 @@ def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int
 
 
 def _forward_settings(call: _Call) -> dict:
-    # A row that fits the registers is read once; a longer one twice, in blocks. Compiled for sm_90, neither spills.
-    budget = 32768 // (2 if call.dropout > 0 or call.bias is not None else 1) // (4 if call.exact_float32() else 1)
+    # A row that fits the registers is read once; a longer one twice, in blocks. Loads run ahead of the
+    # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
+    exact = call.query.dtype == torch.float32
+    many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
+    budget = 32768 // (2 if call.dropout > 0 or many_loads else 1) // (4 if exact else 1)
     block = max(16, triton.next_power_of_2(call.memory))
     one_block = block * call.widest() <= budget
     block = block if one_block else max(16, budget // 2 // call.widest())
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
-    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": 1 if call.exact_float32() else 2}
+    stages = 1 if exact or many_loads else 2
+    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": stages}
 
 
 def _backward_settings(call: _Call) -> dict:
-    block = min(
-        max(16, triton.next_power_of_2(call.memory)), max(16, (512 if call.exact_float32() else 2048) // call.widest())
-    )
-    return {"BLOCK": block, "num_warps": 4, "num_stages": 1 if call.exact_float32() else 2}
+    exact = call.query.dtype == torch.float32
+    block = min(max(16, triton.next_power_of_2(call.memory)), max(16, (512 if exact else 2048) // call.widest()))
+    return {"BLOCK": block, "num_warps": 4, "num_stages": 1 if exact else 2}
 
 
 def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .attention_variants import EAGER, SDPA, wants_weights
+from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -128,12 +128,12 @@ class AttentionVariantMixin:
         Raises:
             ValueError: where the attention implementation or the cache cannot do what the variant needs.
         """
-        config = self.config
-        if config._attn_implementation not in (EAGER, SDPA):
-            _check_implementation(config, config._attn_implementation)
+        config, implementation = self.config, implementation_of(self)
+        if implementation not in (EAGER, SDPA):
+            _check_implementation(config, implementation)
             if wants_weights(self, kwargs):
                 raise ValueError(
-                    f'attn_implementation="{config._attn_implementation}" computes no attention weights; '
+                    f'attn_implementation="{implementation}" computes no attention weights; '
                     'for `output_attentions=True` use "sdpa" or "eager".'
                 )
         if cache is not None and not self.equal_cache_heads and getattr(cache, "is_compileable", False):
