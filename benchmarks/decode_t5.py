@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--skip_encoder", action="store_true", help="do not time the encoder")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--run_name", help="default: made of the shape, the device, the type and the search")
+    parser.add_argument("--run_name", help="the files' name; default: made of the settings")
     args = parser.parse_args()
     if args.max_new_tokens < 2:
         parser.error(f"--max_new_tokens must be at least 2, the first token and a step; got {args.max_new_tokens}")
@@ -85,10 +85,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     arguments = {key: str(value) for key, value in vars(args).items()}
     results = {"arguments": arguments, "machine": machine(args), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    name = args.run_name or "_".join(
-        ["decode", args.shape, args.device, args.dtype, f"beams{args.num_beams}", args.cache]
-        + (["compiled"] if args.compile else [])
-    )
+    sizes = [f"batch{'-'.join(map(str, args.batch_size))}", f"source{'-'.join(map(str, args.source_length))}"]
+    search = [f"beams{args.num_beams}", args.cache] + (["compiled"] if args.compile else [])
+    name = args.run_name or "_".join(["decode", args.shape, args.device, args.dtype, *sizes, *search])
     path = args.output_dir / f"{name}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     plot(results, path.with_suffix(".png"), args)
@@ -110,6 +109,8 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
         # Random weights may end a sentence at any step: let none end.
         model.generation_config.eos_token_id = None
         if args.compile:
+            # The limit is counted over all contestants, which share their code.
+            torch._dynamo.config.recompile_limit = 16 * (len(args.num_key_value_heads) + 1)
             model.forward = torch.compile(model.forward)
     return models
 

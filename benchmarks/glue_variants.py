@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 TASKS = {
     "sst2": ("SST-2", 1, ["accuracy"]),
     "cola": ("CoLA", 3, ["matthews_correlation"]),
-    "stsb": ("STS-B", 2, ["pearson", "spearmanr"]),
+    "stsb": ("STS-B", 1, ["pearson", "spearmanr"]),
     "wnli": ("WNLI", 3, ["accuracy"]),
 }
 EPILOG = """example:

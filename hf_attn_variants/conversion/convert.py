@@ -29,7 +29,7 @@ from .checkpoint_io import (
 from .methods import AttentionTensors, ConversionMethod, resolve_method
 from .plan import AttentionModule, ConversionPlan, make_plan
 from .report import ConversionReport, LayerReport, attention_errors, package_versions
-from .source import copy_side_files, read_config, resolve_source, side_files
+from .source import CONFIG_NAME, copy_side_files, read_config, resolve_source, side_files
 from .staging import check_disk_space, check_output_dir, staged_folder
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -160,7 +160,8 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         fields = {"num_key_value_heads": num_key_value_heads} | fields
-        plan = make_plan(config, _architecture(config), reader.entries, method, fields, seed, dtype)
+        architecture, config_file = _architecture(config), folder / CONFIG_NAME
+        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
         with _one_thread():
             tensors = dict(_converted_tensors(plan, reader))
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
@@ -198,7 +199,8 @@ def convert_checkpoint(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         fields = {"num_key_value_heads": num_key_value_heads} | fields
-        plan = make_plan(config, _architecture(config), reader.entries, method, fields, seed, dtype)
+        architecture, config_file = _architecture(config), folder / CONFIG_NAME
+        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
         new_entries = _planned_entries(plan, reader)
         size = sum(_byte_size(entry) for entry in new_entries.values())
@@ -212,7 +214,7 @@ def convert_checkpoint(
             report = ConversionReport(
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,
-                output_dir=str(output),
+                output_dir=os.path.expanduser(output_dir),
                 method=method.name,
                 seed=seed,
                 dtype=None if dtype is None else str(dtype).removeprefix("torch."),

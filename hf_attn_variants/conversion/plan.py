@@ -1,8 +1,10 @@
 """What a conversion will do, settled and checked before any work: configuration, heads, each attention's tensors."""
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +127,7 @@ def make_plan(
     fields: Mapping[str, Any],
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    config_file: str | os.PathLike | None = None,
 ) -> ConversionPlan:
     """Settle what a conversion does and check that it can be done.
 
@@ -136,29 +139,32 @@ def make_plan(
         fields: the configuration fields to change; a value of None is not given.
         seed: of everything random.
         dtype: the dtype to convert floating-point tensors to.
+        config_file: where `config` was read, for messages.
 
     Raises:
-        ValueError: for an unsupported architecture, impossible head counts, or tensors that are missing or of other
-            shapes than the configuration says.
+        ValueError: for an unsupported architecture, a configuration that makes no model, impossible head counts, or
+            attention tensors that are missing, too many, or of other shapes than the configuration says.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, dtype)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
-    try:
+    with _source_errors(config_file, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
-    except StrictDataclassError as error:
-        raise ValueError(f"the source's configuration is wrong: {error}") from error
-    new_config = _converted_config(config_class, source_config, dict(config), given)
-    new_config.architectures = [model_class.__name__]
-    if dtype is not None:
-        new_config.dtype = dtype
-    with torch.device("meta"):
-        target = model_class(new_config)
+        if not isinstance(source_config.dtype, torch.dtype | None):
+            raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
+    with _source_errors(config_file):
+        new_config = _converted_config(config_class, source_config, dict(config), given)
+        new_config.architectures = [model_class.__name__]
+        if dtype is not None:
+            new_config.dtype = dtype
+        with torch.device("meta"):
+            target = model_class(new_config)
     modules = [
         _attention_module(site, path, module, target, source_config, entries)
         for site, path, module in target.named_attentions()
     ]
+    _check_nothing_unclaimed(target, modules, entries)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -179,6 +185,28 @@ def initializer_std(config: Any) -> float:
     if hasattr(config, "initializer_range"):
         return config.initializer_range
     return config.initializer_factor * config.d_model**-0.5
+
+
+@contextmanager
+def _source_errors(config_file: str | os.PathLike | None, *explained: type[Exception]) -> Iterator[None]:
+    """Turn what a wrong value in a configuration raises anywhere in transformers or torch into a ValueError.
+
+    Args:
+        config_file: the file with the values, or None.
+        explained: errors that are the source's and whose messages say all; any other ValueError or OSError passes.
+    """
+    where = "" if config_file is None else f" ({os.fspath(config_file)})"
+    try:
+        yield
+    except explained as error:
+        raise ValueError(f"the source's configuration is wrong{where}: {error}") from error
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise ValueError(
+            f"the source's configuration is wrong{where}: {type(error).__name__}: {first_line}"
+        ) from error
 
 
 def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], dtype: Any) -> None:
@@ -257,6 +285,25 @@ def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
     # With a key head for each query head, there is a value head for each head of the output.
     values = tuple(output if count == query else count for count in keys)
     return HeadCounts(query, keys, values, output, target.attention_head_dim)
+
+
+def _check_nothing_unclaimed(
+    target: torch.nn.Module, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
+) -> None:
+    # They would stay as they are, and the converted model would silently be without their layers.
+    claimed = {name for module in modules for name in module.tensors.values()}
+    sites = "|".join(
+        rf"{site.module}\.(?:{'|'.join(re.escape(getattr(site, role)) for role in ROLES)})"
+        for site in target.attention_sites
+    )
+    pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
+    unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]
+    if unclaimed:
+        shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
+        raise ValueError(
+            f"the checkpoint holds {len(unclaimed)} attention tensors that a {type(target).__name__} with its "
+            f"config.json does not have: {shown}; check the number of layers and `architectures`."
+        )
 
 
 def _stored_prefix(target: torch.nn.Module, name: str, entries: Mapping[str, TensorEntry]) -> str:

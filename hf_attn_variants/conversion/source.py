@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, WEIGHTS_NAME
 
-__all__ = ["copy_side_files", "read_config", "resolve_source", "side_files"]
+__all__ = ["CONFIG_NAME", "copy_side_files", "read_config", "resolve_source", "side_files"]
 
 CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -17,6 +18,14 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+# What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
+RESULT_FILES = (
+    "all_results.json",
+    "predictions_*.tsv",
+    "train_log.jsonl",
+    "training_curves.png",
+    "conversion_report.json",
+)
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -55,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         OSError: if there is none.
-        ValueError: if it is not a JSON object with a `model_type`.
+        ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are no list of names.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -66,6 +75,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
+    architectures = config.get("architectures")
+    names = [] if architectures is None else architectures
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: `architectures` must be a list of class names; got {architectures!r}.")
     return config
 
 
@@ -73,7 +86,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     """List what lies beside a checkpoint's weights and config.json.
 
     Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if
-    allowed, pickled) weights go along. Left out: other copies of the model's weights, training state and checkpoints.
+    allowed, pickled) weights go along. Left out: other copies of the model's weights, training state and checkpoints,
+    and results that describe the source.
 
     Args:
         folder: the checkpoint.
@@ -99,6 +113,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             if path in read:
                 continue
             travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
+            if relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES):
+                travels = False
             (copied if travels else left_out).append(path)
     return sorted(copied), sorted(left_out)
 

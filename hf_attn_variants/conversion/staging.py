@@ -1,4 +1,4 @@
-"""All or nothing: a folder that is filled under another name beside its place and moved there when it is complete."""
+"""All or nothing: a folder that is filled under another name and takes its place when it is complete."""
 
 import os
 import shutil
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .source import CONFIG_NAME
+
 __all__ = ["check_disk_space", "check_output_dir", "staged_folder"]
 
 # Beyond the tensors: configuration, code, file-system overhead.
@@ -14,12 +16,14 @@ SPARE_BYTES = 16 * 2**20
 
 
 def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | None = None) -> Path:
-    """Return `output_dir` as a path if it can be made: it must not exist or be empty, nor lie inside `source`.
+    """Return where `output_dir` really is if it can be made: it must not exist or be empty, nor lie inside `source`.
 
     Raises:
         OSError: where it cannot be.
     """
-    path = Path(output_dir).expanduser()
+    path = Path(os.path.realpath(os.path.expanduser(output_dir)))
+    if path.is_symlink():
+        raise OSError(f"the output {str(path)!r} is a link to itself; give a new folder.")
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"the output {str(path)!r} is a file; give a new folder.")
     if path.is_dir() and any(path.iterdir()):
@@ -29,7 +33,7 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
         raise NotADirectoryError(f"the output folder {str(path)!r} would lie in {str(parent)!r}, which is a file.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"the output folder {str(path)!r} cannot be made: {str(parent)!r} is not writable.")
-    if source is not None and Path(source).resolve() in path.resolve().parents:
+    if source is not None and Path(source).resolve() in path.parents:
         raise ValueError(f"the output folder {str(path)!r} lies inside the source {str(source)!r}; give another one.")
     return path
 
@@ -47,24 +51,51 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
 
 @contextmanager
 def staged_folder(output_dir: Path) -> Iterator[Path]:
-    """Give a folder beside `output_dir` to fill; it takes that place at the end, or vanishes on an error or Ctrl-C."""
-    created = _make_parents(output_dir.parent)
+    """Give a folder to fill; what it holds is `output_dir` at the end, or vanishes on an error or Ctrl-C.
+
+    A new folder is filled beside its place and renamed. An existing empty one may be a mount point or somebody's
+    working directory, or lie where nothing else may be written: it stays, a hidden folder inside it is filled, and the
+    files are moved up at the end.
+    """
+    exists = output_dir.is_dir()
+    created = [] if exists else _make_parents(output_dir.parent)
     stage = None
     try:
-        stage = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.partial-", dir=output_dir.parent))
+        parent = output_dir if exists else output_dir.parent
+        stage = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.partial-", dir=parent))
         umask = os.umask(0)
         os.umask(umask)
         stage.chmod(0o777 & ~umask)  # mkdtemp's folders are private; the result is an ordinary one
         yield stage
-        if output_dir.is_dir():
-            output_dir.rmdir()  # only an empty one: what came in the meantime is not lost
-        os.rename(stage, output_dir)
+        if exists:
+            _move_up(stage, output_dir)
+        else:
+            if output_dir.is_dir():
+                output_dir.rmdir()  # only an empty one: what came in the meantime is not lost
+            os.rename(stage, output_dir)
     except BaseException:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
         for folder in created:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+        raise
+
+
+def _move_up(stage: Path, folder: Path) -> None:
+    """Move what `stage` holds into `folder`, its parent, which is empty otherwise; all of it or nothing."""
+    if any(path != stage for path in folder.iterdir()):
+        raise FileExistsError(f"files came into the output folder {str(folder)!r} in the meantime; give a new one.")
+    # Without a config.json it is no checkpoint yet.
+    paths = sorted(stage.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name))
+    try:
+        for path in paths:
+            os.rename(path, folder / path.name)
+        stage.rmdir()
+    except BaseException:
+        for path in paths:
+            if (folder / path.name).exists():
+                os.rename(folder / path.name, path)
         raise
 
 

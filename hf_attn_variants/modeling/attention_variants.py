@@ -16,6 +16,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import ATTN_VARIANTS_VERSION
+from .talking_heads import talking_heads_attention
 
 __all__ = [
     "EAGER",
@@ -174,25 +175,25 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fastest exact path behind upstream's attention interface ("sdpa").
 
-    Talking heads, and calls that ask for the attention weights, take `attention_with_weights`.
+    Talking heads go to `talking_heads_attention`, in memory linear in n and m; where the weights are asked for, the
+    projections depend on the input or there is one query only, to `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
-    if with_weights or getattr(module.config, "talking_heads", None) is not None:
+    talking_heads = getattr(module.config, "talking_heads", None) is not None
+    if with_weights or (talking_heads and _needs_weights(module, query)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
-    output = fused_attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        position_bias,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        is_causal=_is_causal(module, is_causal, attention_mask, query),
-        dropout=dropout,
-    )
-    return output, None
+    options = {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "is_causal": _is_causal(module, is_causal, attention_mask, query),
+        "dropout": dropout,
+    }
+    if talking_heads:
+        options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+        return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
+    return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
 def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -214,6 +215,11 @@ def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, t
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
+def _needs_weights(module: nn.Module, query: torch.Tensor) -> bool:
+    # One query's weights are small and made faster at once; an exported graph must not hold an operator of ours.
+    return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or torch.compiler.is_exporting()
+
+
 def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | None, query: torch.Tensor) -> bool:
     # The mask, where there is one, says what is causal; a single query is the last token and sees all of the cache.
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -233,7 +239,7 @@ def _biased_mask(
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:
-        return position_bias.masked_fill(~mask, torch.finfo(query.dtype).min)
+        return position_bias.masked_fill(~mask, -torch.inf)
     return position_bias + mask
 
 

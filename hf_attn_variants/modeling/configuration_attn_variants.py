@@ -59,7 +59,15 @@ class AttnVariantConfigMixin:
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own.
         kwargs.pop("model_type", None)
         super().__post_init__(**kwargs)
-        self.auto_map = self._own_auto_map() | _without_repository(getattr(self, "auto_map", None) or {}, keep=True)
+        self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
+        self.check_variant()
+
+    def check_variant(self) -> None:
+        """Check the variant fields against each other and fill in what was not given; models check again when built.
+
+        Raises:
+            ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+        """
         heads = _checked_count("num_attention_heads", self.num_attention_heads)
         self._check_hidden_size(heads)
         for field in self.kv_heads_fields():
@@ -72,6 +80,14 @@ class AttnVariantConfigMixin:
     def kv_heads_fields(cls) -> tuple[str, ...]:
         """The fields that hold a number of key/value heads."""
         return ("num_key_value_heads",)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
+        names = {*AttnVariantConfigMixin.__dataclass_fields__, *cls.kv_heads_fields()}
+        # Upstream would set them on the finished configuration, past its checks.
+        fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        return super().from_dict(config_dict | fields, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
@@ -164,11 +180,11 @@ class AttnVariantConfigMixin:
         self.talking_heads_dynamic = self._checked_dynamic()
 
     def _checked_dynamic(self) -> list[str]:
-        if isinstance(self.talking_heads_dynamic, str):
+        if not isinstance(self.talking_heads_dynamic, list | tuple | None):
             raise ValueError(f"`talking_heads_dynamic` must be a list of names; got {self.talking_heads_dynamic!r}.")
         dynamic = list(self.talking_heads_dynamic or ())
-        unknown = [name for name in dynamic if name not in DYNAMIC_PROJECTIONS]
-        if unknown or len(set(dynamic)) != len(dynamic):
+        known = all(isinstance(name, str) and name in DYNAMIC_PROJECTIONS for name in dynamic)
+        if not known or len(set(dynamic)) != len(dynamic):
             raise ValueError(
                 f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; "
                 f"got {dynamic}."
@@ -296,10 +312,8 @@ def _check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int)
         raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
 
 
-def _without_repository(auto_map: dict[str, Any], keep: bool = False) -> dict[str, Any]:
+def _without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
     # A config read from the Hub says "repository--file.Class": right to load by, wrong once the files are saved anew.
-    if keep:
-        return auto_map
     return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
 
 

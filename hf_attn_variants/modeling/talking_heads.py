@@ -3,6 +3,8 @@
 "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
 work under `torch.compile`, gradient checkpointing and autocast. Letters as in `attention_variants`.
 
+"triton" is used only where it is asked for: its kernels have run in Triton's interpreter and never yet on a GPU.
+
 Source: arXiv 2003.02436, section 3.
 """
 
@@ -42,7 +44,7 @@ def talking_heads_attention(
     dropout: float = 0.0,
     logits_proj: Tensor | None = None,
     weights_proj: Tensor | None = None,
-    backend: str | None = None,
+    backend: str = "blocked",
 ) -> Tensor:
     """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
 
@@ -58,7 +60,7 @@ def talking_heads_attention(
         dropout: the probability that a mixed weight is dropped
         logits_proj: P_l [h_k, h], mixes the heads before the softmax
         weights_proj: P_w [h, h_v], mixes them after it
-        backend: "triton" or "blocked"; None = Triton where it covers these inputs, else blocked
+        backend: "blocked" or "triton"
 
     Returns:
         The outputs [b, n, h_v, d].
@@ -72,15 +74,12 @@ def talking_heads_attention(
         raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
     query, key, value = _one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)} or None, got {backend!r}.")
-    if backend != "blocked":
-        supported = is_supported(
-            query, key, value, mask, position_bias, logits_proj=logits_proj, weights_proj=weights_proj
-        )
-        if backend == "triton" and not supported:
-            raise ValueError('`backend="triton"` does not cover these inputs: leave `backend` out, or use "blocked".')
-        backend = "triton" if supported else "blocked"
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}.")
+    if backend == "triton" and not is_supported(
+        query, key, value, mask, position_bias, logits_proj=logits_proj, weights_proj=weights_proj
+    ):
+        raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
     # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     output, _ = _forward_op(

@@ -18,7 +18,6 @@ at h * d = 1024: keys and values are then read n / 32 times. Here a workspace is
 Sources: arXiv 2003.02436, section 3 (the formula); 2205.14135 (recomputation from row statistics).
 """
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -64,7 +63,8 @@ def is_supported(
 def _covers_device(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    knobs = getattr(triton, "knobs", None)
+    return knobs is not None and knobs.runtime.interpret
 
 
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:

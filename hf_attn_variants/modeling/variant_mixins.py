@@ -24,6 +24,9 @@ __all__ = [
     "projection_std",
 ]
 
+# The fields that decide which talking-heads parameters there are, and of what shape.
+TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_dynamic")
+
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
 
@@ -175,6 +178,7 @@ class AttnVariantModelMixin:
                 f"{type(self).__name__} needs a variant configuration, got {type(config).__name__}: make one by "
                 f"`{self.config_class.__name__}.from_upstream(config, num_key_value_heads=...)`."
             )
+        config.check_variant()
         super().__init__(config, *args, **kwargs)
         for module in self.modules():
             if type(module) in self.variant_classes:
@@ -260,21 +264,30 @@ def _check_implementation(config: Any, implementation: Any) -> None:
 
 
 def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    fields = ("talking_heads", *cls.config_class.kv_heads_fields())
-    wanted = {name: kwargs[name] for name in fields if name in kwargs}
+    kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
+    wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
-        wanted = {name: getattr(config, name) for name in fields} | wanted
+        wanted = {name: getattr(config, name) for name in (*kv_fields, *talking_fields)} | wanted
     if not wanted:
         return
     hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     held, _ = cls.config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
     heads = held.get("num_attention_heads", held.get("num_heads"))
-    for name, value in wanted.items():
-        found = held.get(name) if name == "talking_heads" else held.get(name) or heads
-        # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
-        if value != found and not (name == "talking_heads" and found is None):
+    if heads is None:
+        return  # weights without a configuration: nothing to compare with
+    for name in kv_fields:
+        found, value = held.get(name) or heads, wanted.get(name) or heads
+        if value != found:
             raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {value!r}: convert "
-                f"it first, by `python scripts/convert_checkpoint.py --model_name_or_path {source} --{name} {value} "
-                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value!r})`."
+                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
+                f"first, by `python scripts/convert_checkpoint.py --model_name_or_path {source} --{name} {value} "
+                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
+            )
+    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    plain = {"num_value_heads": heads}
+    for name, found in (held if held.get("talking_heads") is not None else plain).items():
+        if name in talking_fields and name in wanted and (wanted[name] or None) != (found or None):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
+                "learned heads cannot be dropped or resized by loading. Use the checkpoint's own configuration."
             )

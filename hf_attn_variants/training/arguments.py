@@ -5,12 +5,13 @@ import json
 import logging
 import math
 import os
-import re
-import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from transformers.trainer_utils import SchedulerType
 
 __all__ = [
@@ -21,14 +22,31 @@ __all__ = [
     "add_training_arguments",
     "check_arguments",
     "prepare_output_dir",
+    "resume_fingerprint",
 ]
 
 logger = logging.getLogger(__name__)
 # Needs the metric at every step, which no other schedule does.
 UNSUPPORTED_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 SCHEDULES = [name.value for name in SchedulerType if name.value not in UNSUPPORTED_SCHEDULES]
-# What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
-STALE_PATTERN = re.compile(r"checkpoint-\d+|\.tmp-.*|best_model|train_log\.jsonl")
+# What decides the weights a run ends with, beyond what its loop knows; see `resume_fingerprint`.
+RESUME_ARGUMENTS = (
+    "model_name_or_path",
+    "tokenizer_name",
+    "dropout_rate",
+    "max_length",
+    "per_device_train_batch_size",
+    "group_by_length",
+    "pad_to_multiple_of",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "seed",
+)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +158,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overwrite_output_dir",
         action="store_true",
-        help="Accept a folder that is not empty; an earlier run's checkpoints and log in it are removed.",
+        help="Accept a folder that is not empty; an earlier run's checkpoints, log and results in it are removed once "
+        "the new run's data and model are loaded.",
     )
     group.add_argument("--logging_steps", type=int, default=10, help="Log the mean loss of every N steps.")
     group.add_argument(
@@ -150,7 +169,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--resume_from_checkpoint",
         metavar="PATH|latest",
-        help="Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir.",
+        help="Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir. One from "
+        "elsewhere needs an empty --output_dir.",
     )
     group.add_argument("--with_tracking", action="store_true", help="Log to the trackers of --report_to.")
     group.add_argument(
@@ -193,8 +213,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.mixed_precision == "fp16" and (args.cpu or not torch.accelerator.is_available()):
         raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
     if args.mixed_precision == "bf16" and (args.cpu or not torch.accelerator.is_available()):
-        found = torch.cpu.get_capabilities()
-        if not any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")):
+        capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
+        found = capabilities() if capabilities is not None else None
+        if found is not None and not any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")):
             logger.warning(
                 "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
                 "than with --mixed_precision no"
@@ -204,6 +225,21 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.resume_from_checkpoint and args.overwrite_output_dir:
         raise ValueError(
             "--resume_from_checkpoint goes on with what --overwrite_output_dir removes from --output_dir: give one"
+        )
+    if args.with_tracking:
+        _check_trackers(args.report_to)
+
+
+def _check_trackers(report_to: str) -> None:
+    # accelerate itself leaves out a tracker that is not installed without a word.
+    known = [str(LoggerType(name)) for name in LoggerType.list()]
+    installed = [str(name) for name in get_available_trackers()]
+    if report_to not in known:
+        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}")
+    if not installed or (report_to != "all" and report_to not in installed):
+        raise ValueError(
+            f"--with_tracking --report_to {report_to}: not installed (pip install "
+            f"{'tensorboard' if report_to == 'all' else report_to}); installed: {', '.join(installed) or 'none'}"
         )
 
 
@@ -247,23 +283,31 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 
 def prepare_output_dir(args: argparse.Namespace, write: bool = True) -> None:
-    """Checks that the output folder is free and can be written to, and makes it.
+    """Checks that the output folder is free and can be written to, and makes it; nothing in it is removed.
 
     Args:
         args: Reads `output_dir`, `overwrite_output_dir`, `resume_from_checkpoint`.
         write: False on all but the main process, which then only look.
 
     Raises:
-        ValueError: The folder holds files and neither resuming nor overwriting was asked for.
+        ValueError: The folder holds files, and neither resuming from one of its checkpoints nor overwriting was asked
+            for.
         OSError: It cannot be written to.
     """
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise OSError(f"--output_dir {folder} is a file; give a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (args.overwrite_output_dir or args.resume_from_checkpoint):
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and not (args.overwrite_output_dir or args.resume_from_checkpoint):
         raise ValueError(
             f"--output_dir {folder} is not empty: give another folder, --overwrite_output_dir, or "
             "--resume_from_checkpoint latest to go on with an interrupted run"
+        )
+    resumed = args.resume_from_checkpoint
+    if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
+        raise ValueError(
+            f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
+            "resumed run would replace the log and the best weights there; give an empty folder, or the checkpoint's"
         )
     if not write:
         return
@@ -274,7 +318,8 @@ def prepare_output_dir(args: argparse.Namespace, write: bool = True) -> None:
         raise OSError(
             f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
         ) from error
-    if args.overwrite_output_dir:
-        for entry in folder.iterdir():
-            if STALE_PATTERN.fullmatch(entry.name):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def resume_fingerprint(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a resumed run must share with the interrupted one, by name (see `TrainState`)."""
+    return {name: getattr(args, name) for name in RESUME_ARGUMENTS if hasattr(args, name)}

@@ -36,7 +36,7 @@ class TrainState:
         bad_evaluations: Evaluations since then.
         finished: Early stopping ended the run.
         train_seconds: Time spent in training steps (neither evaluation nor checkpoints).
-        fingerprint: The settings that decide the order of examples and the size of a step.
+        fingerprint: The settings and data that decide which weights the run ends with.
         environment: What decides how sums are rounded; another one resumes with a warning.
     """
 
@@ -204,8 +204,8 @@ def load_checkpoint(
         The saved state.
 
     Raises:
-        ValueError: The run's settings differ in a way that would change the order of examples or the size of a step,
-            or the checkpoint's weights do not fit the model.
+        ValueError: The run's settings or training data are not those saved (the message names each with its old and
+            new value), or the checkpoint's weights do not fit the model.
     """
     state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
     changed = {

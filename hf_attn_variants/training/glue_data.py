@@ -1,5 +1,7 @@
 """Reads GLUE from a folder of TSVs or from the Hub, and tokenises it."""
 
+import hashlib
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.training.glue import TASKS, GlueTask, parse_label
 
-__all__ = ["GlueSplit", "load_ax", "load_glue", "read_tsv", "tokenize_split"]
+__all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "read_tsv", "tokenize_split"]
 
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
@@ -37,6 +39,22 @@ class GlueSplit:
         if count is None or count >= len(self.data):
             return self
         return GlueSplit(self.name, self.source, self.data.select(range(count)))
+
+
+def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
+    """A short hash of a split's texts and labels, in their order.
+
+    Args:
+        split: The rows.
+        chunk: Rows in memory at a time.
+    """
+    columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
+    data = split.data.select_columns(columns)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(data), chunk):
+        rows = data[start : start + chunk]
+        digest.update(json.dumps([rows[name] for name in columns]).encode())
+    return digest.hexdigest()
 
 
 def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:

@@ -133,6 +133,10 @@ class TrainingLoop:
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+            "training steps": settings.total_steps,
+            "max_grad_norm": settings.max_grad_norm,
+            "metric_for_best_model": settings.metric_for_best_model if settings.keep_best else None,
+            "early_stopping_patience": settings.early_stopping_patience,
             **settings.fingerprint,
         }
         self.log = RunLog(accelerator, settings.output_dir)

@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +56,28 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
+@contextmanager
+def _broken_checkpoint_as_value_error(source: str) -> Iterator[None]:
+    # transformers, huggingface_hub and safetensors each raise errors of their own about a file the user gave us.
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        # Two lines: huggingface_hub's first one names the field and its second one the value.
+        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+        raise ValueError(f"{source}: {type(error).__name__}: {text}") from error
+
+
 def load_config(args: argparse.Namespace) -> PreTrainedConfig:
-    """Reads a checkpoint's config and applies `--dropout_rate` (`args`: see `arguments.add_model_arguments`)."""
-    config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    """Reads a checkpoint's config and applies `--dropout_rate` (`args`: see `arguments.add_model_arguments`).
+
+    Raises:
+        OSError: There is none.
+        ValueError: It cannot be used, or has no dropout to set.
+    """
+    with _broken_checkpoint_as_value_error(args.model_name_or_path):
+        config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     if args.dropout_rate is not None:
         set_dropout(config, args.dropout_rate)
     return config
@@ -67,10 +88,14 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTra
 
     Raises:
         OSError: There is none.
-        ValueError: It has no padding token.
+        ValueError: It cannot be used, has no padding token, or more tokens than the model.
     """
     source = args.tokenizer_name or args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    with _broken_checkpoint_as_value_error(source):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
+    if not _learned_tokens(tokenizer):
+        raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
     if len(tokenizer) > config.vocab_size:
@@ -81,12 +106,27 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTra
     return tokenizer
 
 
-def check_max_length(max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the model has a position for every token.
+def _learned_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
+
+
+def check_max_length(
+    max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pair: bool = False
+) -> None:
+    """Checks that the model has a position for every token, and that text fits beside the special tokens.
+
+    Args:
+        max_length: Of `--max_length`.
+        config: The model's.
+        tokenizer: Its tokenizer.
+        pair: Whether an example is a pair of texts.
 
     Raises:
-        ValueError: `max_length` is more than the model's or the tokenizer's maximum.
+        ValueError: `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.
     """
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_length < special + 1:
+        raise ValueError(f"--max_length must be at least {special + 1} ({special} special tokens), got {max_length}")
     limits = {
         "the model has {} positions": getattr(config, "max_position_embeddings", None),
         "the tokenizer allows {} tokens": tokenizer.model_max_length,
@@ -112,7 +152,7 @@ def load_classifier(
 
     Raises:
         OSError: The checkpoint cannot be read.
-        ValueError: The checkpoint does not fit its config.
+        ValueError: The checkpoint does not fit its config, or the machine not `attn_implementation`.
     """
     num_labels = 1 if labels is None else len(labels)
     had = [str(config.id2label[i]).lower() for i in sorted(config.id2label)] if config.id2label else []
@@ -133,14 +173,15 @@ def load_classifier(
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     config.problem_type = "regression" if labels is None else "single_label_classification"
-    model = AutoModelForSequenceClassification.from_pretrained(
-        args.model_name_or_path,
-        config=config,
-        dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
-        attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-        ignore_mismatched_sizes=replaced,
-    )
+    with _broken_checkpoint_as_value_error(args.model_name_or_path):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            args.model_name_or_path,
+            config=config,
+            dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            ignore_mismatched_sizes=replaced,
+        )
     if args.gradient_checkpointing:
         # 5.23 renamed it; the old name is all that 5.15 has.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from hf_attn_variants.modeling.variant_mixins import NO_WEIGHT_DECAY
 
-__all__ = ["create_optimizer", "create_scheduler", "no_decay_names", "parameter_groups"]
+__all__ = ["create_optimizer", "create_scheduler", "no_decay_names", "parameter_groups", "warmup_steps"]
 
 NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
 NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
@@ -60,6 +60,18 @@ def create_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.
     )
 
 
+def warmup_steps(args: argparse.Namespace, total_steps: int) -> int:
+    """Steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+
+    Raises:
+        ValueError: They are more than the run has.
+    """
+    warmup = args.num_warmup_steps if args.num_warmup_steps is not None else math.ceil(args.warmup_ratio * total_steps)
+    if warmup > total_steps:
+        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    return warmup
+
+
 def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace, total_steps: int) -> LRScheduler:
     """Makes the learning-rate schedule.
 
@@ -71,9 +83,7 @@ def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace,
     Raises:
         ValueError: The warm-up is longer than the run, or the schedule does not know a setting.
     """
-    warmup = args.num_warmup_steps if args.num_warmup_steps is not None else math.ceil(args.warmup_ratio * total_steps)
-    if warmup > total_steps:
-        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    warmup = warmup_steps(args, total_steps)
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
     except TypeError as error:

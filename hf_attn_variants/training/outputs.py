@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +12,29 @@ from huggingface_hub import HfApi
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
 
-__all__ = ["check_hub_access", "push_folder", "save_model", "save_predictions"]
+__all__ = ["check_hub_access", "push_folder", "remove_earlier_run", "save_model", "save_predictions"]
+
+RESULTS_FILE = "all_results.json"
+CURVES_FILE = "training_curves.png"
+PREDICTIONS_PREFIX = "predictions_"
+# What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
+STALE_PATTERN = re.compile(
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.tsv|"
+    + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, RESULTS_FILE, CURVES_FILE))
+)
+
+
+def remove_earlier_run(output_dir: str | Path) -> None:
+    """Removes an earlier run's checkpoints, log, best weights and results; its final model stays until it is replaced.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    for entry in Path(output_dir).iterdir():
+        if STALE_PATTERN.fullmatch(entry.name):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def save_model(
@@ -79,6 +100,6 @@ def push_folder(args: argparse.Namespace) -> str:
         repo_id=url.repo_id,
         folder_path=args.output_dir,
         commit_message="Fine-tuned model",
-        ignore_patterns=["checkpoint-*", ".tmp-*", "best_model.safetensors", "hf_attn_variants/*"],
+        ignore_patterns=["checkpoint-*", ".tmp-*", BEST_MODEL_FILE, "hf_attn_variants/*"],
     )
     return str(url)

@@ -16,14 +16,14 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import find_checkpoint
+from hf_attn_variants.training.checkpoints import LOG_FILE, find_checkpoint
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
 from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
 from hf_attn_variants.training.glue import TASKS, GlueTask, format_prediction, get_task
-from hf_attn_variants.training.glue_data import GlueSplit, load_ax, load_glue, tokenize_split
+from hf_attn_variants.training.glue_data import GlueSplit, hash_rows, load_ax, load_glue, tokenize_split
 from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
 from hf_attn_variants.training.models import LabelMap, check_max_length, load_classifier, load_config, load_tokenizer
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler
+from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
 __all__ = ["main", "parse_args"]
@@ -87,9 +87,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     arguments.check_arguments(args)
     task = get_task(args.task_name)
     _check_metric(args, task)
-    arguments.prepare_output_dir(args, write=False)
     if args.resume_from_checkpoint:
         find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    arguments.prepare_output_dir(args, write=False)
     outputs.check_hub_access(args)
     accelerator = Accelerator(
         cpu=args.cpu,
@@ -101,7 +101,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     )
     try:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
-        arguments.prepare_output_dir(args, write=accelerator.is_main_process)
+        if accelerator.is_main_process:
+            arguments.prepare_output_dir(args)
         return _run(args, task, accelerator)
     finally:
         accelerator.end_training()
@@ -123,7 +124,7 @@ def _check_metric(args: argparse.Namespace, task: GlueTask) -> None:
 def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> dict[str, Any]:
     config = load_config(args)
     tokenizer = load_tokenizer(args, config)
-    check_max_length(args.max_length, config, tokenizer)
+    check_max_length(args.max_length, config, tokenizer, pair=len(task.text_columns) == 2)
     splits, tests = _load_splits(args, task)
     set_seed(args.seed)
     model, label_map = load_classifier(args, config, task.labels)
@@ -142,13 +143,8 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     optimizer = create_optimizer(model, args)
     scheduler = create_scheduler(optimizer, args, total_steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    if args.with_tracking:
-        config_values = {
-            k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
-        }
-        accelerator.init_trackers("hf_attn_variants", config_values)
     evaluator = GlueEvaluator(accelerator, model, eval_sets, label_map, args.disable_tqdm)
-    settings = _loop_settings(args, task, total_steps, len(splits["train"]))
+    settings = _loop_settings(args, task, total_steps, splits["train"])
     loop = TrainingLoop(
         accelerator,
         model,
@@ -160,6 +156,10 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
+    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
+        outputs.remove_earlier_run(args.output_dir)
+    accelerator.wait_for_everyone()
+    _start_trackers(args, accelerator)
     state = loop.run()
     if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
         evaluator()
@@ -191,7 +191,15 @@ def _load_splits(
     return splits, tests
 
 
-def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, examples: int) -> LoopSettings:
+def _start_trackers(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    if args.with_tracking:
+        values = {
+            k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
+        }
+        accelerator.init_trackers("hf_attn_variants", values)
+
+
+def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, train: GlueSplit) -> LoopSettings:
     metric = (args.metric_for_best_model or task.main_metric).removeprefix("eval_")
     return LoopSettings.from_args(
         args,
@@ -201,11 +209,10 @@ def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, e
         keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
         fingerprint={
             "task_name": task.name,
-            "training examples": examples,
-            "seed": args.seed,
-            "max_length": args.max_length,
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "group_by_length": args.group_by_length,
+            "training examples": len(train),
+            "hash of the training data": hash_rows(train),
+            **arguments.resume_fingerprint(args),
+            "warm-up steps": warmup_steps(args, total_steps),
         },
     )
 
@@ -292,20 +299,20 @@ def _write_predictions(
     if not accelerator.is_main_process:
         return
     for eval_set, prefix, predictions in found:
-        path = Path(args.output_dir) / f"predictions_{prefix}{eval_set.task.submission_file(eval_set.split.name)}"
+        name = f"{outputs.PREDICTIONS_PREFIX}{prefix}{eval_set.task.submission_file(eval_set.split.name)}"
         texts = [format_prediction(eval_set.task, value) for value in predictions]
-        outputs.save_predictions(path, eval_set.split.data["index"], texts)
+        outputs.save_predictions(Path(args.output_dir) / name, eval_set.split.data["index"], texts)
 
 
 def _write_outputs(args: argparse.Namespace, task: GlueTask, results: dict[str, Any]) -> None:
     folder = Path(args.output_dir)
-    save_results(folder / "all_results.json", results, args)
+    save_results(folder / outputs.RESULTS_FILE, results, args)
     names = [key.removeprefix("eval_") for key in results if key.startswith("eval_")]
     shown = [name for name in names if name.removesuffix("_mm") in (*task.metrics, "combined_score")]
     plot_curves(
-        read_log(folder / "train_log.jsonl"),
+        read_log(folder / LOG_FILE),
         shown,
-        folder / "training_curves.png",
+        folder / outputs.CURVES_FILE,
         f"{task.folder}: {Path(args.model_name_or_path).name}, seed {args.seed}",
     )
     if args.push_to_hub:

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from architectures import HEAD_IDS, HEADS
+from architectures import HEAD_IDS, HEADS, T5
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.conversion.report import REPORT_NAME
+from hf_attn_variants.conversion.staging import staged_folder
 from hf_attn_variants.modeling.variant_mixins import projection_std
 
 LAYER = "bert.encoder.layer.1.attention"
@@ -290,6 +292,39 @@ def test_report(make_source, tmp_path):
     assert "12 -> 3" in text and "KV cache" in text and str(tmp_path / "out") in text
 
 
+@pytest.mark.parametrize("encoder, decoder", [(4, 2), (None, 2), (4, None)])
+def test_t5s_encoder_and_decoder_are_converted_separately(tmp_path, encoder, decoder):
+    model = T5.upstream_model("T5ForConditionalGeneration")
+    model.save_pretrained(tmp_path / "source")
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", decoder, encoder_num_key_value_heads=encoder)
+    counts = {"encoder": encoder or 12, "decoder": decoder or 12, "cross": decoder or 12}
+    rows = [(row.module, row.site, row.key_heads, row.value_heads) for row in report.layers]
+    paths = {
+        "encoder": "encoder.block.{}.layer.0.SelfAttention",
+        "decoder": "decoder.block.{}.layer.0.SelfAttention",
+        "cross": "decoder.block.{}.layer.1.EncDecAttention",
+    }
+    expected_rows = [
+        (paths[site].format(i), site, (12, count), (12, count)) for site, count in counts.items() for i in range(2)
+    ]
+    assert sorted(rows) == sorted(expected_rows)
+    for row in report.layers:
+        changed = counts[row.site] != 12
+        assert (row.change == "pool") is changed and (row.logits_relative_error > 0) is changed
+    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    expected = dict(before)
+    for module, site, *_ in rows:
+        for name in (f"{module}.k.weight", f"{module}.v.weight"):
+            expected[name] = mean_heads(before[name], 12, counts[site]) if counts[site] != 12 else before[name]
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
+    ours, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert ours.config.num_key_value_heads == counts["decoder"]
+    assert ours.config.encoder_num_key_value_heads == counts["encoder"]
+
+
 def test_an_encoder_has_no_cache(make_source, tmp_path):
     assert convert_checkpoint(make_source(), tmp_path / "out", 4).kv_cache_bytes_per_token is None
 
@@ -302,6 +337,7 @@ def test_side_files(make_source, tmp_path):
         "1_Pooling/config.json": "{}",
         "2_Dense/model.safetensors": "weights of another module",
         "README.md": "text",
+        "1_Pooling/all_results.json": "{}",
         "vocab.txt": "a",
     }
     dropped = [
@@ -316,13 +352,18 @@ def test_side_files(make_source, tmp_path):
         "backup/model.safetensors",
         "onnx/model.txt",
         "checkpoint-5/trainer_state.json",
+        "all_results.json",
+        "predictions_dev_STS-B.tsv",
+        "train_log.jsonl",
+        "training_curves.png",
+        REPORT_NAME,
     ]
-    for name, content in (kept | dict.fromkeys(dropped, "x") | {".git/HEAD": "x", REPORT_NAME: "old"}).items():
+    for name, content in (kept | dict.fromkeys(dropped, "x") | {".git/HEAD": "x"}).items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(content)
     report = convert_checkpoint(source, tmp_path / "out", 4)
     assert {name: (tmp_path / "out" / name).read_text() for name in kept} == kept
-    assert not any((tmp_path / "out" / name).exists() for name in [*dropped, ".git/HEAD"])
+    assert not any((tmp_path / "out" / name).exists() for name in [*dropped, ".git/HEAD"] if name != REPORT_NAME)
     folders = {"onnx/model.txt": "onnx/", "checkpoint-5/trainer_state.json": "checkpoint-5/"}
     assert report.files_left_out == sorted(folders.get(name, name) for name in dropped)
     assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["method"] == "mean"
@@ -430,6 +471,57 @@ def test_sources_that_cannot_be_converted(make_source, edit_config, tmp_path, fi
     assert not (tmp_path / "out").exists()
 
 
+BAD_CONFIGS = [
+    ({"hidden_act": "foo"}, r"is wrong \(.*config\.json\): KeyError: 'foo'"),
+    ({"pad_token_id": 999}, r"is wrong \(.*config\.json\): AssertionError: Padding_idx"),
+    ({"vocab_size": -3}, r"is wrong \(.*config\.json\): RuntimeError: .*negative dimension -3"),
+    ({"id2label": 3}, r"is wrong \(.*config\.json\): AttributeError"),
+    ({"dtype": "nonsense"}, r"is wrong \(.*config\.json\): .*nonsense"),
+    ({"dtype": 5}, r"is wrong \(.*config\.json\): `dtype` must be the name of a torch dtype; got 5"),
+    ({"dtype": "nn"}, r"is wrong \(.*config\.json\): `dtype` must be the name of a torch dtype; got 'nn'"),
+    ({"talking_heads_dynamic": 7}, r"is wrong \(.*config\.json\): `talking_heads_dynamic` must be a list"),
+    ({"talking_heads_dynamic": True}, r"is wrong \(.*config\.json\): `talking_heads_dynamic` must be a list"),
+    ({"talking_heads_dynamic": [["x2l"]]}, r"is wrong \(.*config\.json\): `talking_heads_dynamic` must be distinct"),
+    ({"architectures": [5]}, r"config\.json: `architectures` must be a list of class names; got \[5\]"),
+    ({"architectures": 5}, r"config\.json: `architectures` must be a list of class names; got 5"),
+    ({"architectures": "BertForMaskedLM"}, r"config\.json: `architectures` must be a list .* got 'BertForMaskedLM'"),
+]
+
+
+@pytest.mark.parametrize("fields, message", BAD_CONFIGS, ids=lambda value: json.dumps(value)[:40])
+@pytest.mark.parametrize("to_folder", [True, False])
+def test_a_wrong_value_in_the_config_is_a_value_error_that_names_the_file(
+    make_source, edit_config, tmp_path, to_folder, fields, message
+):
+    source = make_source()
+    edit_config(source, **fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        convert_function(source, 4, output_dir=tmp_path / "out" if to_folder else None)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    "head, fields, edit, name",
+    [
+        ("BertForMaskedLM", {}, {"num_hidden_layers": 1}, r"bert\.encoder\.layer\.1\.attention"),
+        ("BertModel", {}, {"num_hidden_layers": 1}, r"'encoder\.layer\.1\.attention"),
+        (
+            "BertLMHeadModel",
+            {"is_decoder": True, "add_cross_attention": True},
+            {"add_cross_attention": False},
+            "crossattention",
+        ),
+    ],
+)
+def test_attention_that_the_config_does_not_mention(make_source, edit_config, tmp_path, head, fields, edit, name):
+    source = make_source(head, **fields)
+    edit_config(source, **edit)
+    with pytest.raises(ValueError, match=rf"holds \d+ attention tensors .* does not have: .*{name}"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_a_missing_architecture_means_the_base_model(make_source, edit_config, tmp_path):
     source = make_source()
     edit_config(source, architectures=None)
@@ -498,6 +590,84 @@ def test_the_output_must_be_new_or_empty(make_source, tmp_path):
     assert expected == {*os.listdir(tmp_path / "not" / "yet" / "there")} and "config.json" in expected
 
 
+def test_the_working_directory(make_source, tmp_path, monkeypatch):
+    source = make_source()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    inode = os.stat(".").st_ino
+    report = convert_checkpoint("../source", ".", 4)
+    assert report.output_dir == "." and os.stat(tmp_path / "here").st_ino == inode
+    convert_checkpoint(source, tmp_path / "new", 4)
+    assert sorted(os.listdir(".")) == sorted(os.listdir(tmp_path / "new"))
+    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "here").config.num_key_value_heads == 4
+    with pytest.raises(FileExistsError, match="is not empty"):
+        convert_checkpoint(source, ".", 4)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_an_empty_or_a_missing_folder(make_source, tmp_path, exists):
+    source = make_source()
+    if exists:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    convert_checkpoint(source, tmp_path / "link", 4)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
+
+
+def test_a_link_to_itself(make_source, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="is a link to itself"):
+        convert_checkpoint(make_source(), tmp_path / "loop", 4)
+
+
+def test_an_empty_mount_point(make_source, tmp_path, monkeypatch):
+    # What the kernel does with one: it cannot be removed, and nothing can be renamed into or out of it.
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    rename, rmdir = os.rename, Path.rmdir
+
+    def checked_rename(old, new):
+        if (mount in Path(old).parents) != (mount in Path(new).parents):
+            raise OSError(18, "Invalid cross-device link")
+        rename(old, new)
+
+    def checked_rmdir(folder):
+        if folder == mount:
+            raise OSError(16, "Device or resource busy")
+        rmdir(folder)
+
+    monkeypatch.setattr(os, "rename", checked_rename)
+    monkeypatch.setattr(Path, "rmdir", checked_rmdir)
+    convert_checkpoint(make_source(), mount, 4)
+    assert (mount / "config.json").is_file() and not list(mount.glob(".*"))
+
+
+def test_an_existing_folder_gets_all_or_nothing_and_its_config_last(tmp_path, monkeypatch):
+    names = ["config.json", "a.txt", "z.safetensors"]
+    moved, rename = [], os.rename
+
+    def failing_rename(old, new):
+        if Path(new).parent == tmp_path:
+            moved.append(Path(new).name)
+            if len(moved) == len(names):
+                raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", failing_rename)
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path) as stage:
+        for name in names:
+            (stage / name).write_text("x")
+    assert moved == ["a.txt", "z.safetensors", "config.json"] and list(tmp_path.iterdir()) == []
+
+
+def test_what_came_into_the_folder_in_the_meantime_is_not_lost(tmp_path):
+    with pytest.raises(FileExistsError, match="in the meantime"), staged_folder(tmp_path) as stage:
+        (stage / "config.json").write_text("ours")
+        (tmp_path / "config.json").write_text("theirs")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_not_writable(make_source, tmp_path):
     source = make_source()
@@ -535,6 +705,10 @@ def test_a_failure_in_the_middle_leaves_nothing(make_source, tmp_path, error):
     with pytest.raises(type(error)):
         convert_checkpoint(source, tmp_path / "new" / "out", 4, FailsInTheSecondLayer(error))
     assert snapshot(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(type(error)):
+        convert_checkpoint(source, tmp_path / "empty", 4, FailsInTheSecondLayer(error))
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_method_of_ones_own(make_source, tmp_path):

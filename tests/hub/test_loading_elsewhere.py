@@ -74,13 +74,16 @@ def run_elsewhere(script, *arguments, home, cwd):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
-def test_every_auto_class_loads_elsewhere(architecture, variant, tmp_path):
+@pytest.mark.parametrize("saved", ["base", "language_model"])
+def test_every_auto_class_loads_elsewhere(architecture, variant, saved, tmp_path):
     base = next(iter(architecture.heads))
-    model = architecture.model(base, variant)
+    heads = {"base": base, "language_model": architecture.config_class.auto_classes["AutoModelForPreTraining"]}
+    head = heads[saved].removeprefix("AttnVariant")
+    architecture.model(head, variant).save_pretrained(tmp_path / "repo")
+    model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(tmp_path / "repo").eval()
     inputs = architecture.batch(base)
     with torch.no_grad():
         expected = model(**inputs).last_hidden_state
-    model.save_pretrained(tmp_path / "repo")
     save_file(
         {"expected": expected} | {f"input.{name}": value.contiguous() for name, value in inputs.items()},
         tmp_path / "tensors.safetensors",

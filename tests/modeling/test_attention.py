@@ -90,7 +90,7 @@ def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, pr
 
 
 @pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
-@pytest.mark.parametrize("mask_name", ["none", "padding", "per_query"])
+@pytest.mark.parametrize("mask_name", ["none", "padding", "per_query", "fully_masked"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("queries", [1, QUERIES])
 def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries):

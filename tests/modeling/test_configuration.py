@@ -3,6 +3,8 @@
 import pytest
 from architectures import ARCHITECTURES, VARIANTS
 
+import hf_attn_variants
+
 ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 
 # (fields, a part of the message that names the rule and the values)
@@ -27,6 +29,8 @@ BAD_FIELDS = [
     ({"talking_heads": "both", "talking_heads_dynamic": ["x2y"]}, "out of x2l, m2l, x2w, m2w; got ['x2y']"),
     ({"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2l"]}, "must be distinct names"),
     ({"talking_heads": "both", "talking_heads_dynamic": "x2l"}, "must be a list of names"),
+    ({"talking_heads": "both", "talking_heads_dynamic": 7}, "must be a list of names; got 7"),
+    ({"talking_heads": "both", "talking_heads_dynamic": [["x2l"]]}, "got [['x2l']]"),
     ({"talking_heads": "logits", "talking_heads_dynamic": ["m2w"]}, "'m2w' is added to the weights projection"),
     ({"talking_heads_dynamic": ["x2l"]}, "talking_heads=None does not have"),
 ]
@@ -38,6 +42,24 @@ def test_a_bad_value_is_a_clear_error(architecture, fields, message):
     with pytest.raises(ValueError) as error:
         architecture.config(**fields)
     assert message in str(error.value)
+
+
+@ALL
+@pytest.mark.parametrize("fields, message", BAD_FIELDS, ids=lambda value: str(value)[:60])
+def test_a_bad_value_given_while_loading_is_the_same_error(architecture, fields, message, tmp_path):
+    architecture.upstream_config_class(**architecture.tiny).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        architecture.config_class.from_pretrained(tmp_path, **fields)
+    assert message in str(error.value)
+
+
+@ALL
+def test_a_bad_value_set_afterwards_is_found_when_the_model_is_built(architecture):
+    config = architecture.config()
+    config.num_key_value_heads = 5
+    model_class = getattr(hf_attn_variants, config.auto_classes["AutoModel"])
+    with pytest.raises(ValueError, match="must divide `num_attention_heads`: got 5 for 12"):
+        model_class(config)
 
 
 @ALL

@@ -348,7 +348,7 @@ def test_no_tensor_grows_with_n_times_m(monkeypatch):
 
 def test_the_backend_is_chosen_and_checked():
     query, key, value, *_ = make_inputs(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"`backend` must be one of \['blocked', 'triton'\] or None, got 'fast'"):
+    with pytest.raises(ValueError, match=r"`backend` must be one of \['blocked', 'triton'\], got 'fast'"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
     with pytest.raises(ValueError, match=r"`dropout` must be at least 0 and below 1, got 1\.0"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)

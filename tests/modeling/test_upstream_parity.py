@@ -1,10 +1,13 @@
 """The multi-head variant, loaded from upstream's own checkpoint, is upstream's model to rounding."""
 
+import re
+
 import pytest
 import torch
 from architectures import BERT, HEAD_IDS, HEADS, LENGTH, VARIANTS, padding_mask, token_ids
 
 import hf_attn_variants
+from hf_attn_variants.conversion import command
 
 ATOL = 1e-5
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
@@ -90,14 +93,37 @@ def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
         getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
             tmp_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes
         )
-    assert "convert_checkpoint.py" in str(error.value)
-    assert f"--num_key_value_heads {VARIANTS[variant]['num_key_value_heads']}" in str(error.value)
+    quoted = re.search(r"`python scripts/convert_checkpoint.py (.*?)`", str(error.value))[1]
+    flags = command.parse_args(quoted.split())
+    assert flags.num_key_value_heads == VARIANTS[variant]["num_key_value_heads"]
 
 
-def test_learned_talking_heads_are_not_dropped_silently(tmp_path):
-    BERT.model("BertModel", "talking").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="talking_heads='both'"):
-        hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.config())
+@pytest.mark.parametrize(
+    "saved, fields, name",
+    [
+        ("talking", {}, "talking_heads"),
+        ("dynamic", {"talking_heads": "both"}, "talking_heads_dynamic"),
+        ("gqa_talking", {**VARIANTS["gqa_talking"], "num_softmax_heads": 8}, "num_softmax_heads"),
+        ("mha", VARIANTS["weights"], "num_value_heads"),
+    ],
+)
+@pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
+def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mismatched_sizes, tmp_path):
+    BERT.model("BertModel", saved).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{name}=.*cannot be dropped or resized"):
+        hf_attn_variants.AttnVariantBertModel.from_pretrained(
+            tmp_path, config=BERT.config(**fields), ignore_mismatched_sizes=ignore_mismatched_sizes
+        )
+
+
+def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
+    model = BERT.model("BertModel", "gqa")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.config("gqa")).eval()
+    batch = BERT.batch("BertModel")
+    with torch.no_grad():
+        assert_same_outputs(again(**batch), model(**batch))
 
 
 @IMPLEMENTATIONS

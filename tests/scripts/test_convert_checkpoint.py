@@ -1,5 +1,6 @@
 """`scripts/convert_checkpoint.py` as a user runs it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, option
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("fields", [{"hidden_act": "foo"}, {"architectures": 5}, {"hidden_size": "wide"}])
+def test_a_wrong_config_is_one_line_and_status_2(source, tmp_path, capsys, fields):
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    assert run(*arguments(source, tmp_path / "out", "--num_key_value_heads", "4")) == 2
+    printed = capsys.readouterr()
+    assert str(path) in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(

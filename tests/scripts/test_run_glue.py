@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_user_error_is_one_line_and_status_2(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0] and "none" in errors[0]
+
+
+def test_a_damaged_checkpoint_is_one_line_and_status_2(tiny_bert, tmp_path):
+    damaged = shutil.copytree(tiny_bert, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:500])
+    done = start(
+        "--model_name_or_path", damaged, "--task_name", "cola", "--data_dir", FIXTURES / "CoLA",
+        "--output_dir", tmp_path / "out", "--max_length", 48, "--cpu",
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: {damaged}: SafetensorError: ")
 
 
 def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path):

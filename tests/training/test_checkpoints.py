@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,14 @@ def trained(tiny_bert, glue, tmp_path):
     return out, lambda *more: main(parse_args(flags(tiny_bert, glue, out, *more)))
 
 
+@pytest.fixture(scope="module")
+def once_trained(tiny_bert, glue, tmp_path_factory):
+    """A finished run that no test changes."""
+    out = tmp_path_factory.mktemp("once") / "out"
+    main(parse_args(flags(tiny_bert, glue, out)))
+    return out
+
+
 def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
     out, again = trained
     before = records(out)
@@ -135,11 +144,65 @@ def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
         again("--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "2")
     with pytest.raises(ValueError, match="seed was 42 and is 7"):
         again("--resume_from_checkpoint", "latest", "--seed", "7")
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.001 and is 0\.002, lr_scheduler_type was linear"):
+        again("--resume_from_checkpoint", "latest", "--learning_rate", "2e-3", "--lr_scheduler_type", "cosine")
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         again("--resume_from_checkpoint", str(tmp_path))
     (out / "checkpoint-12/random_states_0.pkl").unlink()
     with pytest.raises(ValueError, match=r"no random_states_0\.pkl"):
         again("--resume_from_checkpoint", "latest")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--weight_decay", "0.1", "weight_decay was 0.0 and is 0.1"),
+        ("--adam_beta1", "0.8", "adam_beta1 was 0.9 and is 0.8"),
+        ("--adam_beta2", "0.99", "adam_beta2 was 0.999 and is 0.99"),
+        ("--adam_epsilon", "1e-6", "adam_epsilon was 1e-08 and is 1e-06"),
+        ("--max_grad_norm", "2", "max_grad_norm was 1.0 and is 2.0"),
+        ("--lr_scheduler_kwargs", '{"num_cycles": 1}', r"lr_scheduler_kwargs was \{\} and is \{'num_cycles': 1\}"),
+        ("--num_warmup_steps", "2", "warm-up steps was 0 and is 2"),
+        ("--warmup_ratio", "0.5", "warm-up steps was 0 and is 7"),
+        ("--max_train_steps", "14", "training steps was 13 and is 14"),
+        ("--dropout_rate", "0", "dropout_rate was None and is 0.0"),
+        ("--metric_for_best_model", "pearson", "metric_for_best_model was loss and is pearson"),
+        ("--early_stopping_patience", "9", "early_stopping_patience was None and is 9"),
+        ("--model_name_or_path", None, "model_name_or_path was .* and is .*copy"),
+        ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is [0-9a-f]{16};"),
+    ],
+)
+def test_a_resume_with_a_changed_option_is_refused_by_name(
+    once_trained, tiny_bert, glue, tmp_path, flag, value, message
+):
+    if flag == "--model_name_or_path":
+        value = str(shutil.copytree(tiny_bert, tmp_path / "copy"))
+    if flag == "--train_file":
+        text = (glue / "STS-B/train.tsv").read_text()
+        value = tmp_path / "train.tsv"
+        value.write_text(text.replace(" a ", " one ", 1))
+    # The schedule's setting needs a schedule that has it; it is built before the checkpoint is read.
+    more = ["--lr_scheduler_type", "cosine"] if flag == "--lr_scheduler_kwargs" else []
+    before = records(once_trained)
+    with pytest.raises(ValueError, match=message):
+        main(
+            parse_args(
+                flags(tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value))
+            )
+        )
+    assert records(once_trained) == before
+
+
+def test_a_checkpoint_from_elsewhere_needs_an_empty_folder(once_trained, tiny_bert, glue, tmp_path):
+    argv = flags(tiny_bert, glue, tmp_path / "other", "--resume_from_checkpoint", str(once_trained / "checkpoint-12"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/train_log.jsonl").write_text("precious")
+    with pytest.raises(ValueError, match=r"does not lie in --output_dir .*other, which is not empty"):
+        main(parse_args(argv))
+    assert (tmp_path / "other/train_log.jsonl").read_text() == "precious"
+    (tmp_path / "other/train_log.jsonl").unlink()
+    assert main(parse_args(argv))["steps"] == STEPS
+    assert records(tmp_path / "other") == records(once_trained)
 
 
 def test_resume_on_another_number_of_threads_warns(trained, caplog):

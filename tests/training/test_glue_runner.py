@@ -1,12 +1,16 @@
 """`run_glue.main` on in-repo rows with a tiny random BERT: outputs, labels, errors before any work, early stopping."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+from hf_attn_variants.training import arguments
+from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.run_glue import main, parse_args
 
 
@@ -85,6 +89,35 @@ def test_saved_model_gives_the_written_dev_predictions(run, glue):
     assert predicted == written
     assert (out / "predictions_CoLA.tsv").read_text().splitlines()[1].startswith("0\t")
     assert "eval_matthews_correlation" in results
+
+
+def test_written_predictions_are_in_the_rows_order(run, tiny_bert, glue, tmp_path):
+    lines = (glue / "STS-B/dev.tsv").read_text().splitlines()
+    header, rows = lines[0].split("\t"), [line.split("\t") for line in lines[1:]]
+    pairs = [(row[header.index("sentence1")], row[header.index("sentence2")]) for row in rows]
+    labels = [float(row[header.index("score")]) for row in rows]
+    # Large weights: those of `tiny_bert` give every row nearly the same score.
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2 if name == "classifier.weight" else 0.5)
+    torch.nn.init.constant_(model.classifier.bias, 2.5)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    model.save_pretrained(tmp_path / "large"), tokenizer.save_pretrained(tmp_path / "large")
+    flags = ["--num_train_epochs", 0, "--per_device_eval_batch_size", 3]
+    results, out = run("stsb", *flags, model=tmp_path / "large")
+    encoded = [tokenizer(*pair, return_tensors="pt") for pair in pairs]
+    with torch.no_grad():
+        one_at_a_time = np.array([model(**inputs).logits.item() for inputs in encoded])
+    expected = one_at_a_time.clip(0, 5)
+    # Rows that already came longest first, or predictions all alike, would not tell one order from another.
+    order = np.argsort([-inputs["input_ids"].shape[1] for inputs in encoded], kind="stable")
+    assert (np.abs(expected[order] - expected) > 0.01).sum() > len(pairs) / 2
+    written = [line.split("\t") for line in (out / "predictions_dev_STS-B.tsv").read_text().splitlines()[1:]]
+    assert [row[0] for row in written] == [str(i) for i in range(len(pairs))]
+    assert [float(row[1]) for row in written] == pytest.approx(expected, abs=1e-3)
+    assert results["eval_pearson"] == pytest.approx(np.corrcoef(one_at_a_time, labels)[0, 1], abs=1e-4)
 
 
 def test_mnli_has_two_dev_sets_and_predicts_ax(run):
@@ -183,6 +216,11 @@ def test_gradient_checkpointing_and_bf16_run(run):
         ("sst3", [], "unknown --task_name 'sst3'"),
         ("ax", [], "ax is predicted after training on mnli"),
         ("cola", ["--max_length", 65], "--max_length 65 is too long"),
+        ("cola", ["--max_length", 2], "--max_length must be at least 3"),
+        ("stsb", ["--max_length", 3], "--max_length must be at least 4"),
+        ("cola", ["--attn_implementation", "flash_attention_2"], "ImportError: FlashAttention2"),
+        ("cola", ["--with_tracking", "--report_to", "wandb"], "wandb: not installed"),
+        ("cola", ["--with_tracking", "--report_to", "paper"], "--report_to must be one of"),
         ("cola", ["--metric_for_best_model", "f1"], "cola has loss, matthews_correlation"),
         ("cola", ["--checkpointing_steps", "often"], "--checkpointing_steps must be"),
         ("cola", ["--gradient_accumulation_steps", 0], "--gradient_accumulation_steps must be at least 1"),
@@ -197,7 +235,8 @@ def test_gradient_checkpointing_and_bf16_run(run):
     ],
 )
 def test_errors_before_training(run, task, flags, message, monkeypatch):
-    monkeypatch.setattr("hf_attn_variants.training.loop.TrainingLoop._step", None)
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(arguments, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises((ValueError, OSError), match=message):
         run(task, *flags)
 
@@ -209,9 +248,120 @@ def test_output_folder_must_be_free_and_writable(run, tmp_path):
         run("cola", output_dir=tmp_path / "used")
     with pytest.raises(OSError, match="cannot be written to"):
         run("cola", output_dir=tmp_path / "used/notes.txt/out")
-    (tmp_path / "used/checkpoint-7").mkdir()
-    run("cola", "--max_train_steps", 1, "--overwrite_output_dir", output_dir=tmp_path / "used")
-    assert (tmp_path / "used/notes.txt").read_text() == "mine" and not (tmp_path / "used/checkpoint-7").exists()
+
+
+EARLIER_RUN = [
+    "checkpoint-7/train_state.json",
+    ".tmp-checkpoint-9/model.safetensors",
+    "best_model.safetensors",
+    "train_log.jsonl",
+    "all_results.json",
+    "predictions_CoLA.tsv",
+    "predictions_dev_CoLA.tsv",
+    "training_curves.png",
+]
+
+
+@pytest.fixture
+def used(tmp_path):
+    for name in ["notes.txt", "my_predictions.tsv", *EARLIER_RUN]:
+        path = tmp_path / "used" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("old")
+    return tmp_path / "used"
+
+
+def test_overwriting_removes_the_earlier_run_and_nothing_else(run, used, monkeypatch):
+    seen = []
+    train = TrainingLoop.run
+
+    def look(loop):
+        seen.extend(path.name for path in used.iterdir())
+        return train(loop)
+
+    monkeypatch.setattr(TrainingLoop, "run", look)
+    run("cola", "--max_train_steps", 1, "--overwrite_output_dir", "--skip_predict", output_dir=used)
+    assert sorted(seen) == ["my_predictions.tsv", "notes.txt"] and (used / "notes.txt").read_text() == "old"
+    assert not (used / "predictions_CoLA.tsv").exists() and (used / "all_results.json").read_text() != "old"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train_file", "/nowhere/train.tsv"], "no such file"),
+        (["--model_name_or_path", "/nowhere/model"], "/nowhere/model"),
+        (["--attn_implementation", "flash_attention_2"], "FlashAttention2"),
+        (["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),
+    ],
+)
+def test_overwriting_keeps_the_earlier_run_until_the_new_one_can_start(run, used, flags, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        run("cola", "--overwrite_output_dir", *flags, output_dir=used)
+    assert all((used / name).read_text() == "old" for name in EARLIER_RUN)
+
+
+def _edit_config(**values):
+    def edit(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
+def _truncate_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def _remove_tokenizer(folder):
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (_truncate_weights, ValueError, "damaged: SafetensorError: "),
+        (_edit_config(hidden_size="wide"), ValueError, "damaged: StrictDataclass.*hidden_size.*expected int"),
+        (_edit_config(intermediate_size=16), ValueError, "damaged: RuntimeError: "),
+        (_edit_config(hidden_act="foo"), ValueError, "damaged: KeyError: 'foo'"),
+        (_remove_tokenizer, OSError, "damaged has no tokenizer files.*--tokenizer_name"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_user_error(run, tiny_bert, tmp_path, damage, error, message):
+    shutil.copytree(tiny_bert, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    with pytest.raises(error, match=message) as raised:
+        run("cola", model=tmp_path / "damaged")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_from_elsewhere_helps_a_checkpoint_without_one(run, tiny_bert, tmp_path):
+    shutil.copytree(tiny_bert, tmp_path / "bare")
+    _remove_tokenizer(tmp_path / "bare")
+    results, _ = run("cola", "--max_train_steps", 1, "--tokenizer_name", tiny_bert, model=tmp_path / "bare")
+    assert results["steps"] == 1
+
+
+def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):
+    def step(loop, group):
+        raise KeyError("bug")
+
+    monkeypatch.setattr(TrainingLoop, "_step", step)
+    with pytest.raises(KeyError, match="bug"):
+        run("cola")
+
+
+def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypatch, caplog):
+    flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--mixed_precision", "bf16"]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    arguments.check_arguments(parse_args([*flags, "--cpu"]))
+    assert "no bfloat16 instructions" in caplog.text
+    caplog.clear()
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    arguments.check_arguments(parse_args([*flags, "--cpu"]))
+    assert not caplog.text
 
 
 def test_parent_of_the_task_folder_gets_a_hint(run, glue):
