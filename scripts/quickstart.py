@@ -107,9 +107,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
-    print(
-        "Mean-pooling merges heads that were trained apart: the grouped model needs more than a short epoch."
-    )
+    print("Mean-pooling merges heads that were trained apart: the grouped model needs more than a short epoch.")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to share: {run / 'fine-tuned'}")
     return rows
