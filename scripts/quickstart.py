@@ -107,7 +107,10 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
-    print("Mean-pooling merges heads that were trained apart: the grouped model needs more than a short epoch.")
+    print(
+        "Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences, after a short epoch."
+    )
+    print("Mean-pooling merges heads trained apart: the grouped model needs more steps to recover (docs/results.md).")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to share: {run / 'fine-tuned'}")
     return rows
