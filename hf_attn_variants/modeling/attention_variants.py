@@ -33,6 +33,10 @@ __all__ = [
 EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 
+# From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused kernel
+# (measured, benchmarks/decode_t5.py: 1.1 to 5 times at batch 8 to 32; below it the kernel's single call wins).
+MATMUL_BATCH_SIZE = 8
+
 
 def attention_with_weights(
     query: torch.Tensor,
@@ -108,6 +112,8 @@ def fused_attention(
     """
     length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     groups = heads // kv_heads
+    if length == 1 and query.device.type == "cpu" and query.shape[0] >= MATMUL_BATCH_SIZE:
+        return attention_with_weights(query, key, value, mask, position_bias, scaling=scaling, dropout=dropout)[0]
     if is_causal and key.shape[2] > length:
         # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
         key, value = key[:, :, :length], value[:, :, :length]
