@@ -1,9 +1,11 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, talking heads.
 
 `convert` is the front door; the rooms behind it: `grouping` (which heads share), `methods` (how heads merge, one file
-each), `plan` (what will be done, checked before any work), `checkpoint_io` (tensors in and out, one by one), `report`.
+each), `plan` (what will be done, checked before any work), `recording` and `calibration` (what the attentions do on
+real text, for the methods that fit to it), `checkpoint_io` (tensors in and out, one by one), `report`.
 """
 
+from .calibration import Calibration
 from .convert import convert, convert_checkpoint, convert_model, load_converted
 from .methods import METHODS, AttentionTensors, ConversionMethod, LayerContext
 from .report import ConversionReport, LayerReport
@@ -11,6 +13,7 @@ from .report import ConversionReport, LayerReport
 __all__ = [
     "METHODS",
     "AttentionTensors",
+    "Calibration",
     "ConversionMethod",
     "ConversionReport",
     "LayerContext",

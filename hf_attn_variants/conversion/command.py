@@ -1,8 +1,10 @@
 """The command behind `scripts/convert_checkpoint.py`."""
 
 import argparse
+import random
 from collections.abc import Sequence
 
+from .calibration import Calibration, read_lines
 from .convert import DTYPES, convert_checkpoint
 from .methods import METHODS
 from .report import ConversionReport
@@ -12,7 +14,7 @@ __all__ = ["main", "parse_args"]
 EXAMPLE = """\
 example:
   python scripts/convert_checkpoint.py --model_name_or_path google-bert/bert-base-uncased \\
-      --num_key_value_heads 4 --method mean --output_dir bert-base-gqa4
+      --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
   python scripts/run_glue.py --model_name_or_path bert-base-gqa4 --task_name sst2 --output_dir bert-base-gqa4-sst2
 """
 
@@ -30,7 +32,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
     parser.add_argument(
-        "--method", default="mean", choices=sorted(METHODS), help="how heads are merged (default: %(default)s)"
+        "--method",
+        choices=sorted(METHODS),
+        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+    )
+    calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    calibration.add_argument(
+        "--calibration_file", help="one example a line, of the kind of text the model is for; .gz too"
+    )
+    calibration.add_argument(
+        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+    )
+    calibration.add_argument(
+        "--calibration_size", type=int, default=1024, help="lines drawn from the file by --seed (default: %(default)s)"
+    )
+    calibration.add_argument(
+        "--max_length", type=int, default=64, help="tokens at which a line is cut (default: %(default)s)"
+    )
+    calibration.add_argument(
+        "--fit_steps",
+        type=int,
+        default=Calibration.fit_steps,
+        help="Adam steps for each attention after the closed form; 0 = the closed form alone (default: %(default)s)",
     )
     parser.add_argument(
         "--talking_heads",
@@ -64,7 +87,45 @@ def main(args: argparse.Namespace) -> ConversionReport:
     Raises:
         ValueError, OSError: as for `convert_checkpoint`.
     """
-    report = convert_checkpoint(**vars(args))
+    options = vars(args).copy()
+    names = ("calibration_file", "calibration_target_file", "calibration_size", "max_length", "fit_steps")
+    text = {name: options.pop(name) for name in names}
+    report = convert_checkpoint(calibration=_calibration(seed=args.seed, **text), **options)
     print(report.summary())
     print(f'Next: fine-tune it with scripts/run_glue.py --model_name_or_path "{report.output_dir}" ...')
     return report
+
+
+def _calibration(
+    calibration_file: str | None,
+    calibration_target_file: str | None,
+    calibration_size: int,
+    max_length: int,
+    fit_steps: int,
+    seed: int,
+) -> Calibration | None:
+    """Read the calibration text and draw its lines.
+
+    Raises:
+        ValueError: for targets without sources, or another number of them.
+    """
+    if calibration_file is None:
+        if calibration_target_file is not None:
+            raise ValueError("--calibration_target_file needs --calibration_file, the sources of its lines.")
+        return None
+    texts = read_lines(calibration_file)
+    targets = None if calibration_target_file is None else read_lines(calibration_target_file)
+    if targets is not None and len(targets) != len(texts):
+        raise ValueError(
+            f"{calibration_target_file} has {len(targets)} lines and {calibration_file} {len(texts)}: line i of one "
+            "must be the target of line i of the other."
+        )
+    usable = [i for i, text in enumerate(texts) if text and (targets is None or targets[i])]
+    if len(usable) > calibration_size:
+        usable = sorted(random.Random(seed).sample(usable, calibration_size))
+    return Calibration(
+        [texts[i] for i in usable],
+        None if targets is None else [targets[i] for i in usable],
+        max_length=max_length,
+        fit_steps=fit_steps,
+    )

@@ -11,10 +11,11 @@ from typing import Any, overload
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..modeling.attention_variants import EAGER, SDPA
+from .calibration import Calibration, calibrate, needs_calibration
 from .checkpoint_io import (
     INDEX_NAME,
     TORCH_DTYPES,
@@ -46,7 +47,7 @@ DTYPES = {
 def convert(
     model_or_path: PreTrainedModel | str | os.PathLike,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
     output_dir: None = None,
     **options: Any,
@@ -55,7 +56,7 @@ def convert(
 def convert(
     model_or_path: str | os.PathLike,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
     output_dir: str | os.PathLike,
     **options: Any,
@@ -63,7 +64,7 @@ def convert(
 def convert(
     model_or_path: PreTrainedModel | str | os.PathLike,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
     output_dir: str | os.PathLike | None = None,
     **options: Any,
@@ -73,9 +74,11 @@ def convert(
     Args:
         model_or_path: a model in memory, a checkpoint folder, or a Hub id.
         num_key_value_heads: k, the key/value heads afterwards: 1 = multi-query. None keeps the source's.
-        method: how heads are merged: "mean" (arXiv 2305.13245), "first", "random", or a `ConversionMethod`.
+        method: how heads are merged: "mean" (arXiv 2305.13245), "first", "random", on calibration text "calibrated" or
+            "aligned", or a `ConversionMethod`. None is "calibrated" where there is a calibration, else "mean".
         output_dir: write a checkpoint there, in little memory, instead of building a model; not for a model in memory.
-        options: those of `convert_model` or `convert_checkpoint`: `encoder_num_key_value_heads`, `talking_heads`,
+        options: those of `convert_model` or `convert_checkpoint`: `calibration`, `encoder_num_key_value_heads`,
+            `talking_heads`,
             `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and
             for a model in memory `copy`, for a path `allow_pickle`, `revision`, `token`.
 
@@ -98,8 +101,9 @@ def convert(
 def convert_model(
     model: PreTrainedModel,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
+    calibration: Calibration | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     copy: bool = False,
@@ -110,6 +114,7 @@ def convert_model(
     Args:
         model: an upstream model or one of this package's; it is not changed.
         num_key_value_heads, method, fields: as for `convert`.
+        calibration: the text for a method that looks at text.
         dtype: of the floating-point parameters; None keeps each one's.
         seed: of everything random.
         copy: give the new model memory of its own. By default parameters that stay as they are share the source's
@@ -119,34 +124,24 @@ def convert_model(
         This package's model of the same head.
     """
     reader = _ModelReader(model)
+    method = resolve_method(method, calibration)
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()
-    plan = make_plan(
-        config, type(model).__name__, reader.entries, resolve_method(method), fields, seed, _resolve_dtype(dtype)
-    )
-    with torch.device("meta"):
-        converted = plan.model_class(plan.config)
+    plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
+    if needs_calibration(plan):
+        source = {name: reader.read(name).float() for name in reader.entries}
+        calibrate(plan, _assembled(plan.model_class, plan.source_config, source, model), None, calibration)
     with _one_thread():
         tensors = dict(_converted_tensors(plan, reader))
-    sources = dict(model.named_parameters(remove_duplicate=False))
-    parameters: dict[int, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        source = sources.get(name)
-        if id(source) not in parameters or source is None:
-            if copy and source is not None and tensor.data_ptr() == source.data_ptr():
-                tensor = tensor.clone()
-            parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
-        _set_tensor(converted, name, parameters[id(source)])  # tied weights stay one parameter
-    for name, buffer in model.named_buffers():
-        _set_tensor(converted, name, buffer.clone())
-    return _settle(converted, model)
+    return _assembled(plan.model_class, plan.config, tensors, model, copy)
 
 
 def load_converted(
     model_name_or_path: str | os.PathLike,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
+    calibration: Calibration | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     allow_pickle: bool = False,
@@ -155,13 +150,14 @@ def load_converted(
     **fields: Any,
 ) -> PreTrainedModel:
     """Read a checkpoint and return it as a converted model, without writing anything; arguments as for `convert`."""
-    method, dtype = resolve_method(method), _resolve_dtype(dtype)
+    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         fields = {"num_key_value_heads": num_key_value_heads} | fields
         architecture, config_file = _architecture(config), folder / CONFIG_NAME
         plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
+        _calibrate_from_folder(plan, reader, folder, calibration)
         with _one_thread():
             tensors = dict(_converted_tensors(plan, reader))
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
@@ -174,8 +170,9 @@ def convert_checkpoint(
     model_name_or_path: str | os.PathLike,
     output_dir: str | os.PathLike,
     num_key_value_heads: int | None = None,
-    method: str | ConversionMethod = "mean",
+    method: str | ConversionMethod | None = None,
     *,
+    calibration: Calibration | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     allow_pickle: bool = False,
@@ -192,7 +189,7 @@ def convert_checkpoint(
         The report, which the folder holds as conversion_report.json.
     """
     started = time.perf_counter()
-    method, dtype = resolve_method(method), _resolve_dtype(dtype)
+    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -205,6 +202,7 @@ def convert_checkpoint(
         new_entries = _planned_entries(plan, reader)
         size = sum(_byte_size(entry) for entry in new_entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
+        _calibrate_from_folder(plan, reader, folder, calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
             layers = _write_weights(plan, reader, new_entries, stage, size)
@@ -231,6 +229,21 @@ def convert_checkpoint(
             )
             report.save(stage)
     return report
+
+
+def _calibrate_from_folder(
+    plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
+) -> None:
+    """Calibrate on the model in a folder, where the method needs it; the model lives only as long."""
+    if not needs_calibration(plan):
+        return
+    source = {name: reader.read(name) for name in reader.entries}
+    source = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in source.items()}
+    model = plan.model_class.from_pretrained(None, config=plan.source_config, state_dict=source)
+    tokenizer = None
+    if calibration is None or calibration.tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    calibrate(plan, model, tokenizer, calibration)
 
 
 @contextmanager
@@ -414,6 +427,30 @@ class _ModelReader(CheckpointReader):
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
+
+
+def _assembled(
+    model_class: type[nn.Module], config: Any, tensors: dict[str, torch.Tensor], model: nn.Module, copy: bool = False
+) -> PreTrainedModel:
+    """Build a model of tensors by name; tied weights, buffers and all other state as in `model`.
+
+    Args:
+        copy: copy the tensors that are `model`'s own memory.
+    """
+    with torch.device("meta"):
+        built = model_class(config)
+    sources = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        source = sources.get(name)
+        if id(source) not in parameters or source is None:
+            if copy and source is not None and tensor.data_ptr() == source.data_ptr():
+                tensor = tensor.clone()
+            parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
+        _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
+    for name, buffer in model.named_buffers():
+        _set_tensor(built, name, buffer.clone())
+    return _settle(built, model)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

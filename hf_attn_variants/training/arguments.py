@@ -38,6 +38,9 @@ RESUME_ARGUMENTS = (
     "per_device_train_batch_size",
     "group_by_length",
     "pad_to_multiple_of",
+    "optim",
+    "adafactor_scale_parameter",
+    "adafactor_relative_step",
     "learning_rate",
     "weight_decay",
     "adam_beta1",
@@ -49,11 +52,11 @@ RESUME_ARGUMENTS = (
 )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds which checkpoint is trained and how it is built."""
+def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Adds which checkpoint is trained and how it is built; not `required`: the script can train from scratch."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model_name_or_path", required=True, help="Folder or Hub id of the checkpoint, ours or upstream's."
+        "--model_name_or_path", required=required, help="Folder or Hub id of the checkpoint, ours or upstream's."
     )
     group.add_argument("--tokenizer_name", help="Folder or Hub id of the tokenizer, where it is not the checkpoint's.")
     group.add_argument("--attn_implementation", help="eager, sdpa, ...: what the model computes attention with.")
@@ -66,24 +69,29 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how rows become batches."""
+def add_data_arguments(parser: argparse.ArgumentParser, packed: bool = False) -> None:
+    """Adds how rows become batches; `packed`: rows are blocks of a stream of text, all of one length."""
     group = parser.add_argument_group("data")
     group.add_argument(
-        "--max_length", type=int, default=128, help="Tokens per example, special tokens included; longer ones are cut."
+        "--max_length",
+        type=int,
+        default=128,
+        help="Tokens per example, special tokens included" + ("." if packed else "; longer ones are cut."),
     )
-    group.add_argument("--max_train_samples", type=int, help="Use only the first N training rows.")
+    if not packed:
+        group.add_argument("--max_train_samples", type=int, help="Use only the first N training rows.")
     group.add_argument("--max_eval_samples", type=int, help="Use only the first N rows of each dev split.")
     group.add_argument(
         "--per_device_train_batch_size", type=int, default=32, help="Examples per device and forward pass."
     )
     group.add_argument("--per_device_eval_batch_size", type=int, default=64, help="The same, in evaluation.")
-    group.add_argument(
-        "--group_by_length", action="store_true", help="Batches of examples of like length: less padding."
-    )
-    group.add_argument(
-        "--pad_to_multiple_of", type=int, help="Pad each batch to a multiple of N tokens (8 suits tensor cores)."
-    )
+    if not packed:
+        group.add_argument(
+            "--group_by_length", action="store_true", help="Batches of examples of like length: less padding."
+        )
+        group.add_argument(
+            "--pad_to_multiple_of", type=int, help="Pad each batch to a multiple of N tokens (8 suits tensor cores)."
+        )
     group.add_argument(
         "--dataloader_num_workers", type=int, default=0, help="Processes that prepare batches; 0: the main one."
     )
@@ -92,7 +100,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the optimiser, its schedule and the length of training."""
     group = parser.add_argument_group("training")
-    group.add_argument("--learning_rate", type=float, default=5e-5, help="Peak learning rate of AdamW.")
+    group.add_argument(
+        "--optim",
+        choices=["adamw", "adafactor"],
+        default="adamw",
+        help="Adafactor keeps no moments of whole matrices.",
+    )
+    group.add_argument("--learning_rate", type=float, default=5e-5, help="Peak learning rate.")
     group.add_argument(
         "--weight_decay",
         type=float,
@@ -103,10 +117,25 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam_beta2", type=float, default=0.999)
     group.add_argument("--adam_epsilon", type=float, default=1e-8)
     group.add_argument(
+        "--adafactor_scale_parameter",
+        action="store_true",
+        help="Steps in proportion to each parameter's root mean square (T5's pretraining, rate 1e-2).",
+    )
+    group.add_argument(
+        "--adafactor_relative_step",
+        action="store_true",
+        help="Adafactor's own schedule, min(1e-6 step, 1/sqrt(step)), instead of a rate, a schedule and warm-up.",
+    )
+    group.add_argument(
         "--max_grad_norm", type=float, default=1.0, help="Clip the gradient norm to this; 0: never clip."
     )
     group.add_argument("--num_train_epochs", type=float, default=3.0, help="Epochs (0: only evaluate).")
     group.add_argument("--max_train_steps", type=int, help="Optimiser steps in all; overrides --num_train_epochs.")
+    group.add_argument(
+        "--max_train_minutes",
+        type=float,
+        help="Stop after N minutes of this process's training, with a checkpoint to go on from.",
+    )
     group.add_argument(
         "--gradient_accumulation_steps",
         type=int,
@@ -208,6 +237,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--save_total_limit needs --checkpointing_steps: no checkpoint is saved without it")
     if args.num_warmup_steps is not None and args.warmup_ratio:
         raise ValueError("give --num_warmup_steps or --warmup_ratio, not both")
+    if (args.adafactor_scale_parameter or args.adafactor_relative_step) and args.optim != "adafactor":
+        raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor")
+    if args.adafactor_relative_step and (args.num_warmup_steps or args.warmup_ratio or args.lr_scheduler_kwargs):
+        raise ValueError("--adafactor_relative_step is a schedule with a warm-up of its own: give no other")
+    if args.max_train_minutes is not None and not args.max_train_minutes > 0:
+        raise ValueError(f"--max_train_minutes must be more than 0, got {args.max_train_minutes}")
     if not isinstance(args.lr_scheduler_kwargs, dict):
         raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {args.lr_scheduler_kwargs!r}")
     if args.mixed_precision == "fp16" and (args.cpu or not torch.accelerator.is_available()):

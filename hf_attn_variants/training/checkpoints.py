@@ -15,6 +15,8 @@ from accelerate import Accelerator
 __all__ = ["TrainState", "atomic_write", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
+# Tied weights are saved once and tied again when they are loaded: accelerate's warning at each save says no more.
+logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 STATE_FILE = "train_state.json"
 LOG_FILE = "train_log.jsonl"
 BEST_MODEL_FILE = "best_model.safetensors"
@@ -29,6 +31,7 @@ class TrainState:
         step: Optimiser steps done.
         epoch: Epoch the next batch belongs to (from 0).
         batch_in_epoch: Batches of that epoch already used, on each process.
+        position: The "position" of the last one, where batches have one: how its data is found again.
         examples: Training examples used, over all processes.
         loss_total: Sum of the mean losses of all steps.
         window_loss, window_steps: The same since the last log record, and its steps.
@@ -43,6 +46,7 @@ class TrainState:
     step: int = 0
     epoch: int = 0
     batch_in_epoch: int = 0
+    position: list[int] | None = None
     examples: int = 0
     loss_total: float = 0.0
     window_loss: float = 0.0

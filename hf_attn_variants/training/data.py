@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-__all__ = ["EpochSampler", "create_eval_dataloader", "create_train_dataloader"]
+__all__ = ["EpochSampler", "create_eval_dataloader", "create_stream_dataloader", "create_train_dataloader"]
 
 
 class EpochSampler(Sampler[int]):
@@ -75,6 +77,38 @@ def create_train_dataloader(
         generator=torch.Generator().manual_seed(seed),
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
+    )
+
+
+def create_stream_dataloader(
+    accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
+) -> DataLoader:
+    """Makes a prepared dataloader of a stream of batches that are each process's own.
+
+    accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
+    and draw from the random state that dropout uses.
+
+    Args:
+        accelerator: Gives the device.
+        stream: Batches: dicts of tensors.
+        seed: Seeds the worker.
+        num_workers: 0, or 1 to prepare batches beside the training.
+    """
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(seed),
+        pin_memory=torch.cuda.is_available(),
+    )
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        rng_types=[],
+        dispatch_batches=False,
     )
 
 

@@ -1,15 +1,20 @@
-"""How a script tells its user what went wrong: one line, exit status 2, no traceback."""
+"""How a script tells its user what went wrong: one line and an exit status, no traceback."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NonFiniteLossError", "run_script"]
+__all__ = ["NonFiniteLossError", "TerminatedError", "run_script"]
 
 
 class NonFiniteLossError(ArithmeticError):
     """The loss or the gradient norm became NaN or infinite; the message names the step."""
+
+
+class TerminatedError(RuntimeError):
+    """SIGTERM ended training, after a checkpoint; the message says how to go on."""
 
 
 def run_script(main: Callable[[], Any]) -> int:
@@ -19,11 +24,15 @@ def run_script(main: Callable[[], Any]) -> int:
         main: The script's work, without arguments.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError. Any other exception is a bug and
-        keeps its traceback; so do all of them with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or 143 (a shell's for SIGTERM)
+        after a TerminatedError. Any other exception is a bug and keeps its traceback; so do the first three with the
+        environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
     try:
         main()
+    except TerminatedError as error:
+        print(error, file=sys.stderr)
+        return 128 + signal.SIGTERM
     except (ValueError, OSError, NonFiniteLossError) as error:
         if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise

@@ -3,9 +3,11 @@
 import argparse
 import itertools
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from hf_attn_variants.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
+from hf_attn_variants.training.outputs import BAD_BATCH_PREFIX
 from hf_attn_variants.training.tracking import RunLog, progress_bar
 
 __all__ = ["LoopSettings", "Objective", "TrainingLoop", "total_training_steps"]
@@ -56,6 +59,7 @@ class LoopSettings:
 
     output_dir: str
     total_steps: int
+    max_train_minutes: float | None = None
     gradient_accumulation_steps: int = 1
     max_grad_norm: float = 1.0
     logging_steps: int = 10
@@ -93,6 +97,8 @@ def total_training_steps(
     """
     if max_steps is not None:
         return max_steps
+    if epochs == 0:
+        return 0
     if batches_per_epoch is None:
         raise ValueError("a stream has no length: give --max_train_steps")
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
@@ -112,6 +118,9 @@ class TrainingLoop:
         settings: The rhythm.
         evaluate: Returns dev metrics without prefix ("accuracy", "loss", ...); None: no evaluation.
         start_epoch: Called with the epoch before its first batch; tells the sampler.
+        seek: Called in a resumed epoch with the number of its batches already used and the "position" of the last one
+            (an entry of the batch, a tensor of ints), where batches have one: the data goes on from there. None: the
+            dataloader reads those batches again and drops them.
     """
 
     def __init__(
@@ -125,10 +134,11 @@ class TrainingLoop:
         settings: LoopSettings,
         evaluate: Callable[[], dict[str, float]] | None = None,
         start_epoch: Callable[[int], None] | None = None,
+        seek: Callable[[int, list[int]], None] | None = None,
     ):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
-        self.evaluate, self.start_epoch = evaluate, start_epoch
+        self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
         self.fingerprint = {
             "processes": accelerator.num_processes,
@@ -140,22 +150,33 @@ class TrainingLoop:
             **settings.fingerprint,
         }
         self.log = RunLog(accelerator, settings.output_dir)
-        # Losses and gradient norms of steps not yet looked at: on a GPU, looking waits for the step to end.
-        self._pending: list[tuple[int, Tensor, Tensor]] = []
+        # Losses, gradient norms and batches of steps not yet looked at: on a GPU, looking waits for the step to end.
+        self._pending: list[tuple[int, Tensor, Tensor, list[dict[str, Tensor]]]] = []
         self._lr = 0.0
+        self._position: Tensor | None = None
+        self._terminated = False
+        # Whether any process wants to stop: known to all after the next step's exchange of counts.
+        self._stopping = False
+        self._deadline = math.inf
         try:
             self._has_length = len(dataloader) > 0
         except TypeError:  # a dataloader over a stream has __len__ and raises in it
             self._has_length = False
 
     def run(self) -> TrainState:
-        """Trains to the last step, or to early stopping; ends with the best weights where they are kept.
+        """Trains to the last step, to early stopping, or for `max_train_minutes`; ends with the best weights where
+        they are kept.
+
+        Stopped by the clock or by SIGTERM, it finishes the step (with the evaluation, where one is due) and saves a
+        checkpoint.
 
         Returns:
             The final state.
 
         Raises:
-            NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that.
+            NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that; the
+                step's batches are saved beside them.
+            TerminatedError: The process was sent SIGTERM.
             ValueError, OSError: A checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
@@ -163,6 +184,7 @@ class TrainingLoop:
             path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
             state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
         state.fingerprint = self.fingerprint
+        self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
         bar = progress_bar(
             self.accelerator,
             settings.disable_tqdm,
@@ -173,10 +195,16 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            while state.step < settings.total_steps and not state.finished:
-                self._run_epoch(bar)
+            with self._noticing_sigterm():
+                while state.step < settings.total_steps and not state.finished and not self._stopping:
+                    self._run_epoch(bar)
         finally:
             bar.close()
+        if self._terminated:
+            raise TerminatedError(
+                f"SIGTERM: stopped after step {state.step} with a checkpoint in {settings.output_dir}; go on from it "
+                "with --resume_from_checkpoint latest"
+            )
         if state.window_steps:
             self._log_window()
         if settings.keep_best and state.best_step is not None:
@@ -187,7 +215,7 @@ class TrainingLoop:
         settings, state = self.settings, self.state
         if self.start_epoch is not None:
             self.start_epoch(state.epoch)
-        loader = skip_first_batches(self.dataloader, state.batch_in_epoch) if state.batch_in_epoch else self.dataloader
+        loader = self._remaining_batches()
         self.model.train()
         empty = True
         clock = time.perf_counter()
@@ -203,10 +231,17 @@ class TrainingLoop:
             self._maybe_evaluate(is_last)
             self._maybe_checkpoint(is_last)
             clock = time.perf_counter()
-            if state.step >= settings.total_steps or state.finished:
+            if state.step >= settings.total_steps or state.finished or self._stopping:
                 return
         if empty:
             raise ValueError("the training data gave no batch")
+
+    def _remaining_batches(self) -> Iterable[dict[str, Tensor]]:
+        done = self.state.batch_in_epoch
+        if done and self.seek is not None and self.state.position is not None:
+            self.seek(done, self.state.position)
+            return self.dataloader
+        return skip_first_batches(self.dataloader, done) if done else self.dataloader
 
     def _step(self, group: list[dict[str, Tensor]]) -> None:
         """One optimiser step: the gradient of the mean loss over all items of all batches on all processes."""
@@ -215,10 +250,12 @@ class TrainingLoop:
             [
                 sum(self.objective.count(batch) for batch in group),
                 sum(self.objective.examples(batch) for batch in group),
+                int(self._terminated or time.monotonic() >= self._deadline),
             ],
             device=accelerator.device,
         )
-        items, examples = accelerator.reduce(counts, "sum").tolist()
+        items, examples, stopping = accelerator.reduce(counts, "sum").tolist()
+        self._stopping = stopping > 0
         state.examples += examples
         loss_sum = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(group):
@@ -234,25 +271,49 @@ class TrainingLoop:
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        self._position = group[-1].get("position")
         state.step += 1
-        self._pending.append((state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm))
+        self._pending.append((state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group))
 
     def _look_at_losses(self) -> None:
         state, pending = self.state, self._pending
         self._pending = []
-        for step, loss, norm in pending:
+        for step, loss, norm, group in pending:
             value, norm_value = float(loss), float(norm)
             # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
             bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
             if bad == "loss" or (bad and self.accelerator.scaler is None):
                 shown = value if bad == "loss" else norm_value
+                saved = self._save_bad_batch(step, group)
                 raise NonFiniteLossError(
                     f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
-                    f"{self.settings.output_dir}. Try a lower --learning_rate, more warm-up or --mixed_precision no"
+                    f"{self.settings.output_dir}, the step's batches in {saved}. Try a lower --learning_rate, more "
+                    "warm-up or --mixed_precision no"
                 )
             state.loss_total += value
             state.window_loss += value
             state.window_steps += 1
+
+    def _save_bad_batch(self, step: int, group: list[dict[str, Tensor]]) -> Path:
+        # Each process its own batches; `torch.load` reads them.
+        path = Path(self.settings.output_dir) / f"{BAD_BATCH_PREFIX}{step}-{self.accelerator.process_index}.pt"
+        torch.save([{key: value.cpu() for key, value in batch.items()} for batch in group], path)
+        return path
+
+    @contextmanager
+    def _noticing_sigterm(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
+            yield
+            return
+
+        def notice(signum: int, frame: Any) -> None:
+            self._terminated = True
+
+        before = signal.signal(signal.SIGTERM, notice)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _maybe_log(self, epoch_ended: bool) -> None:
         due = self.state.step % self.settings.logging_steps == 0
@@ -328,8 +389,9 @@ class TrainingLoop:
             state.finished = True
 
     def _maybe_checkpoint(self, epoch_ended: bool) -> None:
-        if self._due(self.settings.checkpointing_steps, epoch_ended):
+        if self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping:
             self._look_at_losses()
+            self.state.position = self._position.tolist() if self._position is not None else None
             save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
 
 

@@ -1,4 +1,4 @@
-"""Builds the model and tokenizer to fine-tune from any checkpoint, ours or upstream's."""
+"""Builds the model and tokenizer to train from any checkpoint, ours or upstream's."""
 
 import argparse
 import logging
@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -16,7 +20,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-__all__ = ["LabelMap", "check_max_length", "load_classifier", "load_config", "load_tokenizer", "set_dropout"]
+from hf_attn_variants.registration import PREFIX, variant_model_class
+
+__all__ = [
+    "LabelMap",
+    "check_max_length",
+    "enable_gradient_checkpointing",
+    "load_classifier",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "resolve_architecture",
+    "set_dropout",
+]
 
 logger = logging.getLogger(__name__)
 # Every dropout probability of the architectures here; a classifier's None means "as the hidden layers".
@@ -83,8 +99,8 @@ def load_config(args: argparse.Namespace) -> PreTrainedConfig:
     return config
 
 
-def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `--tokenizer_name` or of the checkpoint.
+def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
 
     Raises:
         OSError: There is none.
@@ -98,7 +114,7 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig) -> PreTra
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
-    if len(tokenizer) > config.vocab_size:
+    if config is not None and len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer of {source} has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
             "give its own with --tokenizer_name"
@@ -183,7 +199,60 @@ def load_classifier(
             ignore_mismatched_sizes=replaced,
         )
     if args.gradient_checkpointing:
-        # 5.23 renamed it; the old name is all that 5.15 has.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     return model, LabelMap(order)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Makes a model recompute activations in the backward pass."""
+    # 5.23 renamed it; the old name is all that 5.15 has.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, model_class: type) -> PreTrainedModel:
+    """Loads a checkpoint in float32.
+
+    Args:
+        args: Reads `attn_implementation`, `trust_remote_code`.
+        source: Folder or Hub id.
+        config: Of `load_config`.
+        model_class: A model or Auto class.
+
+    Raises:
+        OSError: The checkpoint cannot be read.
+        ValueError: It does not fit its config, the machine not `attn_implementation`, or it lacks weights of the
+            language model that is asked for.
+    """
+    with _broken_checkpoint_as_value_error(source):
+        model, report = model_class.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing and model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM):
+        raise ValueError(
+            f"{source} is no {type(model).__name__}: it lacks {len(missing)} of its tensors, such as {missing[0]}"
+        )
+    return model
+
+
+def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
+    """Finds the class that a checkpoint was saved from, ours or upstream's.
+
+    Raises:
+        ValueError: Its config names none that is known.
+    """
+    names = config.architectures or []
+    if not names:
+        return AutoModel
+    if names[0].startswith(PREFIX):
+        return variant_model_class(names[0])
+    found = getattr(transformers, names[0], None)
+    if found is None:
+        raise ValueError(f"{source}: transformers has no architecture {names[0]!r}, which its config.json names")
+    return found

@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and its schedule."""
+"""Parameter groups, AdamW or Adafactor, and the schedule."""
 
 import argparse
 import math
@@ -7,7 +7,8 @@ import re
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from transformers import Adafactor, get_scheduler
+from transformers.optimization import AdafactorSchedule
 
 from hf_attn_variants.modeling.variant_mixins import NO_WEIGHT_DECAY
 
@@ -44,12 +45,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Makes AdamW (arXiv:1711.05101) over `parameter_groups`.
+    """Makes AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
 
     Args:
         model: The model.
-        args: Reads `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, `adam_epsilon`.
+        args: Reads `optim`, `learning_rate`, `weight_decay`; for AdamW `adam_beta1`, `adam_beta2`, `adam_epsilon`; for
+            Adafactor `adafactor_scale_parameter`, `adafactor_relative_step`, with which it takes no learning rate.
     """
+    if args.optim == "adafactor":
+        relative = args.adafactor_relative_step
+        return Adafactor(
+            parameter_groups(model, args.weight_decay),
+            lr=None if relative else args.learning_rate,
+            scale_parameter=args.adafactor_scale_parameter,
+            relative_step=relative,
+            warmup_init=relative,
+        )
     return torch.optim.AdamW(
         parameter_groups(model, args.weight_decay),
         lr=args.learning_rate,
@@ -77,12 +88,15 @@ def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace,
 
     Args:
         optimizer: The optimiser.
-        args: Reads `lr_scheduler_type`, `lr_scheduler_kwargs`, `num_warmup_steps`, `warmup_ratio`.
+        args: Reads `lr_scheduler_type`, `lr_scheduler_kwargs`, `num_warmup_steps`, `warmup_ratio`; none of them where
+            Adafactor's relative steps are a schedule of their own.
         total_steps: Optimiser steps of the whole run.
 
     Raises:
         ValueError: The warm-up is longer than the run, or the schedule does not know a setting.
     """
+    if args.optim == "adafactor" and args.adafactor_relative_step:
+        return AdafactorSchedule(optimizer)
     warmup = warmup_steps(args, total_steps)
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))

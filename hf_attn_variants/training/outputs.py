@@ -19,9 +19,10 @@ __all__ = ["check_hub_access", "push_folder", "remove_earlier_run", "save_model"
 RESULTS_FILE = "all_results.json"
 CURVES_FILE = "training_curves.png"
 PREDICTIONS_PREFIX = "predictions_"
+BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
 STALE_PATTERN = re.compile(
-    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.tsv|"
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.tsv|{BAD_BATCH_PREFIX}.*\.pt|"
     + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, RESULTS_FILE, CURVES_FILE))
 )
 

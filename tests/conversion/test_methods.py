@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_attn_variants.conversion.grouping import HeadCounts, group_heads, relation, repeat_heads, split_heads
-from hf_attn_variants.conversion.methods import METHODS, AttentionTensors, LayerContext, resolve_method
+from hf_attn_variants.conversion.methods import AttentionTensors, LayerContext, resolve_method
 from hf_attn_variants.conversion.methods.first import first_heads
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
@@ -95,7 +95,7 @@ def test_pooling_in_two_steps_is_pooling_in_one():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["mean", "first", "random"])
 def test_a_method_changes_keys_and_values_alone(name, bias):
     before = attention(bias=bias)
     copy = attention(bias=bias)

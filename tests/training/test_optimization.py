@@ -8,6 +8,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, no_decay_names, parameter_groups
 
 SETTINGS = argparse.Namespace(
+    optim="adamw",
     learning_rate=1e-2,
     weight_decay=0.5,
     adam_beta1=0.9,

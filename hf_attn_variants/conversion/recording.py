@@ -1,0 +1,169 @@
+"""What a model's attentions are called with on real text, recorded for the methods that fit new heads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from ..modeling.attention_variants import attention_with_weights, eager_attention_forward
+from ..modeling.variant_mixins import AttentionSite
+
+if TYPE_CHECKING:
+    from .methods.base import AttentionTensors
+
+__all__ = ["AttentionInputs", "attend", "recorded_inputs"]
+
+RECORDING = "attn_variants_recording"
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one attention module was called with, on one batch.
+
+    Args:
+        states: the inputs x of the queries, [b, n, D_x].
+        memory: the inputs y of the keys and values, [b, m, D_y]; in self-attention `states` itself.
+        mask: additive, broadcastable to [b, h, n, m], or None.
+        position_bias: [1, h, n, m] or None.
+        valid: which queries are tokens and not padding, [b, n].
+        scaling: the factor of the dot products.
+        is_causal: whether query i attends to keys 0..i alone (where there is no mask that says so).
+    """
+
+    states: torch.Tensor
+    memory: torch.Tensor
+    mask: torch.Tensor | None
+    position_bias: torch.Tensor | None
+    valid: torch.Tensor
+    scaling: float
+    is_causal: bool = False
+
+    def rows(self, index: torch.Tensor) -> AttentionInputs:
+        """Return some examples of the batch."""
+        memory = self.memory[index]
+        states = memory if self.memory is self.states else self.states[index]
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
+        return AttentionInputs(
+            states, memory, mask, self.position_bias, self.valid[index], self.scaling, self.is_causal
+        )
+
+
+def attend(
+    tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run one attention on recorded inputs.
+
+    Returns:
+        The output [b, n, D], the heads' outputs [b, n, h*d] and the weights [b, h, n, m].
+    """
+
+    def heads(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        projected = nn.functional.linear(states, weight, bias)
+        return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+    head_dim = tensors.query_weight.shape[0] // query_heads
+    context, weights = attention_with_weights(
+        heads(inputs.states, tensors.query_weight, tensors.query_bias),
+        heads(inputs.memory, tensors.key_weight, tensors.key_bias),
+        heads(inputs.memory, tensors.value_weight, tensors.value_bias),
+        inputs.mask,
+        inputs.position_bias,
+        scaling=inputs.scaling,
+        is_causal=inputs.is_causal,
+    )
+    context = context.flatten(2)
+    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context, weights
+
+
+@torch.no_grad()
+def recorded_inputs(
+    model: PreTrainedModel,
+    paths: Sequence[str],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    description: str = "calibrating",
+) -> dict[str, list[AttentionInputs]]:
+    """Run a model over batches and return what its attentions were called with.
+
+    Args:
+        model: one of this package's, with its own heads.
+        paths: the attentions' paths inside the base model; one that is called several times in a pass (ALBERT's shared
+            layers) has an entry for each call.
+        batches: the model's arguments, with their attention masks.
+        description: of the progress bar.
+    """
+    recorder = _Recorder(model, paths)
+    implementation = model.config._attn_implementation
+    device = next(model.parameters()).device
+    with recorder.hooked():
+        model.set_attn_implementation(RECORDING)
+        try:
+            for batch in tqdm(batches, desc=description, unit="batch", leave=False):
+                recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                model.base_model(**recorder.batch)
+        finally:
+            model.set_attn_implementation(implementation)
+    return recorder.calls
+
+
+class _Recorder:
+    """Collects the calls of some attentions, in the order in which they happen."""
+
+    def __init__(self, model: PreTrainedModel, paths: Sequence[str]):
+        self.batch: dict[str, torch.Tensor] = {}
+        self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
+        # By the submodule that calls the attention function: path, site, and the linear maps of queries and keys.
+        self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
+        for site, path, module in model.named_attentions():
+            if path in self.calls:
+                maps = module.get_submodule(site.query), module.get_submodule(site.key)
+                self._modules[module.get_submodule(site.mixes)] = (path, site, *maps)
+        self._inputs: dict[nn.Module, torch.Tensor] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Record while the block runs."""
+        maps = [linear for _, _, *linears in self._modules.values() for linear in linears]
+        hooks = [linear.register_forward_pre_hook(self._note_input) for linear in maps]
+        # Registered by name because that is how upstream finds a function and the mask that it needs.
+        AttentionInterface.register(RECORDING, self._attention)
+        AttentionMaskInterface.register(RECORDING, eager_mask)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._inputs[module] = args[0]
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if module in self._modules:
+            path, site, query_map, key_map = self._modules[module]
+            states, memory = self._inputs[query_map], self._inputs[key_map]
+            mask_name = "decoder_attention_mask" if site.name in ("decoder", "cross") else "attention_mask"
+            valid = self.batch[mask_name].bool()
+            causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+            bias = None if position_bias is None else position_bias[:1]
+            self.calls[path].append(AttentionInputs(states, memory, attention_mask, bias, valid, factor, causal))
+        return eager_attention_forward(
+            module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs
+        )

@@ -1,0 +1,296 @@
+"""Masked-LM pretraining: masking, the objective, the dev loss, and the gate that a mere unigram model fails.
+
+Letters: b examples, n tokens an example, m masked tokens of a batch, V tokens of the vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_attn_variants.training.loop import Objective
+from hf_attn_variants.training.tracking import progress_bar
+from hf_attn_variants.training.trainable import named_attentions
+
+__all__ = [
+    "GATE_COST",
+    "MaskedBlocks",
+    "MaskedLMEvaluator",
+    "MaskedLMPreparation",
+    "attention_zeroed",
+    "find_head",
+    "gate_results",
+    "masked_lm_objective",
+    "shuffle_positions",
+    "word_starts",
+]
+
+# The label of a token that is not to be predicted.
+IGNORED = -100
+# Of the chosen tokens, this share becomes the mask token, and a share up to the next bound a random token (BERT).
+MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
+# Nats that losing the word order, and losing attention, must each cost a model that has learned from context.
+GATE_COST = 0.3
+# The head's place in upstream's masked-LM classes.
+HEADS = ("cls", "predictions")
+# What random numbers are for; the first two are `text_data`'s.
+MASKS, SHUFFLES = 2, 3
+
+
+def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Says of each token whether it begins a word: a bool array [V].
+
+    WordPiece marks the others ("##"), SentencePiece those that do ("▁"); under the latter a token without a letter or
+    digit is a word of its own, as in ALBERT's code.
+
+    Raises:
+        ValueError: The vocabulary marks neither.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    if any(token.startswith("##") for token in tokens):
+        return np.array([not token.startswith("##") for token in tokens])
+    if any(token.startswith("▁") for token in tokens):
+        return np.array([token.startswith("▁") or not any(map(str.isalnum, token)) for token in tokens])
+    raise ValueError("--whole_word_mask: the tokenizer marks no beginnings of words (neither '##' nor '▁')")
+
+
+class MaskedLMPreparation:
+    """Makes a masked example of a block of tokens: [CLS] block [SEP], padded to one length.
+
+    Args:
+        tokenizer: Has [CLS], [SEP], [MASK] and padding tokens.
+        length: n, special tokens included.
+        probability: The chance of each token (with `whole_words`: of each word) to be chosen.
+        seed: The run's seed.
+        whole_words: Choose words instead of tokens.
+
+    Raises:
+        ValueError: The tokenizer lacks a token, or does not mark words.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, probability: float, seed: int, whole_words: bool = False
+    ):
+        needed = ("cls_token_id", "sep_token_id", "mask_token_id", "pad_token_id")
+        self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
+        missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
+        if missing:
+            raise ValueError(f"the tokenizer has no {', '.join(missing)}: masked-LM pretraining needs one")
+        self.length, self.probability, self.seed = length, probability, seed
+        self.num_special = 2
+        self.starts = word_starts(tokenizer) if whole_words else None
+        self.special = np.zeros(len(tokenizer), dtype=bool)
+        # Not `all_special_ids`: some tokenizers count punctuation among them.
+        self.special[[getattr(tokenizer, name) for name in needed]] = True
+        self.ordinary_ids = np.flatnonzero(~self.special)
+
+    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Masks a block.
+
+        Args:
+            block: Token ids, at most n - 2.
+            key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
+
+        Returns:
+            "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n].
+        """
+        ids = np.full(self.length, self.pad_id, dtype=np.int64)
+        used = len(block) + 2
+        ids[:used] = [self.cls_id, *block, self.sep_id]
+        masked, labels = self.mask(ids, np.random.default_rng((self.seed, MASKS, *key)))
+        return {
+            "input_ids": masked,
+            "attention_mask": (np.arange(self.length) < used).astype(np.int64),
+            "labels": labels,
+        }
+
+    def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Replaces chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
+
+        Returns:
+            The inputs and the labels [n].
+        """
+        maskable = ~self.special[ids]
+        draws = generator.random(len(ids))
+        if self.starts is not None:
+            after_special = np.concatenate([[True], ~maskable[:-1]])
+            words = np.cumsum(self.starts[ids] | ~maskable | after_special) - 1
+            draws = draws[words]
+        chosen = maskable & (draws < self.probability)
+        fate = generator.random(len(ids))
+        replaced = np.where(fate < MASKED_SHARE, self.mask_id, generator.choice(self.ordinary_ids, len(ids)))
+        inputs = np.where(chosen & (fate < RANDOM_BOUND), replaced, ids)
+        return inputs, np.where(chosen, ids, IGNORED)
+
+
+class MaskedBlocks(Dataset):
+    """Held-out blocks with masks that are the same at every evaluation, and in every run of one seed."""
+
+    def __init__(self, blocks: Sequence[np.ndarray], prepare: MaskedLMPreparation):
+        self.blocks, self.prepare = blocks, prepare
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.prepare(self.blocks[index], (0, index))
+
+
+def masked_lm_objective(head: nn.Module) -> Objective:
+    """Cross-entropy of the masked tokens, summed over them.
+
+    Args:
+        head: Of `find_head`; it computes the masked positions alone, which gives the same loss for a seventh of its
+            work.
+    """
+
+    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = _masked_logits(model, head, batch)
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED).sum()))
+
+
+def find_head(model: PreTrainedModel) -> nn.Module:
+    """The module that maps hidden states to logits in a masked-LM model.
+
+    Raises:
+        ValueError: The model has none that is known.
+    """
+    for name in HEADS:
+        if hasattr(model, name):
+            return getattr(model, name)
+    raise ValueError(f"{type(model).__name__} has no masked-LM head named {' or '.join(HEADS)}")
+
+
+def _masked_logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    chosen = batch["labels"] != IGNORED  # [b, n]
+    # The whole model is called, since DDP and FSDP work through its forward; the head then gets [m, hidden size].
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen], *inputs[1:]))
+    try:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # [m, V]
+    finally:
+        hook.remove()
+    return logits.float(), batch["labels"][chosen]
+
+
+@dataclass(frozen=True)
+class MaskedLMScores:
+    """Sums over the masked tokens of an evaluation."""
+
+    loss: float
+    accuracy: float
+    tokens: int
+
+
+class MaskedLMEvaluator:
+    """The dev loss (ln of the pseudo-perplexity, in nats a masked token), accuracy, and both without word order or
+    attention."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, loader: DataLoader, quiet: bool):
+        self.accelerator, self.model, self.loader, self.quiet = accelerator, model, loader, quiet
+        self.unwrapped = accelerator.unwrap_model(model)
+        self.head = find_head(self.unwrapped)
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def __call__(self) -> dict[str, float]:
+        """Metrics of the dev text."""
+        start = time.perf_counter()
+        scores = self.score()
+        self.metrics = {
+            "loss": scores.loss,
+            "perplexity": float(np.exp(min(scores.loss, 700.0))),  # exp overflows above
+            "accuracy": scores.accuracy,
+            "masked_tokens": scores.tokens,
+        }
+        self.seconds = time.perf_counter() - start
+        return dict(self.metrics)
+
+    @torch.no_grad()
+    def score(self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None) -> MaskedLMScores:
+        """Evaluates the dev text, each batch first changed by `change`."""
+        self.model.eval()
+        gathered = []
+        bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
+        for batch in bar:
+            batch = change(batch) if change is not None else batch
+            logits, labels = _masked_logits(self.model, self.head, batch)
+            losses = functional.cross_entropy(logits, labels, reduction="none").double()  # [m]
+            right = (logits.argmax(-1) == labels).double()
+            sums = torch.zeros(len(batch["labels"]), 3, dtype=torch.float64, device=losses.device)
+            rows = (batch["labels"] != IGNORED).nonzero()[:, 0]
+            sums.index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
+            # Rows, and not sums over batches: the last batch repeats some to give every process one.
+            gathered.append(self.accelerator.gather_for_metrics(sums).cpu())
+        loss, right, tokens = torch.cat(gathered).sum(0).tolist()
+        return MaskedLMScores(loss / max(tokens, 1), right / max(tokens, 1), int(tokens))
+
+    def gate(self) -> dict[str, Any]:
+        """Evaluates twice more, without word order and without attention; see `gate_results`."""
+        shuffled = self.score(shuffle_positions)
+        with attention_zeroed(self.unwrapped):
+            zeroed = self.score()
+        return gate_results(self.metrics["loss"], shuffled.loss, zeroed.loss)
+
+
+def gate_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
+    """Says whether a model reads its context: what losing the word order, and attention, costs it in nats a token.
+
+    Returns:
+        "gate_shuffled_loss", "gate_zeroed_attention_loss", their costs over `loss`, and "gate_passed": whether each is
+        at least `GATE_COST`.
+    """
+    costs = {"gate_shuffled_cost": shuffled_loss - loss, "gate_zeroed_attention_cost": zeroed_loss - loss}
+    return {
+        "gate_shuffled_loss": shuffled_loss,
+        "gate_zeroed_attention_loss": zeroed_loss,
+        **costs,
+        "gate_passed": all(cost >= GATE_COST for cost in costs.values()),
+    }
+
+
+def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Puts the tokens of each example, with their labels, into another order; the first, the last and padding stay.
+
+    Args:
+        batch: "input_ids", "attention_mask" and "labels" [b, n].
+
+    Returns:
+        The batch, the same for the same examples.
+    """
+    lengths = batch["attention_mask"].sum(-1).tolist()
+    order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)
+    for row, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(int(batch["input_ids"][row].sum()))
+        order[row, 1 : length - 1] = 1 + torch.randperm(length - 2, generator=generator)
+    order = order.to(batch["input_ids"].device)
+    return batch | {key: batch[key].gather(1, order) for key in ("input_ids", "labels")}
+
+
+@contextmanager
+def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
+    """Replaces what every attention of a BERT or ALBERT model found by zeros, before its output projection.
+
+    Raises:
+        ValueError: The architecture is not one of this package's.
+    """
+    outputs = [module.get_submodule(site.output) for site, _, module in named_attentions(model)]
+    hooks = [
+        output.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]), *inputs[1:]))
+        for output in outputs
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,73 @@
+"""Builds a model from scratch: an architecture's defaults, the fields that differ, and the attention variant."""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_attn_variants.registration import variant_config_class
+from hf_attn_variants.training.models import set_dropout
+
+__all__ = ["new_config", "new_masked_lm"]
+
+VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
+
+
+def new_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Makes the config of a model from scratch: upstream's class, or ours where a variant is asked for.
+
+    Args:
+        args: Reads `model_type`, `config_overrides` ("field=value,..."), `num_key_value_heads`, `talking_heads`,
+            `dropout_rate`.
+        tokenizer: Gives the vocabulary's size and the special tokens.
+
+    Raises:
+        ValueError: A field is unknown, or a value breaks a rule.
+    """
+    variant = {name: getattr(args, name) for name in VARIANT_FIELDS if getattr(args, name) is not None}
+    default = variant_config_class(args.model_type)() if variant else AutoConfig.for_model(args.model_type)
+    fields = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
+        **_parse_overrides(args.config_overrides or "", default),
+    }
+    try:
+        config = type(default)(**fields, **variant)
+    except ValueError:
+        raise
+    except Exception as error:  # the configs' own checks have error classes of their own
+        raise ValueError(f"--config_overrides {args.config_overrides}: {' '.join(str(error).split())}") from error
+    if args.dropout_rate is not None:
+        set_dropout(config, args.dropout_rate)
+    return config
+
+
+def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
+    fields = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        if name not in default.to_dict() or not value:
+            raise ValueError(f"--config_overrides: {item!r} is no FIELD=VALUE of a {type(default).__name__}")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return fields
+
+
+def new_masked_lm(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
+    """Makes a masked language model in float32 (`args`: reads `attn_implementation`), its weights drawn at random.
+
+    Raises:
+        ValueError: The config describes no model, or the machine cannot do `attn_implementation`.
+    """
+    try:
+        return AutoModelForMaskedLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attn_implementation
+        )
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"cannot build a new {args.model_type} model: {error}") from error

@@ -1,0 +1,377 @@
+"""Continues training a converted checkpoint to restore its quality; the body of `scripts/uptrain.py`."""
+
+import argparse
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.conversion.source import copy_side_files, resolve_source, side_files
+from hf_attn_variants.training import arguments, outputs
+from hf_attn_variants.training.checkpoints import LOG_FILE, find_checkpoint
+from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
+from hf_attn_variants.training.distillation import Teacher, check_teacher
+from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.models import (
+    DROPOUT_FIELDS,
+    check_max_length,
+    enable_gradient_checkpointing,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_architecture,
+    set_dropout,
+)
+from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
+from hf_attn_variants.training.session import open_accelerator, start_trackers
+from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+from hf_attn_variants.training.trainable import add_lora, freeze_unused, merge_lora, select_trainable
+from hf_attn_variants.training.uptraining_arguments import (
+    check_architecture,
+    check_uptraining_arguments,
+    parse_args,
+    term_weights,
+)
+from hf_attn_variants.training.uptraining_data import UptrainingData, hash_texts, load_uptraining_data
+from hf_attn_variants.training.uptraining_objective import TERMS, TermWeights, UptrainingEvaluator, UptrainingObjective
+
+__all__ = ["main", "parse_args"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STEPS = 300
+# Rows of the training text whose activations say what variance an error is divided by.
+VARIANCE_ROWS = 256
+GREATER_IS_BETTER = ("embedding_cosine", "bleu")
+EVALUATIONS = 5
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Uptrains, evaluates and saves.
+
+    Args:
+        args: Of `parse_args`.
+
+    Returns:
+        The results that `all_results.json` begins with.
+
+    Raises:
+        ValueError, OSError: An argument, the data or a checkpoint is wrong; found before training where it can be.
+        NonFiniteLossError: The loss is not finite, before or in training.
+    """
+    arguments.check_arguments(args)
+    check_uptraining_arguments(args)
+    if args.resume_from_checkpoint:
+        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    arguments.prepare_output_dir(args, write=False)
+    outputs.check_hub_access(args)
+    with open_accelerator(args) as accelerator:
+        return _run(args, accelerator)
+
+
+def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
+    config, own_dropout = _load_config(args)
+    weights = term_weights(args, config)
+    teacher_config = _load_teacher_config(args, config, weights)
+    tokenizer = load_tokenizer(args, config)
+    _check_teacher_tokenizer(args, tokenizer)
+    check_max_length(args.max_length, config, tokenizer)
+    data = load_uptraining_data(args, config, tokenizer)
+    set_seed(args.seed)
+    model = load_model(args, args.model_name_or_path, config, _model_class(args, args.model_name_or_path, config))
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    select_trainable(model, args.trainable)
+    peft_model = add_lora(model, args.lora_rank, args.lora_alpha) if args.trainable == "lora" else None
+    teacher = _load_teacher(args, accelerator, weights, teacher_config)
+    objective = UptrainingObjective(model, weights, teacher)
+    model.to(accelerator.device)
+    _look_at_data(args, accelerator, model, objective, data)
+    set_seed(args.seed, device_specific=True)  # processes drop out different units
+    loader, sampler = _train_loader(args, accelerator, data)
+    total_steps = _total_steps(args, len(loader))
+    optimizer = create_optimizer(model, args)
+    scheduler = create_scheduler(optimizer, args, total_steps)
+    wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    evaluator = _evaluator(args, accelerator, wrapped, objective, data, tokenizer)
+    settings = _loop_settings(args, total_steps, data, weights)
+    loop = TrainingLoop(
+        accelerator,
+        wrapped,
+        optimizer,
+        scheduler,
+        loader,
+        objective.as_objective(),
+        settings,
+        evaluate=evaluator,
+        start_epoch=lambda epoch: (sampler.start_epoch(epoch), data.train.start_epoch(epoch)),
+    )
+    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
+        outputs.remove_earlier_run(args.output_dir)
+    accelerator.wait_for_everyone()
+    start_trackers(args, accelerator)
+    if not args.resume_from_checkpoint:
+        _evaluate_before(evaluator, loop)
+    state = loop.run()
+    if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+        evaluator()
+    results = _results(args, model, evaluator, loop, data)
+    for name, value in own_dropout.items():
+        setattr(model.config, name, value)
+    outputs.save_model(
+        accelerator, wrapped if peft_model is None else merge_lora(peft_model), tokenizer, args.output_dir
+    )
+    if accelerator.is_main_process:
+        _copy_side_files(args)
+        _write_outputs(args, results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _load_config(args: argparse.Namespace) -> tuple[PreTrainedConfig, dict[str, float]]:
+    """The config to train with, and the dropout probabilities that the saved one gets back."""
+    config = load_config(args)
+    check_architecture(args, config)
+    own = {name: getattr(config, name) for name in DROPOUT_FIELDS if hasattr(config, name)}
+    if args.dropout_rate is None and args.objective in ("distill", "embedding") and own:
+        # The teacher drops nothing; what a student drops it could only answer with noise.
+        set_dropout(config, 0.0)
+    return config, own
+
+
+def _model_class(args: argparse.Namespace, source: str, config: PreTrainedConfig) -> type:
+    auto_class = {"mlm": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(args.objective)
+    return auto_class or resolve_architecture(source, config)
+
+
+def _load_teacher_config(
+    args: argparse.Namespace, config: PreTrainedConfig, weights: TermWeights
+) -> PreTrainedConfig | None:
+    if args.teacher is None:
+        return None
+    found = load_config(_of_teacher(args))
+    check_teacher(
+        config, found, weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0
+    )
+    return found
+
+
+def _of_teacher(args: argparse.Namespace) -> argparse.Namespace:
+    own = {"model_name_or_path": args.teacher, "tokenizer_name": None, "dropout_rate": None}
+    return argparse.Namespace(**vars(args) | own)
+
+
+def _check_teacher_tokenizer(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    if args.teacher is None:
+        return
+    try:
+        others = load_tokenizer(_of_teacher(args), None)
+    except OSError:  # a folder with weights alone is a teacher too
+        return
+    if others.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--teacher {args.teacher} has another vocabulary than {args.model_name_or_path}: it would see other words"
+        )
+
+
+def _load_teacher(
+    args: argparse.Namespace, accelerator: Accelerator, weights: TermWeights, config: PreTrainedConfig | None
+) -> Teacher | None:
+    if config is None:
+        return None
+    model = load_model(args, args.teacher, config, _model_class(args, args.teacher, config))
+    return Teacher(
+        model.to(accelerator.device),
+        hidden_states=weights.need_hidden_states,
+        attention_outputs=weights.attention_outputs > 0,
+        autocast=accelerator.autocast,
+    )
+
+
+def _look_at_data(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    objective: UptrainingObjective,
+    data: UptrainingData,
+) -> None:
+    """Measures the teacher's variances and freezes parameters that the loss does not depend on."""
+
+    def batches(count: int, size: int) -> Iterator[dict[str, Tensor]]:
+        rows = [data.train[i] for i in range(min(count, len(data.train)))]
+        for start in range(0, len(rows), size):
+            yield send_to_device(data.collate(rows[start : start + size]), accelerator.device)
+
+    if objective.weights.hidden_states or objective.weights.attention_outputs:
+        found = batches(VARIANCE_ROWS, args.per_device_eval_batch_size)
+        objective.teacher.measure_variances(
+            ({key: value for key, value in batch.items() if key != "labels"}, objective.masks(batch))
+            for batch in found
+        )
+    batch = next(batches(2, 2))
+    unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
+    if unused:
+        logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
+
+
+def _train_loader(
+    args: argparse.Namespace, accelerator: Accelerator, data: UptrainingData
+) -> tuple[DataLoader, EpochSampler]:
+    batch_size = args.per_device_train_batch_size
+    lengths = data.train.lengths() if args.group_by_length else None
+    sampler = EpochSampler(len(data.train), args.seed, lengths, batch_size * accelerator.num_processes)
+    loader = create_train_dataloader(
+        data.train, sampler, batch_size, data.collate, args.seed, args.dataloader_num_workers
+    )
+    return accelerator.prepare(loader), sampler
+
+
+def _total_steps(args: argparse.Namespace, batches_per_epoch: int) -> int:
+    steps = args.max_train_steps
+    if args.alpha is not None:
+        steps = math.ceil(args.alpha * args.pretraining_steps)
+    elif steps is None and args.num_train_epochs is None:
+        steps = DEFAULT_STEPS
+    return total_training_steps(batches_per_epoch, args.gradient_accumulation_steps, args.num_train_epochs or 0, steps)
+
+
+def _evaluator(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    model: nn.Module,
+    objective: UptrainingObjective,
+    data: UptrainingData,
+    tokenizer: PreTrainedTokenizerBase,
+) -> UptrainingEvaluator:
+    loader = create_eval_dataloader(
+        data.held_out, args.per_device_eval_batch_size, data.collate, args.dataloader_num_workers
+    )
+    return UptrainingEvaluator(
+        accelerator,
+        model,
+        objective,
+        accelerator.prepare(loader),
+        args.disable_tqdm,
+        tokenizer,
+        [target for _, target in data.held_out.texts] if args.predict_with_generate else None,
+        args.max_target_length or args.max_length,
+    )
+
+
+def _loop_settings(
+    args: argparse.Namespace, total_steps: int, data: UptrainingData, weights: TermWeights
+) -> LoopSettings:
+    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    return LoopSettings.from_args(
+        args,
+        total_steps=total_steps,
+        eval_steps=args.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS)),
+        metric_for_best_model=metric,
+        greater_is_better=metric in GREATER_IS_BETTER,
+        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
+        fingerprint={
+            "objective": args.objective,
+            "teacher": args.teacher,
+            "weights of the terms": asdict(weights),
+            "trainable": [args.trainable, args.lora_rank, args.lora_alpha],
+            "mlm_probability": args.mlm_probability,
+            "lengths of targets": args.max_target_length,
+            "source_prefix": args.source_prefix,
+            "training examples": len(data.train),
+            "hash of the training data": hash_texts(data.train.texts),
+            **arguments.resume_fingerprint(args),
+            "warm-up steps": warmup_steps(args, total_steps),
+        },
+    )
+
+
+def _evaluate_before(evaluator: UptrainingEvaluator, loop: TrainingLoop) -> None:
+    metrics = evaluator()
+    wanted = loop.settings.metric_for_best_model
+    if loop.settings.keep_best and wanted not in metrics:
+        raise ValueError(f"--metric_for_best_model {wanted!r}: the dev metrics are {', '.join(metrics)}")
+    if not math.isfinite(metrics["loss"]):
+        raise NonFiniteLossError(
+            f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no numbers"
+        )
+    loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
+
+
+def _results(
+    args: argparse.Namespace,
+    model: nn.Module,
+    evaluator: UptrainingEvaluator,
+    loop: TrainingLoop,
+    data: UptrainingData,
+) -> dict[str, Any]:
+    state = loop.state
+    before = next((record for record in read_log(loop.log.path) if record["step"] == 0), {})
+    return {
+        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
+        **{f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")},
+        "eval_samples": len(data.held_out),
+        "eval_runtime": round(evaluator.seconds, 3),
+        "train_loss": state.loss_total / state.step if state.step else None,
+        "epoch": round(loop.epochs_done(), 4),
+        "steps": state.step,
+        "train_samples": len(data.train),
+        "train_runtime": round(state.train_seconds, 3),
+        "train_samples_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
+        "best_step": state.best_step,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "objective": args.objective,
+        "seed": args.seed,
+    }
+
+
+def _copy_side_files(args: argparse.Namespace) -> None:
+    """Copies what lies beside the source's weights, so that the result is as whole a checkpoint as the source."""
+    folder, output = resolve_source(args.model_name_or_path), Path(args.output_dir)
+    if folder.resolve() == output.resolve():
+        return
+    copied, _ = side_files(folder, [])
+    # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
+    kept = [
+        name for name in copied if not (output / name).exists() or not (name.endswith(".py") or args.tokenizer_name)
+    ]
+    copy_side_files(folder, output, kept)
+
+
+def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    folder = Path(args.output_dir)
+    save_results(folder / outputs.RESULTS_FILE, results, args)
+    names = [name for name in (*GREATER_IS_BETTER, *TERMS) if f"eval_{name}" in results]
+    shown = [name for name in names if name in GREATER_IS_BETTER] or names
+    plot_curves(
+        read_log(folder / LOG_FILE),
+        shown,
+        folder / outputs.CURVES_FILE,
+        f"{args.objective}: {Path(args.model_name_or_path).name}, seed {args.seed}",
+    )
+    if args.push_to_hub:
+        print(f"pushed to {outputs.push_folder(args)}")
+    scores = ", ".join(
+        f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
+        for name in ("loss", *shown)
+    )
+    print(
+        f"{args.objective} on {results['eval_samples']} held-out rows: {scores}; {results['steps']} steps in "
+        f"{results['train_runtime']:.0f} s; results in {folder}"
+    )

@@ -1,0 +1,135 @@
+"""Conversion on calibration text: the closed form, the fit, and what is refused."""
+
+import gzip
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+from hf_attn_variants.conversion import Calibration, convert_model
+from hf_attn_variants.conversion.calibration import read_lines
+
+WORDS = 60
+
+
+class WordTokenizer:
+    """Numbers for text, by the character: what a calibration needs of a tokenizer."""
+
+    pad_token_id = 0
+
+    def __call__(self, texts=None, text_target=None, truncation=True, max_length=64):
+        rows = texts if texts is not None else text_target
+        return {"input_ids": [[2 + ord(letter) % (WORDS - 2) for letter in row][: max_length - 1] for row in rows]}
+
+
+def text(count: int = 512) -> list[str]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 24, (count,), generator=generator).tolist()
+    return ["".join(chr(97 + i) for i in torch.randint(0, 26, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def calibration(**changes) -> Calibration:
+    return Calibration(
+        text(), **{"tokenizer": WordTokenizer(), "fit_steps": 0, "batch_size": 16, "fit_batch_size": 16} | changes
+    )
+
+
+def bert() -> BertModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
+    return BertModel(BertConfig(vocab_size=WORDS, initializer_range=0.3, **sizes)).eval()
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2}
+    fields = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, initializer_factor=1.0, **sizes, **fields)).eval()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, WORDS, (6, 15), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    mask[::2, 11:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def error(model, original) -> float:
+    batch = inputs()
+    if original.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :9]
+        outputs = (model(**batch).logits, original(**batch).logits)
+    else:
+        keep = batch["attention_mask"].bool()
+        outputs = (model(**batch).last_hidden_state[keep], original(**batch).last_hidden_state[keep])
+    return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
+
+
+@pytest.mark.parametrize("build", [bert, t5])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
+    model = build()
+    by_mean = error(convert_model(model, kv_heads), model)
+    closed = error(convert_model(model, kv_heads, calibration=calibration()), model)
+    fitted = error(convert_model(model, kv_heads, calibration=calibration(fit_steps=60)), model)
+    assert fitted < by_mean
+    assert fitted < closed
+
+
+@pytest.mark.parametrize("build", [bert, t5])
+def test_identical_heads_are_shared_without_loss(build):
+    model = build()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.rsplit(".", 2)[-2] in ("key", "value", "k", "v"):
+                heads = parameter.view(2, 2, 8, *parameter.shape[1:])
+                heads[:, 1] = heads[:, 0]
+    assert error(convert_model(model, 2, calibration=calibration(fit_steps=5)), model) < 1e-4
+
+
+def test_all_heads_stay_as_they_are():
+    model = bert()
+    assert error(convert_model(model, 4, calibration=calibration()), model) < 1e-6
+
+
+def test_same_seed_same_weights():
+    first, second = (convert_model(bert(), 2, calibration=calibration(fit_steps=5), seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_targets_are_generated_where_none_are_given_and_the_source_is_not_changed():
+    model = t5()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    convert_model(model, 2, calibration=calibration(max_length=12))
+    convert_model(model, 2, calibration=calibration(target_texts=text()[::-1]))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="needs calibration text"):
+        convert_model(bert(), 2, "calibrated")
+    with pytest.raises(ValueError, match="looks at no text"):
+        convert_model(bert(), 2, "mean", calibration=calibration())
+    with pytest.raises(ValueError, match="tokenizer"):
+        convert_model(bert(), 2, calibration=calibration(tokenizer=None))
+    with pytest.raises(ValueError, match="tokens in 1 lines"):
+        convert_model(bert(), 2, calibration=Calibration(["too short"], tokenizer=WordTokenizer()))
+    with pytest.raises(ValueError, match="target for each text"):
+        calibration(target_texts=["one"])
+    with pytest.raises(ValueError, match="talking heads"):
+        convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(ValueError, match="no line of text"):
+        read_lines(tmp_path / "empty.txt")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match="not a text file"):
+        read_lines(tmp_path / "binary.txt")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a line\n" * 999)[:-12])
+    with pytest.raises(OSError, match="no complete gzip"):
+        read_lines(tmp_path / "cut.txt.gz")
+    (tmp_path / "good.txt.gz").write_bytes(gzip.compress(b"a line\n\nanother\n"))
+    assert read_lines(tmp_path / "good.txt.gz") == ["a line", "", "another"]

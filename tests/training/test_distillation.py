@@ -1,0 +1,143 @@
+"""The terms of distillation against their formulas, and what is recorded of each architecture."""
+
+import types
+
+import pytest
+import torch
+from architectures import ALBERT, ARCHITECTURES, BERT, T5
+from torch.nn import functional
+
+from hf_attn_variants.training.distillation import (
+    ActivationRecorder,
+    Teacher,
+    check_teacher,
+    embedding_distance,
+    layer_error,
+    logits_divergence,
+    token_cross_entropy,
+)
+from hf_attn_variants.training.trainable import named_attentions, select_trainable
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
+    student, teacher = [random(2, 4, 3, seed=i) for i in (0, 1)], [random(2, 4, 3, seed=i) for i in (2, 3)]
+    sums, items = layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)
+    expected = torch.zeros(2)
+    for b, n in MASK.nonzero().tolist():
+        for layer, variance in enumerate((2.0, 4.0)):
+            expected[b] += ((student[layer][b, n] - teacher[layer][b, n]) ** 2).mean() / variance / 2
+    torch.testing.assert_close(sums, expected)
+    assert items.tolist() == [3, 1]
+    for states in (*student, *teacher):
+        states[MASK == 0] = torch.nan_to_num(states[MASK == 0] + 1e3)
+    torch.testing.assert_close(layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)[0], sums)
+
+
+def test_the_teachers_mean_vector_has_the_error_one():
+    architecture, head = BERT, "BertModel"
+    teacher = Teacher(architecture.model(head), hidden_states=True, attention_outputs=True)
+    batch = architecture.batch(head)
+    mask = batch["attention_mask"]
+    teacher.measure_variances([(batch, {"encoder": mask})])
+    states = teacher.run(batch)
+    for kind in ("hidden_states", "attention_outputs"):
+        layers = getattr(states, kind)["encoder"]
+        means = [layer[mask.bool()].mean(0).expand_as(layer) for layer in layers]
+        sums, items = layer_error(means, layers, teacher.variances[kind, "encoder"], mask)
+        assert float(sums.sum() / items.sum()) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_logits_divergence_is_kullback_leibler_at_the_temperature():
+    student, teacher = random(2, 4, 5).float(), random(2, 4, 5, seed=1).float()
+    sums, items = logits_divergence(student, teacher, MASK, temperature=2.0)
+    p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
+    expected = (4 * (p * (p / q).log()).sum(-1) * MASK).sum(-1)
+    torch.testing.assert_close(sums, expected)
+    assert items.tolist() == [3, 1]
+    sums, items = logits_divergence(student[:, 0], teacher[:, 0], None, temperature=2.0)
+    torch.testing.assert_close(sums, 4 * (p * (p / q).log()).sum(-1)[:, 0])
+    assert items.tolist() == [1, 1]
+
+
+def test_cross_entropy_and_embedding_distance():
+    logits, labels = random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
+    sums, items = token_cross_entropy(logits, labels)
+    expected = functional.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(sums, torch.tensor([float(expected), 0.0]))
+    assert items.tolist() == [3, 0]
+    states = random(2, 4, 3).float()
+    turned = states @ torch.tensor([[0.0, 1, 0], [-1, 0, 0], [0, 0, 1]])
+    distances, items = embedding_distance(turned, 3 * states, MASK)
+    means = [(states[b] * MASK[b][:, None]).sum(0) / MASK[b].sum() for b in range(2)]
+    by_hand = [1 - float(m[2] ** 2 / (m @ m)) for m in means]
+    assert distances.tolist() == pytest.approx(by_hand, rel=1e-5) and items.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+@pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
+def test_every_layer_and_attention_is_recorded(architecture, upstream):
+    head = BASES[architecture.name]
+    model = (architecture.upstream_model if upstream else architecture.model)(head)
+    batch = architecture.batch(head)
+    activations = ActivationRecorder(model, attention_outputs=True).run(model, batch, hidden_states=True)
+    sides = {"encoder", "decoder"} if architecture is T5 else {"encoder"}
+    assert set(activations.hidden_states) == set(activations.attention_outputs) == sides
+    layers = architecture.tiny.get("num_hidden_layers") or architecture.tiny["num_layers"]
+    size = architecture.tiny.get("hidden_size") or architecture.tiny["d_model"]
+    for side in sides:
+        assert [tuple(states.shape) for states in activations.hidden_states[side]] == [(3, 9, size)] * layers
+        attentions = layers * (2 if side == "decoder" else 1)
+        assert [tuple(states.shape) for states in activations.attention_outputs[side]] == [(3, 9, size)] * attentions
+    assert (activations.logits is not None) == (architecture is T5)
+
+
+def test_alberts_shared_attention_is_recorded_once_a_layer():
+    model = ALBERT.model("AlbertModel", "gqa")
+    assert len(list(named_attentions(model))) == 1
+    outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
+    assert len(outputs) == 2 and not torch.equal(*outputs)
+
+
+def test_a_teacher_is_frozen_and_takes_no_part_in_gradients():
+    model = BERT.model("BertModel").train()
+    teacher = Teacher(model, hidden_states=True)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert not teacher.run(BERT.batch("BertModel")).hidden_states["encoder"][-1].requires_grad
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_attention_alone_is_trainable(architecture):
+    model = architecture.model(BASES[architecture.name], "gqa_talking")
+    select_trainable(model, "attention")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expected = {
+        name for name, _ in model.named_parameters() if "attention" in name.lower() and "layer_norm" not in name
+    }
+    assert trained == expected and trained
+    select_trainable(model, "all")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("vocab_size", "vocab_size 1 and the model has 2"),
+        ("hidden_size", "hidden_size 1 and the model has 2.*compare vectors"),
+        ("num_hidden_layers", "num_hidden_layers 1 and the model has 2.*layer by layer"),
+        ("num_decoder_layers", "num_decoder_layers 1 and the model has 2"),
+    ],
+)
+def test_teachers_that_do_not_fit_are_named(field, message):
+    same = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 7, "is_encoder_decoder": False}
+    student, teacher = (types.SimpleNamespace(**{**same, field: value}) for value in (2, 1))
+    with pytest.raises(ValueError, match=message):
+        check_teacher(student, teacher, hidden_states=True, attention_outputs=False, embedding=False)
+    if field != "vocab_size":
+        check_teacher(student, teacher, hidden_states=False, attention_outputs=False, embedding=False)

@@ -1,0 +1,370 @@
+"""Masked-LM pretraining on the text of this project's licence: masks, loss, gate, a whole run, exact resume."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+)
+
+from hf_attn_variants import AttnVariantAlbertForMaskedLM, AttnVariantBertForMaskedLM
+from hf_attn_variants.training.checkpoints import list_checkpoints
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.masked_lm import (
+    IGNORED,
+    MaskedLMPreparation,
+    attention_zeroed,
+    find_head,
+    gate_results,
+    masked_lm_objective,
+    shuffle_positions,
+    word_starts,
+)
+from hf_attn_variants.training.pretrain_mlm import main, parse_args
+
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
+STEPS = ["--max_train_steps", 6]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_bert):
+    return AutoTokenizer.from_pretrained(tiny_bert)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Three shards and a held-out file of the licence."""
+    folder = tmp_path_factory.mktemp("text")
+    articles = LICENCE.read_text().split("\n\n")[:14]
+    for i in range(3):
+        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 4]).encode()))
+    (folder / "valid.txt").write_text("\n\n".join(articles[2::4]))
+    return folder
+
+
+def argv_of(text, tokenizer, out, *more):
+    argv = ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", out, "--max_length", 24]
+    argv += ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
+    argv += ["--per_device_train_batch_size", 4, "--max_eval_samples", 8, "--learning_rate", "1e-3", "--cpu"]
+    argv += ["--logging_steps", 1, "--shuffle_buffer_size", 10, "--disable_tqdm", *more]
+    return [str(item) for item in argv]
+
+
+@pytest.fixture
+def run(text, tokenizer, tmp_path):
+    def call(*more, out=tmp_path / "out"):
+        return main(parse_args(argv_of(text, tokenizer, out, *more))), out
+
+    return call
+
+
+def scratch(model_type="bert", *more):
+    return ["--model_type", model_type, "--config_overrides", TINY, *more]
+
+
+def masked_counts(prepare, blocks):
+    found = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
+    for i, block in enumerate(blocks):
+        example = prepare(block, (0, i))
+        original = np.concatenate([[prepare.cls_id], block, [prepare.sep_id]])
+        inputs, labels = example["input_ids"][: len(original)], example["labels"][: len(original)]
+        chosen = labels != IGNORED
+        assert (labels[chosen] == original[chosen]).all() and (inputs[~chosen] == original[~chosen]).all()
+        assert not chosen[[0, -1]].any() and (example["labels"][len(original) :] == IGNORED).all()
+        assert example["attention_mask"].tolist() == [1] * len(original) + [0] * (prepare.length - len(original))
+        found["tokens"] += len(block)
+        found["chosen"] += chosen.sum()
+        found["mask"] += (inputs[chosen] == prepare.mask_id).sum()
+        found["kept"] += (inputs[chosen] == original[chosen]).sum()
+    found["random"] = found["chosen"] - found["mask"] - found["kept"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def blocks(tokenizer):
+    ids = tokenizer(" ".join(LICENCE.read_text().split()), add_special_tokens=False, verbose=False)["input_ids"]
+    return [np.array(ids[i : i + 60]) for i in range(0, len(ids), 60)]
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_masking_rates(tokenizer, blocks, whole_words):
+    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
+    found = masked_counts(prepare, blocks * 5)
+    assert found["tokens"] > 20_000
+    assert found["chosen"] / found["tokens"] == pytest.approx(0.15, abs=0.015)
+    assert found["mask"] / found["chosen"] == pytest.approx(0.8, abs=0.03)
+    assert found["random"] / found["chosen"] == pytest.approx(0.1, abs=0.025)
+
+
+def test_masks_are_a_function_of_seed_epoch_and_number(tokenizer, blocks):
+    def labels(seed, *key):
+        return MaskedLMPreparation(tokenizer, 64, 0.15, seed)(blocks[0], key)["labels"].tolist()
+
+    assert labels(1, 0, 0) == labels(1, 0, 0)
+    assert len({str(found) for found in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
+
+
+def test_whole_words_are_masked_whole(tokenizer, blocks):
+    prepare = MaskedLMPreparation(tokenizer, 64, 0.3, seed=0, whole_words=True)
+    starts = word_starts(tokenizer)
+    whole = parts = 0
+    for i, block in enumerate(blocks):
+        chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED
+        for j in range(1, len(block)):
+            if not starts[block[j]]:
+                assert chosen[j] == chosen[j - 1]
+                whole += 1
+        parts += (chosen[1:] != chosen[:-1]).sum()
+    assert whole > 500 and parts > 500
+
+
+def test_words_of_sentencepiece(shared_data):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
+    ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
+    tokens, starts = tokenizer.convert_ids_to_tokens(ids), word_starts(tokenizer)[ids]
+    words = []
+    for token, begins in zip(tokens, starts, strict=True):
+        words = [*words, token] if begins else [*words[:-1], words[-1] + token]
+    assert [word.strip("▁") for word in words if word.strip("▁")] == [
+        "unbelievably",
+        "gargling",
+        "(",
+        "electrolytes",
+        ")",
+        ",",
+        "1998",
+        ".",
+    ]
+
+
+def tiny_models():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
+    torch.manual_seed(0)
+    bert = BertConfig(**sizes, num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    albert = AlbertConfig(**sizes, num_hidden_layers=2, embedding_size=8)
+    variant = {"num_key_value_heads": 2, "talking_heads": None}
+    models = [
+        BertForMaskedLM(bert),
+        AlbertForMaskedLM(albert),
+        AttnVariantBertForMaskedLM(AttnVariantBertForMaskedLM.config_class.from_upstream(bert, **variant)),
+        AttnVariantAlbertForMaskedLM(AttnVariantAlbertForMaskedLM.config_class.from_upstream(albert, **variant)),
+    ]
+    for model in models:
+        torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    return models
+
+
+def batch_of_random_tokens():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 50, (3, 10), generator=generator)
+    labels = torch.where(torch.rand(3, 10, generator=generator) < 0.3, ids, IGNORED)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[2, 7:], labels[2, 7:] = 0, IGNORED
+    return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+
+
+@pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
+def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
+    batch = batch_of_random_tokens()
+    objective = masked_lm_objective(find_head(model))
+    count = objective.count(batch)
+    assert count == (batch["labels"] != IGNORED).sum() and objective.examples(batch) == 3
+    own = model(**batch).loss
+    gradients = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+    ours = objective.loss_sum(model, batch) / count
+    torch.testing.assert_close(ours, own)
+    for found, expected in zip(
+        torch.autograd.grad(ours, list(model.parameters()), allow_unused=True), gradients, strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert model(**batch).logits.shape == (3, 10, 50)
+    batch["labels"][:] = IGNORED
+    nothing = objective.loss_sum(model, batch)
+    nothing.backward()
+    assert nothing.item() == 0.0 and objective.count(batch) == 0
+
+
+@pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
+@torch.no_grad()
+def test_without_attention_no_position_sees_another(model):
+    model.eval()
+    ids = batch_of_random_tokens()["input_ids"]
+    changed = ids.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 50
+    others = [i for i in range(10) if i != 4]
+    before = model(ids).logits
+    assert not torch.allclose(model(changed).logits[:, others], before[:, others])
+    with attention_zeroed(model):
+        assert torch.equal(model(changed).logits[:, others], model(ids).logits[:, others])
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_shuffling_keeps_tokens_and_their_labels():
+    batch = batch_of_random_tokens()
+    shuffled = shuffle_positions(batch)
+    assert torch.equal(shuffled["input_ids"], shuffle_positions(batch)["input_ids"])
+    for row, length in enumerate([10, 10, 7]):
+        before, after = (
+            list(zip(b["input_ids"][row].tolist(), b["labels"][row].tolist(), strict=True)) for b in (batch, shuffled)
+        )
+        assert before != after and sorted(before) == sorted(after)
+        assert (before[0], before[length - 1 :]) == (after[0], after[length - 1 :])
+
+
+@pytest.mark.parametrize(
+    ("shuffled", "zeroed", "passed"), [(3.31, 3.31, True), (3.31, 3.2, False), (3.2, 9.0, False), (2.0, 9.0, False)]
+)
+def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
+    assert gate_results(3.0, shuffled, zeroed)["gate_passed"] is passed
+
+
+def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
+    results, out = run(*scratch("albert", "--num_key_value_heads", 2, "--talking_heads", "logits"), *STEPS)
+    assert results["steps"] == 6 and results["train_samples"] == 24 and results["train_tokens"] == 24 * 24
+    assert results["eval_samples"] == 8 and results["eval_loss"] == pytest.approx(np.log(results["eval_perplexity"]))
+    saved = json.loads((out / "all_results.json").read_text())
+    assert saved["eval_loss"] == results["eval_loss"] and saved["gate_passed"] is False
+    assert saved["arguments"]["num_key_value_heads"] == 2
+    assert (out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    config = AutoConfig.from_pretrained(out)
+    assert (config.model_type, config.num_key_value_heads, config.talking_heads) == (
+        "attn_variant_albert",
+        2,
+        "logits",
+    )
+    assert config.vocab_size == len(tokenizer) and config.hidden_size == 16
+    assert isinstance(AutoModelForMaskedLM.from_pretrained(out), AttnVariantAlbertForMaskedLM)
+    assert len(AutoTokenizer.from_pretrained(out)) == len(tokenizer)
+    again, _ = run("--model_name_or_path", out, "--num_train_epochs", 0, out=out.parent / "again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-6) and again["steps"] == 0
+
+
+def test_continued_training_starts_where_the_checkpoint_is(run):
+    first, out = run(*scratch(), "--max_train_steps", 40, "--learning_rate", "1e-2")
+    log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    assert log[0]["loss"] - first["eval_loss"] > 1
+    run("--model_name_or_path", out, *STEPS, out=out.parent / "more")
+    more = [json.loads(line) for line in (out.parent / "more/train_log.jsonl").read_text().splitlines()]
+    assert log[0]["loss"] - more[0]["loss"] > 0.7
+
+
+def records(out):
+    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+@pytest.mark.parametrize("more", [[], ["--gradient_accumulation_steps", 2, "--dataloader_num_workers", 1]])
+def test_an_interrupted_run_resumes_bit_equal(run, tmp_path, monkeypatch, more):
+    # 30 steps of 4 examples go over an epoch's end; dropout is BERT's.
+    flags = [*scratch(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
+    flags += ["--metric_for_best_model", "loss"]
+    expected, whole = run(*flags, out=tmp_path / "whole")
+    assert expected["epoch"] >= 1
+    step = TrainingLoop._step
+    stops = [10, 23]
+
+    def die(self, group):
+        if stops and self.state.step == stops[0]:
+            stops.pop(0)
+            raise KeyboardInterrupt
+        step(self, group)
+
+    monkeypatch.setattr(TrainingLoop, "_step", die)
+    cut = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        run(*flags, out=cut)
+    with pytest.raises(KeyboardInterrupt):
+        run(*flags, "--resume_from_checkpoint", "latest", out=cut)
+    results, _ = run(*flags, "--resume_from_checkpoint", "latest", out=cut)
+    assert records(cut) == records(whole) and results["eval_loss"] == expected["eval_loss"]
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is 0\.2"):
+        run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
+
+
+def test_a_model_that_reads_its_context_passes_the_gate_and_an_untrained_one_is_warned_of(tokenizer, tmp_path, caplog):
+    # A block of 11 begins with either letter, so that each follows from its neighbours alone. Upstream's
+    # initialisation is made for 768 hidden units; with 16 it would leave attention too little to learn from.
+    (tmp_path / "train-0.txt.gz").write_bytes(gzip.compress(b"a b " * 3000))
+    (tmp_path / "valid.txt").write_text("a b " * 300)
+    flags = ["--model_type", "bert", "--config_overrides", f"{TINY},initializer_range=0.25", "--dropout_rate", 0]
+    flags += ["--max_length", 13, "--learning_rate", "1e-2", "--per_device_train_batch_size", 16]
+    flags += ["--max_eval_samples", 50, "--logging_steps", 50, "--eval_steps", 200]
+
+    def train(steps):
+        out = tmp_path / f"out-{steps}"
+        return main(parse_args(argv_of(tmp_path, tokenizer, out, *flags, "--max_train_steps", steps)))
+
+    untrained = train(1)
+    assert not untrained["gate_passed"] and "still a unigram model" in caplog.text
+    caplog.clear()
+    trained = train(250)
+    assert trained["eval_loss"] < 0.5 and trained["gate_passed"] and "unigram" not in caplog.text
+    assert trained["gate_shuffled_loss"] - trained["eval_loss"] == pytest.approx(trained["gate_shuffled_cost"])
+
+
+def test_a_shard_that_breaks_in_training_is_named_and_the_checkpoint_stays(text, tokenizer, tmp_path):
+    for path in text.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    broken = tmp_path / "train-1.txt.gz"
+    broken.write_bytes(broken.read_bytes()[:-300])
+    flags = [*scratch(), "--max_train_steps", 60, "--checkpointing_steps", 1, "--shuffle_buffer_size", 1]
+    with pytest.raises(OSError, match=r"train-1\.txt\.gz: cannot be read beyond byte \d+"):
+        main(parse_args(argv_of(tmp_path, tokenizer, tmp_path / "out", *flags)))
+    assert list_checkpoints(tmp_path / "out")
+
+
+def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
+    articles = [article for article in LICENCE.read_text().split("\n\n") if article.strip()]
+    (tmp_path / "data").mkdir()
+    for split, rows in (("train", articles[4:]), ("validation", articles[:4])):
+        lines = "\n".join(json.dumps({"body": row}) for row in rows)
+        (tmp_path / f"data/{split}.jsonl").write_text(lines + "\n")
+    flags = ["--dataset_name", tmp_path / "data", "--text_column", "body", "--tokenizer_name", tokenizer.name_or_path]
+    flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
+    results = main(parse_args([str(flag) for flag in flags]))
+    assert results["steps"] == 6 and results["eval_samples"] > 5
+    with pytest.raises(ValueError, match=r"row 0: no text in the column 'text'; it has body"):
+        main(
+            parse_args(
+                [str(flag) for flag in flags if flag not in ("--text_column", "body")] + ["--overwrite_output_dir"]
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "give --model_name_or_path, or --model_type and --tokenizer_name"),
+        (["--model_type", "bert", "--model_name_or_path", "x"], "--model_type is for a model from scratch"),
+        (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
+        (scratch("bert", "--dataset_name", "x"), "give --train_file or --dataset_name, one of them"),
+        (scratch("bert", "--dataloader_num_workers", 2), "must be 0 or 1 for a stream, got 2"),
+        (scratch("bert", "--metric_for_best_model", "f1"), "there are loss, perplexity, accuracy"),
+        (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
+        (["--model_type", "bert", "--config_overrides", "hiden_size=3"], "'hiden_size=3' is no FIELD=VALUE of a Bert"),
+        (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
+        (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
+        (scratch("bert", "--max_length", 65), "--max_length 65 is too long: the model has 64 positions"),
+    ],
+)
+def test_bad_arguments_fail_before_anything_is_written(run, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        run(*STEPS, *more)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_stream_has_no_epochs(run):
+    with pytest.raises(ValueError, match="a stream without a length: give --max_train_steps"):
+        run(*scratch())

@@ -1,0 +1,192 @@
+"""Text streams: no token lost, one order for a seed on any number of processes, entry in the middle, broken files."""
+
+import gzip
+import itertools
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import BertTokenizerFast
+
+from hf_attn_variants.training import text_data
+from hf_attn_variants.training.text_data import (
+    DatasetRows,
+    TextFile,
+    TextStream,
+    check_text_files,
+    hash_files,
+    pack_blocks,
+    read_blocks,
+)
+
+# Of the Gettysburg Address: real sentences, two articles a file.
+ARTICLES = [
+    "Four score and seven years ago our fathers brought forth\non this continent, a new nation.",
+    "Now we are engaged in a great civil war, testing whether that nation can long endure.",
+    "We are met on a great battle-field of that war.\nWe have come to dedicate a portion of that field.",
+    "It is altogether fitting and proper that we should do this.",
+    "The world will little note, nor long remember what we say here.",
+]
+LENGTH = 7
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    words = sorted({word for text in ARTICLES for word in text.lower().replace(",", " ,").replace(".", " .").split()})
+    path = tmp_path_factory.mktemp("tokenizer") / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, "battle", "-", "field", "##s"]))
+    return BertTokenizerFast(str(path))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    plain, packed = tmp_path / "a.txt", tmp_path / "b.txt.gz"
+    plain.write_text("\n\n".join(ARTICLES[:2]) + "\n")
+    packed.write_bytes(gzip.compress(("\n\n\n" + "\n \n".join(ARTICLES[2:])).encode()))
+    return check_text_files([plain, packed])
+
+
+def expected_tokens(tokenizer, texts=ARTICLES):
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.sep_token_id] for text in texts]
+    return list(itertools.chain(*ids))
+
+
+def test_packing_loses_no_token(tokenizer, shards):
+    blocks = read_blocks(shards, tokenizer, LENGTH, tokenizer.sep_token_id)
+    assert {len(block) for block in blocks[:-1]} == {LENGTH} and 0 < len(blocks[-1]) <= LENGTH
+    assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
+    assert tokenizer.unk_token_id not in expected_tokens(tokenizer)
+    assert len(read_blocks(shards, tokenizer, LENGTH, tokenizer.sep_token_id, limit=3)) == 3
+
+
+@pytest.mark.parametrize("length", [1, 4, LENGTH, 1000])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_packing_goes_on_from_the_place_of_any_block(tokenizer, shards, monkeypatch, length, batch):
+    monkeypatch.setattr(text_data, "TOKENIZER_BATCH", batch)
+    whole = list(pack_blocks(shards, tokenizer, length, tokenizer.sep_token_id))
+    for i, (_, place) in enumerate(whole):
+        again = list(pack_blocks(shards, tokenizer, length, tokenizer.sep_token_id, place))
+        assert [(block.tolist(), at) for block, at in again] == [(block.tolist(), at) for block, at in whole[i:]]
+
+
+def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_data, "MAX_ARTICLE_BYTES", 60)
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(line for text in ARTICLES for line in text.splitlines()))
+    articles = list(TextFile(path).articles())
+    assert len(articles) > 3 and "\n".join(text.strip("\n") for _, text in articles) == path.read_text()
+    assert list(TextFile(path).articles(articles[2][0])) == articles[2:]
+    assert read_blocks([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
+
+
+def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=2, window=3, seed=5):
+    def prepare(block, key):
+        padded = np.zeros(LENGTH, dtype=np.int64)
+        padded[: len(block)] = block
+        return {"ids": padded, "key": np.array(key)}
+
+    separator = tokenizer.sep_token_id
+    return TextStream(
+        shards, tokenizer, LENGTH, separator, prepare, batch_size, seed, window, process_index, num_processes
+    )
+
+
+def rows(batches):
+    return torch.cat([batch["ids"] for batch in batches]).tolist()
+
+
+def test_order_is_a_function_of_seed_and_epoch_and_keeps_every_block(tokenizer, shards):
+    stream = make_stream(tokenizer, shards)
+    first = list(stream)
+    assert rows(stream) == rows(first) == rows(make_stream(tokenizer, shards))
+    assert [tuple(key) for batch in first for key in batch["key"].tolist()] == [
+        (0, i) for i in range(len(rows(first)))
+    ]
+    unshuffled = sorted(token for row in rows(first) for token in row if token)
+    assert unshuffled == sorted(expected_tokens(tokenizer))
+    orders = [rows(first)]
+    for epoch in range(1, 4):
+        stream.start_epoch(epoch)
+        orders.append(rows(stream))
+    assert len({str(order) for order in orders}) > 2
+    assert rows(make_stream(tokenizer, shards, seed=6)) != orders[0]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_seek_goes_on_after_any_batch(tokenizer, shards, epoch):
+    stream = make_stream(tokenizer, shards)
+    stream.start_epoch(epoch)
+    whole = list(stream)
+    assert len(whole) > 4
+    for used in range(1, len(whole)):
+        resumed = make_stream(tokenizer, shards)
+        resumed.start_epoch(epoch)
+        resumed.seek(used, whole[used - 1]["position"].tolist())
+        for batch, expected in zip(resumed, whole[used:], strict=True):
+            assert all(torch.equal(batch[key], expected[key]) for key in expected)
+
+
+def test_seek_opens_no_shard_before_its_place(tokenizer, shards, monkeypatch):
+    stream = make_stream(tokenizer, shards, batch_size=1, window=2)
+    whole = list(stream)
+    opened = []
+    articles = TextFile.articles
+    monkeypatch.setattr(
+        TextFile, "articles", lambda self, offset=0: opened.append((self.path.name, offset)) or articles(self, offset)
+    )
+    stream.seek(len(whole) - 1, whole[-2]["position"].tolist())
+    assert len(list(stream)) == 1
+    assert len(opened) == 1 and whole[-2]["position"][2] == 1
+
+
+def test_two_processes_share_each_batch_of_one(tokenizer, shards):
+    one = list(make_stream(tokenizer, shards, batch_size=10))
+    both = [list(make_stream(tokenizer, shards, i, 2, batch_size=5)) for i in range(2)]
+    assert len(one[-1]["ids"]) == 3  # shared as 2 and 1
+    for batch, left, right in zip(one, *both, strict=True):
+        assert torch.equal(batch["ids"], torch.cat([left["ids"], right["ids"]]))
+
+
+def test_rows_of_a_dataset(tokenizer, tmp_path):
+    path = tmp_path / "train.jsonl"
+    datasets.Dataset.from_dict({"text": ARTICLES}).to_json(path)
+    stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
+    source = DatasetRows("articles", stream)
+    assert list(source.articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
+    blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
+    assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
+    with pytest.raises(ValueError, match=r"articles, row 0: no text in the column 'body'; it has text"):
+        next(DatasetRows("articles", stream, "body").articles())
+
+
+def test_broken_files_are_named(tmp_path):
+    whole = gzip.compress("\n\n".join(ARTICLES * 50).encode(), mtime=0)
+    files = {
+        "cut.txt.gz": whole[: len(whole) // 2],
+        "plain.txt.gz": b"not compressed at all",
+        "flipped.txt.gz": whole[:-8] + bytes(8),
+        "latin.txt": "na\u00efve".encode("latin-1"),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(OSError, match=rf"{name}: (cannot be read beyond byte \d+ of its text|not UTF-8)"):
+            list(TextFile(tmp_path / name).articles())
+    (tmp_path / "empty.txt.gz").write_bytes(gzip.compress(b" \n\n"))
+    with pytest.raises(ValueError, match=r"empty\.txt\.gz holds no text"):
+        check_text_files([tmp_path / "empty.txt.gz"])
+    with pytest.raises(OSError, match=r"none\.txt: cannot be read"):
+        check_text_files([tmp_path / "none.txt"])
+    with pytest.raises(OSError, match="is a folder; give its files"):
+        check_text_files([tmp_path])
+
+
+def test_hash_sees_names_sizes_and_ends(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = hash_files([TextFile(path)])
+    path.write_text("two")
+    second = hash_files([TextFile(path)])
+    path.write_text("one")
+    assert first == hash_files([TextFile(path)]) != second
+    assert hash_files([TextFile(path.rename(tmp_path / "b.txt"))]) != first

@@ -1,0 +1,365 @@
+"""`uptrain.main` on tiny converted models: quality comes back, what is trained, resume, whole checkpoints, errors."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.uptraining import make_bert, make_t5, make_text
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.inspection import sentence_embeddings
+from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.uptrain import main, parse_args
+from hf_attn_variants.training.uptraining_data import hold_out, read_lines
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder with source.txt and target.txt."""
+    return make_text(tmp_path_factory.mktemp("text"))[0]
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_bert, tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert") / "mha", tiny_bert)
+
+
+@pytest.fixture(scope="module")
+def grouped_bert(bert):
+    convert_checkpoint(bert, bert.parent / "mqa", 1)
+    return bert.parent / "mqa"
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return make_t5(tmp_path_factory.mktemp("t5") / "mha")
+
+
+@pytest.fixture(scope="module")
+def grouped_t5(t5):
+    convert_checkpoint(t5, t5.parent / "mqa", 1)
+    return t5.parent / "mqa"
+
+
+@pytest.fixture
+def run(grouped_bert, bert, source, tmp_path):
+    def call(objective="distill", *more, model=grouped_bert, teacher=bert, steps=4, output_dir=tmp_path / "out"):
+        return main(
+            parse_args(flags(objective, *more, model=model, teacher=teacher, steps=steps, output_dir=output_dir))
+        )
+
+    def flags(objective, *more, model, teacher, steps, output_dir):
+        pairs = ["--source_file", source, "--target_file", source.with_name("target.txt")]
+        text = pairs if "t5" in str(model) else ["--train_file", source]
+        argv = ["--model_name_or_path", model, "--objective", objective, *text, "--output_dir", output_dir]
+        argv += ["--teacher", teacher] if teacher is not None else []
+        argv += ["--max_train_steps", steps] if steps is not None else []
+        argv += ["--per_device_train_batch_size", 8, "--logging_steps", 1, "--cpu", "--disable_tqdm", *more]
+        return [str(part) for part in argv]
+
+    call.flags, call.out = flags, tmp_path / "out"
+    return call
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+
+
+def test_distillation_brings_the_teachers_embeddings_back(run, bert, grouped_bert, source):
+    results = run(steps=60, objective="distill")
+    assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]
+    assert results["eval_embedding_cosine"] > results["initial_eval_embedding_cosine"]
+    log = records(run.out)
+    assert [r["step"] for r in log if "eval_loss" in r] == [0, 12, 24, 36, 48, 60]
+    assert log[0]["eval_loss"] == results["initial_eval_loss"] == results["initial_eval_encoder_hidden_states_error"]
+    assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((run.out / "all_results.json").read_text())
+    assert saved["eval_loss"] == results["eval_loss"] and saved["arguments"]["teacher"] == str(bert)
+    # The saved model is the one that was evaluated.
+    held_out = hold_out(read_lines([source]))[1]
+    tokenizer = AutoTokenizer.from_pretrained(run.out)
+    embeddings = [
+        sentence_embeddings(AutoModel.from_pretrained(folder), tokenizer, held_out) for folder in (run.out, bert)
+    ]
+    cosine = torch.nn.functional.cosine_similarity(*embeddings).mean().item()
+    assert cosine == pytest.approx(results["eval_embedding_cosine"], abs=1e-5)
+    config = json.loads((run.out / "config.json").read_text())
+    assert config["num_key_value_heads"] == 1 and config["hidden_dropout_prob"] == 0.1
+    assert load_file(run.out / "model.safetensors").keys() == load_file(grouped_bert / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("objective", "more"),
+    [
+        ("distill", ["--attention_outputs_weight", 1, "--logits_weight", 1]),
+        ("embedding", []),
+        ("mlm", ["--attention_outputs_weight", 1]),
+        ("seq2seq", ["--attention_outputs_weight", 1]),
+    ],
+)
+def test_a_student_that_equals_its_teacher_has_nothing_to_learn(run, bert, t5, objective, more):
+    model = t5 if objective == "seq2seq" else bert
+    results = run(objective, "--num_train_epochs", 0, *more, model=model, teacher=model, steps=None)
+    terms = {key: results[key] for key in results if key.startswith("eval_") and key.endswith(("error", "divergence"))}
+    assert all(abs(value) < 1e-9 for value in terms.values()) and results["steps"] == 0
+    assert len(terms) == {"distill": 3, "embedding": 0, "mlm": 3, "seq2seq": 5}[objective]
+    assert results["eval_loss"] == pytest.approx(results.get("eval_cross_entropy", 0) * (len(more) < 4), abs=1e-6)
+    if objective in ("distill", "embedding"):
+        assert results["eval_embedding_cosine"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("trainable", ["attention", "all", "lora"])
+def test_only_what_is_trainable_moves(run, grouped_bert, trainable):
+    if trainable == "lora":
+        pytest.importorskip("peft")
+    results = run("distill", "--trainable", trainable, "--lora_rank", 4, steps=20)
+    before, after = (load_file(folder / "model.safetensors") for folder in (grouped_bert, run.out))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    attention = {name for name in before if ".attention." in name}
+    unused = {name for name in before if name.startswith("cls.") and "embeddings" not in name}
+    expected = {
+        "attention": attention,
+        "lora": {name for name in attention if name.endswith("weight") and "LayerNorm" not in name},
+        "all": before.keys() - unused,
+    }[trainable]
+    assert moved == expected and results["eval_loss"] < results["initial_eval_loss"]
+    counted = sum(before[name].numel() for name in expected)
+    assert trainable == "lora" or results["num_trainable_parameters"] == counted
+    assert (run.out / "modeling_attn_variant_bert.py").is_file()
+
+
+@pytest.mark.parametrize(("objective", "trainable"), [("distill", "all"), ("mlm", "attention"), ("distill", "lora")])
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, objective, trainable):
+    if trainable == "lora":
+        pytest.importorskip("peft")
+    more = ["--checkpointing_steps", 4, "--eval_steps", 3, "--dropout_rate", 0.1, "--trainable", trainable]
+    more += ["--metric_for_best_model", "loss"]
+    run(objective, *more, steps=10, output_dir=tmp_path / "whole")  # 8 steps an epoch: the masks are new after that
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoint-8")
+    results = run(objective, *more, "--resume_from_checkpoint", "latest", steps=10, output_dir=tmp_path / "again")
+    logs = [[{k: v for k, v in r.items() if k != "time"} for r in records(tmp_path / n)] for n in ("whole", "again")]
+    assert logs[0] == logs[1] and results["initial_eval_loss"] == logs[0][0]["eval_loss"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "again")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match=r"weights of the terms was .* and is "):
+        run(
+            objective,
+            *more,
+            "--hidden_states_weight",
+            2,
+            "--resume_from_checkpoint",
+            "latest",
+            steps=10,
+            output_dir=tmp_path / "again",
+        )
+
+
+def test_masked_lm_learns_with_and_without_a_teacher(run, bert):
+    alone = run("mlm", "--learning_rate", "1e-2", teacher=None, steps=40)
+    assert alone["eval_loss"] == alone["eval_cross_entropy"] < 0.8 * alone["initial_eval_loss"]
+    taught = run("mlm", "--overwrite_output_dir", steps=4)
+    parts = ("cross_entropy", "encoder_hidden_states_error", "logits_divergence")
+    assert taught["eval_loss"] == pytest.approx(sum(taught[f"eval_{name}"] for name in parts), rel=1e-6)
+    assert type(AutoModelForMaskedLM.from_pretrained(run.out)).__name__ == "AttnVariantBertForMaskedLM"
+
+
+def test_embeddings_alone_are_distilled(run):
+    results = run("embedding", steps=40)
+    assert results["eval_embedding_cosine"] > results["initial_eval_embedding_cosine"]
+    assert results["eval_loss"] == pytest.approx(1 - results["eval_embedding_cosine"], abs=1e-6)
+
+
+def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
+    target = source.with_name("target.txt")
+    more = ["--learning_rate", "5e-3", "--predict_with_generate", "--dropout_rate", 0]
+    more += ["--validation_source_file", source, "--validation_target_file", target, "--eval_steps", 100]
+    results = run("seq2seq", *more, model=grouped_t5, teacher=None, steps=60)
+    assert results["eval_cross_entropy"] < 0.6 * results["initial_eval_cross_entropy"]
+    assert results["eval_bleu"] > results["initial_eval_bleu"] and results["eval_samples"] == 64
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.out)
+    with torch.no_grad():
+        batch = tokenizer(source.read_text().splitlines(), text_target=target.read_text().splitlines(), padding=True)
+        batch = {key: torch.tensor(value) for key, value in batch.items()}
+        batch["labels"][batch["labels"] == 0] = -100
+        assert float(model(**batch).loss) == pytest.approx(results["eval_cross_entropy"], rel=1e-5)
+
+
+def test_a_t5_is_distilled_from_a_table(run, grouped_t5, t5, source, tmp_path):
+    lines = zip(*(path.read_text().splitlines() for path in (source, source.with_name("target.txt"))), strict=True)
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(json.dumps({"en": s, "de": t}) + "\n" for s, t in lines))
+    argv = ["--model_name_or_path", grouped_t5, "--teacher", t5, "--objective", "distill", "--train_file", table]
+    argv += ["--source_column", "en", "--target_column", "de", "--output_dir", run.out, "--max_train_steps", 30]
+    argv += ["--per_device_train_batch_size", 8, "--learning_rate", "2e-3", "--cpu", "--disable_tqdm"]
+    results = main(parse_args(list(map(str, argv))))
+    for name in ("decoder_hidden_states_error", "logits_divergence"):
+        assert results[f"eval_{name}"] < 0.7 * results[f"initial_eval_{name}"]
+    assert results["initial_eval_encoder_hidden_states_error"] < 1e-9  # only the decoder was converted
+    assert "eval_cross_entropy" in results and "eval_embedding_cosine" not in results
+
+
+def test_the_result_is_a_whole_sentence_transformers_checkpoint(run, grouped_bert, tmp_path):
+    model = shutil.copytree(grouped_bert, tmp_path / "model")
+    (model / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (model / "all_results.json").write_text("of the source")
+    run(model=model)
+    assert (run.out / "1_Pooling/config.json").read_text() == '{"pooling_mode_mean_tokens": true}'
+    for name in ("modules.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (run.out / name).read_bytes() == (model / name).read_bytes()
+    assert (run.out / "all_results.json").read_text() != "of the source"
+    assert not (run.out / "conversion_report.json").exists()
+
+
+LOAD_ELSEWHERE = """
+import sys
+sys.modules["hf_attn_variants"] = None
+import transformers
+model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+print(type(model).__name__, model.config.num_key_value_heads)
+"""
+
+
+def test_the_result_loads_where_the_package_is_not(run, tmp_path):
+    run()
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_ELSEWHERE, str(run.out)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.stdout.split() == ["AttnVariantBertModel", "1"], done.stderr
+
+
+def test_the_best_weights_are_kept(run):
+    results = run("distill", "--learning_rate", 0, "--eval_steps", 1, "--early_stopping_patience", 2, steps=9)
+    assert results["steps"] == 3 and results["best_step"] == 1
+
+
+def test_gradient_checkpointing_changes_nothing(run):
+    more = ["--attention_outputs_weight", 1, "--overwrite_output_dir"]
+    plain = run("distill", *more)
+    again = run("distill", *more, "--gradient_checkpointing")
+    assert again["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
+    assert math.isfinite(run("distill", *more, "--mixed_precision", "bf16")["eval_loss"])
+
+
+def test_alpha_is_a_share_of_the_pretraining_steps(run):
+    assert run("distill", "--alpha", 0.05, "--pretraining_steps", 41, steps=None)["steps"] == 3
+
+
+def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert, tmp_path):
+    teacher = shutil.copytree(bert, tmp_path / "broken")
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["bert.encoder.layer.1.output.dense.bias"][:] = math.nan
+    save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFiniteLossError, match="held-out loss is nan before training"):
+        run(teacher=teacher)
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "message"),
+    [
+        ("distill", ["--teacher", ""], "--objective distill needs --teacher"),
+        ("mlm", ["--teacher", "", "--hidden_states_weight", 1], "--hidden_states_weight needs --teacher"),
+        ("mlm", ["--hidden_states_weight", 0, "--logits_weight", 0], "--teacher would not be looked at"),
+        ("distill", ["--teacher", "/nowhere/teacher"], "/nowhere/teacher"),
+        ("seq2seq", [], r"--objective seq2seq is for an encoder-decoder; .*\(attn_variant_bert\) is an encoder"),
+        ("distill", ["--predict_with_generate"], "--predict_with_generate is for an encoder-decoder"),
+        ("distill", ["--train_file", "/nowhere/text"], "/nowhere/text: no such file"),
+        ("distill", ["--validation_file", os.devnull], "no such file|is empty"),
+        ("distill", ["--alpha", 0.1], "--alpha and --pretraining_steps belong together"),
+        ("distill", ["--alpha", 0.1, "--pretraining_steps", 10], "not both"),
+        ("distill", ["--temperature", 0], "--temperature must be more than 0"),
+        ("distill", ["--logits_weight", -1], "--logits_weight must be at least 0"),
+        ("distill", ["--lora_rank", 0], "--lora_rank must be at least 1"),
+        ("mlm", ["--mlm_probability", 1], "--mlm_probability must be in"),
+        ("distill", ["--max_length", 65], "--max_length 65 is too long"),
+        ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "the dev metrics are loss"),
+    ],
+)
+def test_errors_before_training(run, objective, more, message, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    without_teacher = more[:2] == ["--teacher", ""]
+    with pytest.raises((ValueError, OSError), match=message):
+        run(objective, *(more[2:] if without_teacher else more), **({"teacher": None} if without_teacher else {}))
+
+
+def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, tiny_bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    with pytest.raises(ValueError, match=r"--objective mlm is for an encoder; .* is an encoder-decoder"):
+        run("mlm", model=grouped_t5, teacher=None)
+    with pytest.raises(ValueError, match="vocab_size"):
+        run("distill", teacher=t5)
+    with pytest.raises(ValueError, match=r"is no AttnVariantBertForMaskedLM|is no BertForMaskedLM: it lacks"):
+        run("mlm", model=tiny_bert, teacher=None)
+    with pytest.raises(ValueError, match="--logits_weight needs logits"):
+        run("distill", "--logits_weight", 1, model=tiny_bert, teacher=tiny_bert)
+    other = shutil.copytree(bert, tmp_path / "other")
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["dog"], vocabulary["cat"] = vocabulary["cat"], vocabulary["dog"]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        run("distill", teacher=other)
+
+
+def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    short = tmp_path / "short.txt"
+    short.write_text("the dog\n")
+    with pytest.raises(ValueError, match=r"source\.txt has 64 lines and .*short\.txt has 1"):
+        run("seq2seq", "--target_file", short, model=grouped_t5, teacher=None)
+    with pytest.raises(ValueError, match="belong together"):
+        run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
+
+
+def test_lora_without_peft_is_a_clear_error(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="--trainable lora needs peft: pip install"):
+        run("distill", "--trainable", "lora")
+
+
+def test_help_ends_with_examples(capsys):
+    with pytest.raises(SystemExit) as done:
+        parse_args(["--help"])
+    assert done.value.code == 0 and "python scripts/uptrain.py --model_name_or_path" in capsys.readouterr().out
+
+
+def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, bert, tmp_path):
+    more = ["--gradient_accumulation_steps", 2, "--per_device_eval_batch_size", 2, "--attention_outputs_weight", 1]
+    # 3 steps of 16 rows: the last batch of an epoch would repeat rows to give each process as many.
+    out = {"model": grouped_bert, "teacher": bert, "steps": 3, "output_dir": tmp_path / "two"}
+    expected = run("distill", *more, "--per_device_train_batch_size", 8, steps=3, output_dir=tmp_path / "one")
+    argv = run.flags("distill", *more, "--per_device_train_batch_size", 4, **out)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "scripts/uptrain.py"), *argv],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "two/all_results.json").read_text())
+    assert done.stdout.count("distill on 3 held-out rows") == 1
+    for name in ("eval_loss", "initial_eval_loss", "train_loss", "eval_embedding_cosine"):
+        assert results[name] == pytest.approx(expected[name], rel=1e-4)
