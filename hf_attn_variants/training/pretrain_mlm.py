@@ -148,7 +148,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_own_arguments(args: argparse.Namespace) -> None:
     only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
-    if args.train_file and args.dataset_name or not (args.train_file or args.dataset_name or only_evaluates):
+    given = [name for name in (args.train_file, args.dataset_name) if name is not None]
+    if len(given) > 1 or not (given or only_evaluates):
         raise ValueError("give --train_file or --dataset_name, one of them")
     if not 0 < args.mlm_probability < 1:
         raise ValueError(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")

@@ -23,8 +23,8 @@ EPILOG = """examples (a BERT of 4 key/value heads, drawn towards the model that 
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
 
-distill: the teacher alone says what is right: each layer's output and, for an encoder-decoder, its distribution over
-the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the teacher's sentence
+distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
+distribution over the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the teacher's sentence
 embeddings. For a classification task, use scripts/run_glue.py.
 Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 % of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     arguments.add_training_arguments(parser)
     arguments.add_output_arguments(parser)
     arguments.add_hub_arguments(parser)
-    parser.set_defaults(max_length=64, learning_rate=5e-4, num_train_epochs=None, warmup_ratio=None)
+    parser.set_defaults(max_length=64, learning_rate=1e-3, num_train_epochs=None, warmup_ratio=None)
     args = parser.parse_args(argv)
     if args.warmup_ratio is None:
         args.warmup_ratio = WARMUP_RATIO if args.num_warmup_steps is None else 0.0
@@ -64,14 +64,13 @@ def _add_objective_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hidden_states_weight",
         type=float,
-        help="Weight of the error of each layer's output, as a share of its variance (default with a teacher: 1, "
-        "with --objective embedding: 0).",
+        help="Weight of the error of each layer's output, as a share of its variance (default with a teacher: 1; with "
+        "--objective embedding: 0).",
     )
     group.add_argument(
         "--attention_outputs_weight",
         type=float,
-        default=0.0,
-        help="Weight of the same error of each attention's output (default: %(default)s).",
+        help="Weight of the same error of each attention's output (default: as the one before).",
     )
     group.add_argument(
         "--logits_weight",
@@ -83,7 +82,7 @@ def _add_objective_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trainable",
         choices=TRAINABLE,
-        default="all",
+        default="attention",
         help="Which parameters are trained: those of the attention modules, all, or low-rank updates of the attention "
         "projections that are merged at the end (default: %(default)s).",
     )
@@ -193,7 +192,7 @@ def term_weights(args: argparse.Namespace, config: PreTrainedConfig) -> TermWeig
         cross_entropy=float(has_task),
         embedding_distance=float(embeds),
         hidden_states=_given(args.hidden_states_weight, float(not embeds)),
-        attention_outputs=args.attention_outputs_weight,
+        attention_outputs=_given(args.attention_outputs_weight, float(not embeds)),
         logits=_given(args.logits_weight, float(has_task or config.is_encoder_decoder)),
         temperature=args.temperature,
     )

@@ -1,6 +1,8 @@
 """The loop on a linear model: normalisation over accumulated batches, streams, NaN, logging."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_attn_variants.training.checkpoints import list_checkpoints
-from hf_attn_variants.training.errors import NonFiniteLossError
+from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError, run_script
 from hf_attn_variants.training.loop import LoopSettings, Objective, TrainingLoop, total_training_steps
 
 # Token-like objective: each row has `mask` items, so batches of equal rows weigh differently.
@@ -48,9 +50,9 @@ def make_loop(tmp_path, batch_size=2, data=None, objective=OBJECTIVE, lr=0.1, **
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     prepared = accelerator.prepare(model, optimizer, scheduler, loader)
     settings = {"total_steps": 3, "max_grad_norm": 0.0, "logging_steps": 1, "disable_tqdm": True, **settings}
-    evaluate = settings.pop("evaluate", None)
+    callbacks = {name: settings.pop(name, None) for name in ("evaluate", "seek")}
     return TrainingLoop(
-        accelerator, *prepared, objective, LoopSettings(output_dir=str(tmp_path), **settings), evaluate=evaluate
+        accelerator, *prepared, objective, LoopSettings(output_dir=str(tmp_path), **settings), **callbacks
     )
 
 
@@ -110,6 +112,77 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
     with pytest.raises(NonFiniteLossError, match=f"{named}.*step 4"):
         loop.run()
     assert list_checkpoints(tmp_path)[-1].name == "checkpoint-3"
+    saved = torch.load(tmp_path / "bad_batch-4-0.pt")
+    assert len(saved) == 1 and all(torch.equal(saved[0][key], value) for key, value in seen[3].items())
+
+
+def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    make_loop(whole, total_steps=8).run()
+    calls = []
+
+    def loss_sum(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return OBJECTIVE.loss_sum(model, batch)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(
+        TerminatedError, match="SIGTERM: stopped after step 4 with a checkpoint.*from_checkpoint latest"
+    ):
+        make_loop(cut, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=8).run()
+    assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-4"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_loop(cut, total_steps=8, resume_from_checkpoint="latest").run()
+    assert [(r["step"], r["loss"]) for r in log_of(cut)] == [(r["step"], r["loss"]) for r in log_of(whole)]
+
+
+def test_sigterm_is_one_line_and_a_status(capsys):
+    def main():
+        raise TerminatedError("SIGTERM: stopped")
+
+    assert run_script(main) == 143 and capsys.readouterr().err == "SIGTERM: stopped\n"
+
+
+def test_the_clock_ends_training_with_a_checkpoint_and_a_resumed_run_goes_on(tmp_path):
+    state = make_loop(tmp_path, total_steps=50, max_train_minutes=1e-9).run()
+    assert state.step == 1 and not state.finished
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert make_loop(tmp_path, total_steps=50, resume_from_checkpoint="latest").run().step == 50
+
+
+class Seekable(IterableDataset):
+    """Ten rows that say where they are, readable from any of them."""
+
+    start = 0
+
+    def seek(self, batches, position):
+        self.start = position[0] + 1
+        assert self.start == 2 * batches
+
+    def __iter__(self):
+        for i in range(self.start, 10, 2):
+            pair = rows()[i : i + 2]
+            yield {key: torch.stack([row[key] for row in pair]) for key in pair[0]} | {
+                "position": torch.tensor([i + 1])
+            }
+
+
+def test_a_resumed_run_seeks_by_the_position_of_the_last_batch(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    make_loop(whole, data=Seekable(), batch_size=None, total_steps=5).run()
+    make_loop(cut, data=Seekable(), batch_size=None, total_steps=5, checkpointing_steps=3).run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    data = Seekable()
+    settings = {"total_steps": 5, "resume_from_checkpoint": "latest"}
+    make_loop(cut, data=data, batch_size=None, seek=data.seek, **settings).run()
+    assert data.start == 6
+    assert [r["loss"] for r in log_of(cut)] == [r["loss"] for r in log_of(whole)]
 
 
 class Stream(IterableDataset):

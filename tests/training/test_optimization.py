@@ -56,6 +56,47 @@ def test_decay_shrinks_weights_and_leaves_identity_projections():
     assert torch.equal(model.logits_proj, torch.eye(2))
 
 
+def step_on_ones(model, optimizer, scheduler):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    scheduler.step()
+
+
+def adafactor(**changed):
+    flags = {"optim": "adafactor", "adafactor_scale_parameter": False, "adafactor_relative_step": False}
+    model, args = TalkingHeads(), argparse.Namespace(**{**vars(SETTINGS), **flags, "weight_decay": 0.0, **changed})
+    optimizer = create_optimizer(model, args)
+    return model, optimizer, create_scheduler(optimizer, args, total_steps=8)
+
+
+def test_adafactor_takes_the_rate_and_the_schedule():
+    # On a gradient of ones the first update is one everywhere: the step is the rate.
+    model, optimizer, scheduler = adafactor(warmup_ratio=0.0)
+    before = model.query.weight.detach().clone()
+    step_on_ones(model, optimizer, scheduler)
+    torch.testing.assert_close(model.query.weight.detach(), before - 1e-2)
+    assert scheduler.get_last_lr()[0] == pytest.approx(1e-2 * 7 / 8)
+    state = optimizer.state[model.query.weight]
+    assert sum(value.numel() for value in state.values() if torch.is_tensor(value)) < model.query.weight.numel()
+
+
+def test_adafactor_scales_steps_by_each_parameter():
+    model, optimizer, scheduler = adafactor(warmup_ratio=0.0, adafactor_scale_parameter=True)
+    model.x2l_proj.data.fill_(3.0)
+    step_on_ones(model, optimizer, scheduler)
+    torch.testing.assert_close(model.x2l_proj.detach(), torch.full((4, 4), 3.0 - 3.0 * 1e-2))
+
+
+def test_adafactors_relative_steps_are_its_own_schedule():
+    model, optimizer, scheduler = adafactor(adafactor_relative_step=True)
+    rates = []
+    for _ in range(3):
+        step_on_ones(model, optimizer, scheduler)
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == pytest.approx([1e-6, 2e-6, 3e-6])
+
+
 def test_groups_hold_each_trainable_parameter_once():
     model = TalkingHeads()
     model.x2l_proj.requires_grad_(False)
