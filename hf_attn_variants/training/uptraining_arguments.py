@@ -24,8 +24,8 @@ EPILOG = """examples (a BERT of 4 key/value heads, drawn towards the model that 
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
 
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
-distribution over the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the teacher's sentence
-embeddings. For a classification task, use scripts/run_glue.py.
+distribution over the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the
+teacher's sentence embeddings. For a classification task, use scripts/run_glue.py.
 Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 % of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
 --output_dir gets the whole checkpoint (model, code, tokenizer, the source's side files), all_results.json,

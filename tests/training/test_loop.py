@@ -130,7 +130,7 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(
-        TerminatedError, match="SIGTERM: stopped after step 4 with a checkpoint.*from_checkpoint latest"
+        TerminatedError, match=r"SIGTERM: stopped after step 4 with a checkpoint.*from_checkpoint latest"
     ):
         make_loop(cut, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=8).run()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-4"]
