@@ -415,7 +415,10 @@ IMPOSSIBLE = [
     ({"num_key_value_heads": 5}, "must divide `num_attention_heads`: got 5 for 12"),
     ({"num_key_value_heads": 0}, "at least 1; got 0"),
     ({"num_key_value_heads": 24}, "got 24 for 12"),
-    ({"num_key_value_heads": 4, "method": "median"}, "`method` must be one of mean, first, random, calibrated; got 'median'"),
+    (
+        {"num_key_value_heads": 4, "method": "median"},
+        "`method` must be one of mean, first, random, calibrated; got 'median'",
+    ),
     (
         {"num_key_value_heads": 4, "encoder_num_key_value_heads": 2},
         "`encoder_num_key_value_heads` is not a field of 'bert'",

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from hf_attn_variants import AttnVariantAlbertForMaskedLM, AttnVariantBertForMaskedLM
-from hf_attn_variants.training.checkpoints import list_checkpoints
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.masked_lm import (
     IGNORED,
