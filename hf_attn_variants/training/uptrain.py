@@ -69,7 +69,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         args: Of `parse_args`.
 
     Returns:
-        The results that `all_results.json` begins with.
+        The results that `all_results.json` begins with: `eval_loss`, each term of the loss and other dev metrics after
+        training, the same as `initial_eval_<metric>` before it, `train_loss` (the mean over all steps), `steps`,
+        `train_runtime` (seconds in training steps, without evaluation and checkpoints), ...
 
     Raises:
         ValueError, OSError: An argument, the data or a checkpoint is wrong; found before training where it can be.
