@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_attn_variants.inspection import sentence_embeddings, similarity_spearman
 
-CALIBRATION_TEXTS = 1024
+CALIBRATION_TEXTS = 2048
 HELD_OUT_LINES = 512
-MIN_CHARACTERS = 40  # shorter lines of Wikipedia are headings
+MIN_CHARACTERS = 40  # of calibration and training lines: shorter ones of Wikipedia are headings
 MAX_LENGTH = 64  # tokens of a Wikipedia line
 
 
@@ -50,7 +50,7 @@ class SentenceEncoder:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
         self.pairs = [(row["sentence1"], row["sentence2"]) for row in rows]
         self.scores = [float(row["score"]) for row in rows]
-        self.lines = sample_lines([data_dir / "wikipedia" / "valid.txt.gz"], HELD_OUT_LINES, seed=0)
+        self.lines = sample_lines([data_dir / "wikipedia" / "valid.txt.gz"], HELD_OUT_LINES, seed=0, min_characters=1)
         model = AutoModel.from_pretrained(self.source)
         self.embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
 

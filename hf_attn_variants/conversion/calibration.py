@@ -18,7 +18,7 @@ from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
 from .recording import recorded_inputs
 
-__all__ = ["Calibration", "calibrate", "needs_calibration", "read_lines"]
+__all__ = ["Calibration", "calibrate", "method_to_calibrate", "read_lines"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -89,17 +89,17 @@ def read_lines(path: str | os.PathLike) -> list[str]:
     return lines
 
 
-def needs_calibration(plan: ConversionPlan) -> bool:
-    """Say whether the plan's method has attentions to fit.
+def method_to_calibrate(plan: ConversionPlan) -> CalibratedMethod | None:
+    """Return the plan's method if it has attentions to fit, which it has not seen yet.
 
     Raises:
         ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention.
     """
     method = plan.method
     if not isinstance(method, CalibratedMethod) or not _pooled(plan):
-        return False
+        return None
     if all(module.name in method.converted for module in _pooled(plan)):
-        return False
+        return None
     if plan.source_config.talking_heads is not None:
         raise ValueError(
             f"method {method.name!r} fits heads whose weights sum to one; the source has talking heads "
@@ -111,19 +111,21 @@ def needs_calibration(plan: ConversionPlan) -> bool:
             f"method {method.name!r} cannot reach the cross-attention of a decoder alone: there is no text for the "
             'encoder that it reads. Use method "mean".'
         )
-    return True
+    return method
 
 
 def calibrate(
     plan: ConversionPlan,
+    method: CalibratedMethod,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     calibration: Calibration | None,
 ) -> None:
-    """Give the plan's method, a `CalibratedMethod`, the new projections of every attention that the plan pools.
+    """Give a method the new projections of every attention that the plan pools.
 
     Args:
         plan: the conversion.
+        method: the plan's, as `method_to_calibrate` returned it.
         model: the source as this package's model with its own heads, in float32; it is not changed.
         tokenizer: the one beside the checkpoint, if any.
         calibration: the text.
@@ -131,14 +133,14 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    method, modules = plan.method, _pooled(plan)
-    assert isinstance(method, CalibratedMethod)
+    modules = _pooled(plan)
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
     if tokenizer is None:
         raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
-    model.eval()
+    device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.eval().to(device)
     batches = _batches(model, tokenizer, calibration)
     attentions = {path: module for _, path, module in model.named_attentions()}
     with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:

@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
     )
     calibration.add_argument(
-        "--calibration_size", type=int, default=1024, help="lines drawn from the file by --seed (default: %(default)s)"
+        "--calibration_size", type=int, default=2048, help="lines drawn from the file by --seed (default: %(default)s)"
     )
     calibration.add_argument(
         "--max_length", type=int, default=64, help="tokens at which a line is cut (default: %(default)s)"

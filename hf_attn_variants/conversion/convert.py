@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..modeling.attention_variants import EAGER, SDPA
-from .calibration import Calibration, calibrate, needs_calibration
+from .calibration import Calibration, calibrate, method_to_calibrate
 from .checkpoint_io import (
     INDEX_NAME,
     TORCH_DTYPES,
@@ -27,6 +27,7 @@ from .checkpoint_io import (
     open_checkpoint,
     write_index,
 )
+from .head_sharing import reorder_heads
 from .methods import AttentionTensors, ConversionMethod, resolve_method
 from .plan import AttentionModule, ConversionPlan, make_plan
 from .report import ConversionReport, LayerReport, attention_errors, package_versions
@@ -128,9 +129,10 @@ def convert_model(
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()
     plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
-    if needs_calibration(plan):
+    if to_calibrate := method_to_calibrate(plan):
         source = {name: reader.read(name).float() for name in reader.entries}
-        calibrate(plan, _assembled(plan.model_class, plan.source_config, source, model), None, calibration)
+        calibrated_on = _assembled(plan.model_class, plan.source_config, source, model)
+        calibrate(plan, to_calibrate, calibrated_on, None, calibration)
     with _one_thread():
         tensors = dict(_converted_tensors(plan, reader))
     return _assembled(plan.model_class, plan.config, tensors, model, copy)
@@ -235,7 +237,8 @@ def _calibrate_from_folder(
     plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
 ) -> None:
     """Calibrate on the model in a folder, where the method needs it; the model lives only as long."""
-    if not needs_calibration(plan):
+    method = method_to_calibrate(plan)
+    if method is None:
         return
     source = {name: reader.read(name) for name in reader.entries}
     source = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in source.items()}
@@ -243,7 +246,7 @@ def _calibrate_from_folder(
     tokenizer = None
     if calibration is None or calibration.tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    calibrate(plan, model, tokenizer, calibration)
+    calibrate(plan, method, model, tokenizer, calibration)
 
 
 @contextmanager
@@ -354,6 +357,8 @@ def _layer_report(
     if module.heads.relation != "same" or plan.dtype is not None:
         # Of what is stored, rounding to another dtype included.
         final = AttentionTensors(**{part: stored[name] for part, name in module.tensors.items()})
+        if groups := after.details.get("head_groups"):
+            before = reorder_heads(before, module.heads, groups)
         errors = attention_errors(before, final, module.heads)
     heads = module.heads
     return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)

@@ -55,6 +55,15 @@ class AttentionInputs:
             states, memory, mask, self.position_bias, self.valid[index], self.scaling, self.is_causal
         )
 
+    def memory_valid(self) -> torch.Tensor:
+        """Return which keys and values some query may read, [b, m]."""
+        if self.memory is self.states:
+            return self.valid
+        if self.mask is None:
+            return torch.ones(self.memory.shape[:2], dtype=torch.bool, device=self.memory.device)
+        reachable = self.mask[:, 0] > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
+        return reachable.any(1).expand(self.memory.shape[0], -1)
+
 
 def attend(
     tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int

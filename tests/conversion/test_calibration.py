@@ -22,8 +22,8 @@ class WordTokenizer:
         return {"input_ids": [[2 + ord(letter) % (WORDS - 2) for letter in row][: max_length - 1] for row in rows]}
 
 
-def text(count: int = 512) -> list[str]:
-    generator = torch.Generator().manual_seed(0)
+def text(count: int = 512, seed: int = 0) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, 24, (count,), generator=generator).tolist()
     return ["".join(chr(97 + i) for i in torch.randint(0, 26, (n,), generator=generator).tolist()) for n in lengths]
 
@@ -48,10 +48,9 @@ def t5() -> T5ForConditionalGeneration:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, WORDS, (6, 15), generator=torch.Generator().manual_seed(7))
-    mask = torch.ones_like(ids)
-    mask[::2, 11:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    rows = [torch.tensor(row) for row in WordTokenizer()(text(64, seed=7))["input_ids"]]
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "attention_mask": mask}
 
 
 @torch.no_grad()
@@ -66,12 +65,14 @@ def error(model, original) -> float:
     return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
 
 
-@pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (t5, 2), (t5, 1)])
+@pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])
 def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
     model = build()
     by_mean = error(convert_model(model, kv_heads), model)
-    closed = error(convert_model(model, kv_heads, calibration=calibration()), model)
-    fitted = error(convert_model(model, kv_heads, calibration=calibration(fit_steps=60)), model)
+    # The greedy outputs of random weights repeat one token: they say nothing about other text.
+    targets = {"target_texts": text(seed=1)} if model.config.is_encoder_decoder else {}
+    closed = error(convert_model(model, kv_heads, calibration=calibration(**targets)), model)
+    fitted = error(convert_model(model, kv_heads, calibration=calibration(fit_steps=60, **targets)), model)
     assert fitted < by_mean
     assert fitted < closed
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from .aligned import Aligned
 from .base import AttentionTensors, CalibratedMethod, ConversionMethod, LayerContext
 from .calibrated import Calibrated
 from .first import FirstHead
@@ -11,7 +12,7 @@ from .random import RandomHeads
 __all__ = ["METHODS", "AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "resolve_method"]
 
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
-    method.name: method for method in (MeanPooling, FirstHead, RandomHeads, Calibrated)
+    method.name: method for method in (MeanPooling, FirstHead, RandomHeads, Aligned, Calibrated)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,7 +71,7 @@ class ConversionMethod(Protocol):
         ...
 
 
-class CalibratedMethod:
+class CalibratedMethod(ABC):
     """A `ConversionMethod` that looks at what each attention is called with on text, before the conversion.
 
     `calibration.calibrate` fills `converted`, a module at a time, by `convert_module`; `pool` then hands it out.
@@ -81,6 +82,7 @@ class CalibratedMethod:
     def __init__(self) -> None:
         self.converted: dict[str, AttentionTensors] = {}
 
+    @abstractmethod
     def convert_module(
         self,
         tensors: AttentionTensors,
@@ -90,7 +92,6 @@ class CalibratedMethod:
         calibration: Calibration,
     ) -> AttentionTensors:
         """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text."""
-        raise NotImplementedError
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return what the calibration made of this layer."""

@@ -1,0 +1,80 @@
+"""Heads turned towards each other before they are pooled, as in arXiv 2412.20677."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..grouping import HeadCounts, join_heads, repeat_heads, split_heads
+from ..head_sharing import consecutive_groups
+from ..moments import head_moments
+from ..recording import AttentionInputs
+from .base import AttentionTensors, CalibratedMethod, LayerContext
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+
+__all__ = ["Aligned"]
+
+ROUNDS = 30
+
+
+class Aligned(CalibratedMethod):
+    """Mean-pooling after an orthogonal Procrustes alignment of each group's heads.
+
+    A head's queries and keys may be rotated together, and its values against W_o, without changing what it computes:
+    q^T k = (R q)^T (R k). The rotations are those that bring the keys (and values) of a group closest to each other on
+    the text. Groups are of consecutive heads. Nothing is refitted.
+    """
+
+    name = "aligned"
+
+    @torch.no_grad()
+    def convert_module(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        calibration: Calibration,
+    ) -> AttentionTensors:
+        groups = consecutive_groups(heads.query, heads.key[1])
+        _, keys, values = head_moments(tensors, heads, inputs, groups)
+        key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in keys])  # [h, d, d]
+        value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in values])
+        changed = {}
+        for role, turns in (("query", key_turns), ("key", key_turns), ("value", value_turns)):
+            for part in ("weight", "bias"):
+                projection = getattr(tensors, f"{role}_{part}")
+                if projection is None:
+                    continue
+                source = projection.shape[0] // heads.head_dim
+                split = split_heads(repeat_heads(projection, source, heads.query).double(), heads.query)
+                turned = torch.einsum("hde,he...->hd...", turns, split)  # [h, d, ...]
+                if role != "query":
+                    turned = turned.unflatten(0, (len(groups), -1)).mean(1)
+                changed[f"{role}_{part}"] = join_heads(turned).to(projection.dtype)
+        output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
+        output = torch.einsum("ohe,hde->ohd", output, value_turns).flatten(1).to(tensors.output_weight.dtype)
+        return replace(tensors, **changed, output_weight=output)
+
+
+def _alignment(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the rotations [g, d, d] that bring heads of a second moment [g*d, g*d] closest to each other.
+
+    Each head in turn is rotated towards the sum of the others: the orthogonal Procrustes problem, whose solution is
+    U V^T of the singular value decomposition of their cross-moment.
+    """
+    size = moment.shape[0] // head_dim
+    cross = moment.unflatten(0, (size, head_dim)).unflatten(2, (size, head_dim)).transpose(1, 2)  # [g, g, d, d]
+    turns = torch.eye(head_dim, dtype=moment.dtype, device=moment.device).repeat(size, 1, 1)
+    for _ in range(ROUNDS):
+        for head in range(size):
+            others = sum(turns[other] @ cross[other, head] for other in range(size) if other != head)
+            if size > 1:
+                left, _, right = torch.linalg.svd(others)
+                turns[head] = left @ right
+    return turns
