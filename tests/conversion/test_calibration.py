@@ -8,6 +8,7 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 
 from hf_attn_variants.conversion import Calibration, convert_model
 from hf_attn_variants.conversion.calibration import read_lines
+from hf_attn_variants.conversion.methods.calibrated import Calibrated
 
 WORDS = 60
 
@@ -86,6 +87,39 @@ def test_identical_heads_are_shared_without_loss(build):
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
                 heads[:, 1] = heads[:, 0]
     assert error(convert_model(model, 2, calibration=calibration(fit_steps=5)), model) < 1e-4
+
+
+def test_heads_that_are_alike_share_wherever_they_stand():
+    model = bert()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.rsplit(".", 2)[-2] in ("key", "value"):
+                heads = parameter.view(2, 2, 8, *parameter.shape[1:])
+                heads[1] = heads[0]  # heads 0 and 2, 1 and 3
+    method = Calibrated()
+    converted = convert_model(model, 2, method, calibration=calibration())
+    assert error(converted, model) < 1e-4
+    assert all(tensors.details["head_groups"] == [[0, 2], [1, 3]] for tensors in method.converted.values())
+
+
+def test_heads_with_their_own_position_bias_stay_in_their_places():
+    method = Calibrated()
+    convert_model(t5(), 2, method, calibration=calibration())
+    groups = {name: tensors.details["head_groups"] for name, tensors in method.converted.items()}
+    assert all(groups[name] == [[0, 1], [2, 3]] for name in groups if "SelfAttention" in name)
+    assert any("SelfAttention" in name for name in groups)
+
+
+def test_rotated_copies_of_a_head_are_aligned_without_loss():
+    model = bert()
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3)))[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.rsplit(".", 2)[-2] in ("key", "value"):
+                heads = parameter.view(2, 2, 8, *parameter.shape[1:])
+                heads[:, 1] = torch.einsum("de,ge...->gd...", turn, heads[:, 0])
+    assert error(convert_model(model, 2, "mean"), model) > 0.1
+    assert error(convert_model(model, 2, "aligned", calibration=calibration()), model) < 1e-3
 
 
 def test_all_heads_stay_as_they_are():

@@ -1,0 +1,59 @@
+"""Which heads share: the order of heads, and the search for groups."""
+
+import pytest
+import torch
+
+from hf_attn_variants.conversion.grouping import HeadCounts
+from hf_attn_variants.conversion.head_sharing import best_groups, consecutive_groups, reorder_heads
+from hf_attn_variants.conversion.methods import AttentionTensors
+from hf_attn_variants.conversion.recording import AttentionInputs, attend
+
+SIZE, HEAD_DIM = 16, 4
+
+
+def attention(heads: int, key_value_heads: int, with_bias: bool, seed: int = 0) -> AttentionTensors:
+    generator = torch.Generator().manual_seed(seed)
+    rows = {"query": heads, "key": key_value_heads, "value": key_value_heads}
+    tensors = {f"{role}_weight": torch.randn(n * HEAD_DIM, SIZE, generator=generator) for role, n in rows.items()}
+    if with_bias:
+        tensors |= {f"{role}_bias": torch.randn(n * HEAD_DIM, generator=generator) for role, n in rows.items()}
+        tensors["output_bias"] = torch.randn(SIZE, generator=generator)
+    return AttentionTensors(**tensors, output_weight=torch.randn(SIZE, heads * HEAD_DIM, generator=generator))
+
+
+def text(batches: int = 4) -> list[AttentionInputs]:
+    generator = torch.Generator().manual_seed(1)
+    states = [torch.randn(8, 10, SIZE, generator=generator) for _ in range(batches)]
+    return [AttentionInputs(x, x, None, None, torch.ones(8, 10, dtype=torch.bool), HEAD_DIM**-0.5) for x in states]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("key_value_heads", [6, 3])
+def test_the_order_of_heads_changes_no_output(key_value_heads, with_bias):
+    heads = HeadCounts(6, (key_value_heads, 1), (key_value_heads, 1), 6, HEAD_DIM)
+    groups = [[4, 5], [0, 1], [2, 3]] if key_value_heads == 3 else [[5, 0, 3], [2, 4, 1]]
+    before, batch = attention(6, key_value_heads, with_bias), text(1)[0]
+    after = reorder_heads(before, heads, groups)
+    assert not torch.equal(before.query_weight, after.query_weight)
+    torch.testing.assert_close(attend(after, batch, 6)[0], attend(before, batch, 6)[0])
+
+
+@pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
+def test_heads_alike_are_found(pairs):
+    tensors = attention(6, 6, with_bias=True)
+    for one, other in pairs:
+        for role in ("key", "value"):
+            for part in ("weight", "bias"):
+                heads = getattr(tensors, f"{role}_{part}").unflatten(0, (6, HEAD_DIM))
+                heads[other] = heads[one]
+    groups = best_groups(tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0))
+    assert groups == [list(pair) for pair in sorted(pairs)]
+
+
+def test_heads_that_share_already_stay_together():
+    groups = best_groups(
+        attention(8, 4, False), HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM), text(), torch.Generator().manual_seed(0)
+    )
+    assert sorted(head for group in groups for head in group) == list(range(8))
+    assert all((head + 1 in group) for group in groups for head in group if head % 2 == 0)
+    assert consecutive_groups(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
