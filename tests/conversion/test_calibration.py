@@ -122,6 +122,36 @@ def test_rotated_copies_of_a_head_are_aligned_without_loss():
     assert error(convert_model(model, 2, "aligned", calibration=calibration()), model) < 1e-3
 
 
+class PairTokenizer(WordTokenizer):
+    """Joins two texts, and says which numbers are the second's."""
+
+    def __call__(self, first, second, **limit):
+        ids = [super(PairTokenizer, self).__call__(part, **limit)["input_ids"] for part in (first, second)]
+        return {
+            "input_ids": [a + b for a, b in zip(*ids, strict=True)],
+            "token_type_ids": [[0] * len(a) + [1] * len(b) for a, b in zip(*ids, strict=True)],
+        }
+
+
+@torch.no_grad()
+def test_pairs_are_seen_as_the_tokenizer_joins_them():
+    model = bert()
+    rows = PairTokenizer()(text(64, seed=7), text(64, seed=8))
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in value], batch_first=True)
+        for name, value in (rows | {"attention_mask": [[1] * len(row) for row in rows["input_ids"]]}).items()
+    }
+    keep, expected = batch["attention_mask"].bool(), model(**batch).last_hidden_state
+    pairs = Calibration(list(zip(text(), text(seed=1), strict=True)), tokenizer=PairTokenizer(), fit_steps=0)
+    errors = [
+        float((convert_model(model, 2, calibration=c)(**batch).last_hidden_state - expected)[keep].norm())
+        for c in (pairs, calibration())
+    ]
+    assert errors[0] < 0.9 * errors[1]
+    with pytest.raises(ValueError, match="two strings"):
+        Calibration([("one", "two", "three")])
+
+
 def test_all_heads_stay_as_they_are():
     model = bert()
     assert error(convert_model(model, 4, calibration=calibration()), model) < 1e-6

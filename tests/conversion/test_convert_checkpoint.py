@@ -417,7 +417,7 @@ IMPOSSIBLE = [
     ({"num_key_value_heads": 24}, "got 24 for 12"),
     (
         {"num_key_value_heads": 4, "method": "median"},
-        "`method` must be one of mean, first, random, calibrated; got 'median'",
+        "`method` must be one of mean, first, random, aligned, calibrated; got 'median'",
     ),
     (
         {"num_key_value_heads": 4, "encoder_num_key_value_heads": 2},

@@ -29,11 +29,13 @@ def test_the_embedded_pairs_are_whole(quickstart):
 @pytest.mark.slow
 def test_quickstart(quickstart, minilm, tmp_path, capsys):
     rows = quickstart.main(quickstart.parse_args(["--num_train_epochs", "0.02", "--output_dir", str(tmp_path)]))
-    whole, grouped = rows
-    assert grouped["parameters"] < whole["parameters"]
-    # Keys and values shrink to a third: (2 + 2/3) of 4 projections are left.
-    assert grouped["projection_flops"] == pytest.approx(whole["projection_flops"] * (2 + 2 / 3) / 4)
-    assert whole["before"] > grouped["before"] > 0.7
+    whole, pooled, calibrated = rows
+    for grouped in (pooled, calibrated):
+        assert grouped["parameters"] < whole["parameters"]
+        # Keys and values shrink to a third: (2 + 2/3) of 4 projections are left.
+        assert grouped["projection_flops"] == pytest.approx(whole["projection_flops"] * (2 + 2 / 3) / 4)
+    assert whole["before"] > calibrated["before"] > pooled["before"] > 0.7
+    assert whole["before"] - calibrated["before"] < 0.01
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "quickstart.json").read_text()) == rows
     assert (run / "quickstart.png").stat().st_size > 10_000
