@@ -58,7 +58,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", default="stsb", help="GLUE task to fine-tune on (default: %(default)s).")
     parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs for stsb, else the Hub).")
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
-    parser.add_argument("--num_train_epochs", type=float, default=1.0, help="Each model (default: %(default)s).")
+    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Each model (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     return parser.parse_args(argv)
@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
     print(
-        "Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences, after a short epoch."
+        "Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences at once."
     )
     print("Mean-pooling merges heads trained apart; calibration fits the shared ones to what the old ones did")
     print("on text (docs/conversion.md).")
