@@ -113,7 +113,8 @@ def fused_attention(
     length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     groups = heads // kv_heads
     if length == 1 and query.device.type == "cpu" and query.shape[0] >= MATMUL_BATCH_SIZE:
-        return attention_with_weights(query, key, value, mask, position_bias, scaling=scaling, dropout=dropout)[0]
+        options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
+        return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and key.shape[2] > length:
         # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
         key, value = key[:, :, :length], value[:, :, :length]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_attn_variants import reference
-from hf_attn_variants.modeling.attention_variants import attention_with_weights, fused_attention
+from hf_attn_variants.modeling.attention_variants import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
 
 BATCH, QUERIES, KEYS, DIM = 2, 5, 7, 4
 # (h_k, k, h, h_v): query, key/value, softmax and value heads.
@@ -15,16 +15,16 @@ TALKING_HEAD_COUNTS = [*HEAD_COUNTS, (4, 4, 6, 2), (4, 2, 3, 6), (6, 3, 2, 9)]
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
 
 
-def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES):
+def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=BATCH):
     value_heads = h_v if k == h_k else k
-    shapes = [(BATCH, h_k, queries, DIM), (BATCH, k, KEYS, DIM), (BATCH, value_heads, KEYS, DIM)]
+    shapes = [(batch, h_k, queries, DIM), (batch, k, KEYS, DIM), (batch, value_heads, KEYS, DIM)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def masks(queries=QUERIES):
+def masks(queries=QUERIES, batch=BATCH):
     """Boolean masks and position biases that models pass, by name."""
-    padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3])[:, None])[:, None, None]
-    per_query = torch.rand(BATCH, 1, queries, KEYS) > 0.4
+    padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3]).repeat(batch // 2)[:, None])[:, None, None]
+    per_query = torch.rand(batch, 1, queries, KEYS) > 0.4
     per_query[..., 0] = True
     fully_masked = per_query.clone()
     fully_masked[1, :, -1] = False
@@ -92,12 +92,12 @@ def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, pr
 @pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
 @pytest.mark.parametrize("mask_name", ["none", "padding", "per_query", "fully_masked"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("queries", [1, QUERIES])
-def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries):
+@pytest.mark.parametrize("queries, batch", [(QUERIES, BATCH), (1, BATCH), (1, MATMUL_BATCH_SIZE)])
+def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries, batch):
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
-    inputs = random_inputs(h_k, k, h_v, torch.float32, queries)
-    mask = masks(queries)[mask_name]
+    inputs = random_inputs(h_k, k, h_v, torch.float32, queries, batch)
+    mask = masks(queries, batch)[mask_name]
     position_bias = torch.randn(1, h, queries, KEYS, requires_grad=True) if bias else None
 
     output = fused_attention(*inputs, mask, position_bias, scaling=0.3)
@@ -110,11 +110,12 @@ def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries):
 
 
 @pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
-def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads):
+@pytest.mark.parametrize("batch", [BATCH, MATMUL_BATCH_SIZE])
+def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads, batch):
     h_k, k, _, h_v = heads
     torch.manual_seed(0)
-    inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1)
-    mask = torch.randn(BATCH, h_k, 1, KEYS)
+    inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1, batch=batch)
+    mask = torch.randn(batch, h_k, 1, KEYS)
     expected, _ = reference.attention_core(*inputs, scale=0.5, mask=mask)
     torch.testing.assert_close(
         fused_attention(*inputs, mask, scaling=0.5), expected.transpose(1, 2), atol=1e-6, rtol=0
