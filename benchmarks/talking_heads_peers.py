@@ -1,0 +1,117 @@
+"""The attention functions that `talking_heads.py` compares, their inputs, and how a step is timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from hf_attn_variants.modeling.attention_variants import attention_with_weights
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+
+WARM_UP_ROUNDS = 2
+
+
+def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
+    """Each peer as a function of (query, key, value, P_l, P_w, bias, scaling, is_causal, dropout) -> [b, n, h, d]."""
+
+    def sdpa(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+        # The mixing matrices go unused here.
+        output = F.scaled_dot_product_attention(query, key, value, bias, dropout, is_causal, scale=scaling)
+        return output.transpose(1, 2)
+
+    def naive(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+        return attention_with_weights(
+            query, key, value, None, bias, scaling=scaling, is_causal=is_causal, dropout=dropout,
+            logits_proj=logits_proj.to(query.dtype), weights_proj=weights_proj.to(query.dtype),
+        )[0]  # fmt: skip
+
+    def ours(backend):
+        def attend(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+            return talking_heads_attention(
+                query, key, value, None, bias, scaling=scaling, is_causal=is_causal, dropout=dropout,
+                logits_proj=logits_proj, weights_proj=weights_proj, backend=backend,
+            )  # fmt: skip
+
+        return attend
+
+    made = {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked")}
+    if device == "cuda":
+        torch._dynamo.config.cache_size_limit = 256
+        made |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}
+    return {name: made[name] for name in peers if name in made}
+
+
+def make_inputs(shape: tuple[int, int, int, int], option: str, device: str, dtype: torch.dtype) -> dict:
+    """Fresh random inputs of one measurement, laid out as the models lay them out ([b, n, h, d], transposed)."""
+    b, h, n, d = shape
+
+    def new(*size, dtype=dtype):
+        return torch.randn(size, device=device, dtype=dtype)
+
+    inputs = {name: new(b, n, h, d).transpose(1, 2).requires_grad_() for name in ("query", "key", "value")}
+    for name in ("logits_proj", "weights_proj"):
+        inputs[name] = (torch.eye(h, device=device) + 0.1 * new(h, h, dtype=torch.float32)).requires_grad_()
+    inputs["bias"] = new(1, h, n, n).requires_grad_() if option == "bias" else None
+    others = {"scaling": d**-0.5, "is_causal": option == "causal", "dropout": 0.1 if option == "dropout" else 0.0}
+    return {**inputs, **others}
+
+
+def make_step(attend: Callable, inputs: dict, training: bool) -> Callable[[], None]:
+    """One call of a peer, with its backward pass for training."""
+    leaves = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
+    b, h, n, d = inputs["query"].shape
+    d_output = torch.randn(b, n, h, d, device=leaves[0].device, dtype=leaves[0].dtype)
+    return step_of(lambda: attend(**inputs), leaves, d_output, training)
+
+
+def step_of(call: Callable, leaves: list[torch.Tensor], d_output: torch.Tensor, training: bool) -> Callable[[], None]:
+    """A step of `call`, which returns a tensor like `d_output`; for training with the gradients of `leaves`."""
+
+    def step():
+        with torch.set_grad_enabled(training):
+            output = call()
+        if training:
+            for leaf in leaves:
+                leaf.grad = None
+            output.backward(d_output)
+
+    return step
+
+
+def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
+    """Time one step: on CUDA the mean of `repeats` of them."""
+    if device == "cpu":
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    # A queue of work hides what Python takes to launch the next step, as in training.
+    torch.cuda._sleep(1_000_000)
+    events[0].record()
+    for _ in range(repeats):
+        step()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / repeats
+
+
+def interleaved(steps: Mapping[str, Callable], device: str, rounds: int) -> dict[str, float | None]:
+    """Median milliseconds of each step, which take turns within each round; None where one ran out of memory."""
+    steps = dict(steps)
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + WARM_UP_ROUNDS):
+        for name in list(steps):
+            try:
+                sample = milliseconds(steps[name], device)
+            except torch.OutOfMemoryError:
+                del steps[name]
+                samples[name] = []
+                torch.cuda.empty_cache()
+                continue
+            if number >= WARM_UP_ROUNDS:
+                samples[name].append(sample)
+    return {name: statistics.median(found) if found else None for name, found in samples.items()}

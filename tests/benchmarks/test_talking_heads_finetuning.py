@@ -1,0 +1,31 @@
+"""The fine-tuning comparison of talking heads: its variants and defaults."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import hf_attn_variants
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def comparison(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("talking_heads_finetuning")
+
+
+def test_variants_are_valid_and_have_folders_of_their_own(comparison):
+    configs = [hf_attn_variants.AttnVariantBertConfig(**(fields or {})) for fields in comparison.VARIANTS.values()]
+    kinds = {(c.talking_heads, c.talking_heads_init, bool(c.talking_heads_dynamic)) for c in configs}
+    slugs = {importlib.import_module("glue_variants")._slug(name) for name in comparison.VARIANTS}
+    assert len(kinds) == len(slugs) == len(comparison.VARIANTS) == 8
+
+
+def test_defaults_are_two_seeds_on_three_tasks_and_can_be_changed(comparison):
+    folders = ["--model", "m", "--glue_dir", "g", "--work_dir", "w"]
+    args = comparison.parse_args(folders)
+    assert (args.tasks, args.seeds) == (["sst2", "cola", "stsb"], [42, 43])
+    assert Path(args.output).name == "talking_heads_finetuning.json"
+    assert comparison.parse_args([*folders, "--tasks", "stsb", "--seeds", "7"]).seeds == [7]

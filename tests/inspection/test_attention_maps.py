@@ -1,0 +1,208 @@
+"""Attention maps: equal to what the model computes, labelled, drawn, and whole in one HTML file."""
+
+import base64
+import json
+import re
+
+import numpy
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, VARIANTS
+from fixtures.uptraining import make_t5
+
+from hf_attn_variants.inspection import attention_maps as maps_module
+from hf_attn_variants.inspection.attention_drawings import draw_attention, draw_projections, is_signed, with_changes
+from hf_attn_variants.inspection.attention_maps import Projection, attention_maps
+from hf_attn_variants.inspection.attention_maps_page import attention_page
+from hf_attn_variants.modeling.attention_variants import EAGER, OWN_FUNCTIONS, eager_attention_forward
+
+TEXT, TARGET = "the dog sees a small cat", "A MAN FINDS"
+HEADS = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return transformers.AutoTokenizer.from_pretrained(make_t5(tmp_path_factory.mktemp("tokenizer")))
+
+
+def make_model(architecture="bert", variant="gqa_talking"):
+    row = next(row for row in ARCHITECTURES if row.name == architecture)
+    return row.model(HEADS[architecture], variant)
+
+
+def maps_of(tokenizer, architecture="bert", variant="gqa_talking"):
+    target = TARGET if architecture == "t5" else None
+    return attention_maps(make_model(architecture, variant), tokenizer, TEXT, target)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", HEADS)
+def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, variant):
+    model = make_model(architecture, variant)
+    inputs = {"input_ids": torch.tensor([tokenizer(TEXT)["input_ids"]])}
+    names = {"self": "attentions"}
+    if architecture == "t5":
+        inputs["decoder_input_ids"] = torch.tensor([[0, *tokenizer(TARGET)["input_ids"][:-1]]])
+        names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+    with torch.no_grad():
+        outputs = model(**inputs, output_attentions=True, **({"use_cache": False} if architecture == "t5" else {}))
+    found = maps_of(tokenizer, architecture, variant).attentions
+    assert len(found) == sum(len(getattr(outputs, name)) for name in names.values())
+    for maps in found:
+        expected = getattr(outputs, names[maps.site])[maps.layer - 1][0]
+        torch.testing.assert_close(maps.stages[-1].maps, expected, rtol=1e-5, atol=1e-6)
+        assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "albert"])
+def test_each_stage_follows_from_the_one_before(tokenizer, architecture):
+    for maps in maps_of(tokenizer, architecture).attentions:
+        stages = {stage.name: stage.maps for stage in maps.stages}
+        P_l, P_w = (projection.matrix for projection in maps.projections)
+        assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
+        # What is taken off a row is the same in every column, so the mixes and the softmax commute with it.
+        mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
+        torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5)
+        weights = stages["logits_after"].softmax(-1)
+        torch.testing.assert_close(stages["weights_before"], weights, rtol=1e-4, atol=1e-5)
+        mixed = torch.einsum("inm,ij->jnm", stages["weights_before"], P_w)
+        torch.testing.assert_close(stages["weights_after"], mixed, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant, names",
+    [
+        ("mha", ["weights"]),
+        ("gqa", ["weights"]),
+        ("logits", ["logits_before", "logits_after", "weights_before"]),
+        ("weights", ["weights_before", "weights_after"]),
+        ("dynamic", ["logits_before", "logits_after", "weights_before", "weights_after"]),
+    ],
+)
+def test_a_variant_has_the_stages_that_it_computes(tokenizer, variant, names):
+    for maps in maps_of(tokenizer, variant=variant).attentions:
+        assert [stage.name for stage in maps.stages] == names
+        assert maps.dynamic == (("x2l", "m2l", "x2w", "m2w") if variant == "dynamic" else ())
+
+
+@pytest.mark.parametrize(
+    "variant, shared", [("mha", ()), ("gqa", (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)), ("mqa", (0,) * 12)]
+)
+def test_heads_name_the_key_value_head_that_they_read(tokenizer, variant, shared):
+    for maps in maps_of(tokenizer, variant=variant).attentions:
+        assert maps.stages[0].kv_heads == shared
+
+
+def test_with_talking_heads_queries_and_values_read_key_value_heads(tokenizer):
+    stages = maps_of(tokenizer).attentions[0].stages
+    assert [stage.kv_heads for stage in stages[1:3]] == [(), ()]
+    assert stages[0].kv_heads == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+    assert stages[3].kv_heads == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_a_decoder_may_not_look_ahead(tokenizer):
+    maps = next(maps for maps in maps_of(tokenizer, "t5").attentions if maps.site == "decoder")
+    ahead = torch.ones(maps.stages[0].maps.shape[1:], dtype=torch.bool).triu(1)
+    for stage in maps.stages:
+        values = stage.maps[:, ahead]
+        assert values.isnan().all() if stage.is_logits else (values == 0).all()
+        assert not stage.maps[:, ~ahead].isnan().any()
+
+
+def test_labels_are_the_tokens_that_each_side_reads(tokenizer):
+    by_site = {maps.site: maps for maps in maps_of(tokenizer, "t5").attentions}
+    text, target = (*TEXT.split(), "</s>"), ("<pad>", *TARGET.split())
+    assert (by_site["encoder"].query_tokens, by_site["encoder"].key_tokens) == (text, text)
+    assert (by_site["decoder"].query_tokens, by_site["decoder"].key_tokens) == (target, target)
+    assert (by_site["cross"].query_tokens, by_site["cross"].key_tokens) == (target, text)
+    assert by_site["cross"].name == "decoder layer 2, cross-attention"
+
+
+@pytest.mark.parametrize("variant", ["gqa_talking", "dynamic"])
+def test_without_a_target_the_decoder_reads_its_own_greedy_output(tokenizer, variant):
+    model = make_model("t5", variant)
+    maps = attention_maps(model, tokenizer, TEXT, max_length=10)
+    inputs = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    output = model.generate(inputs, max_new_tokens=10, do_sample=False, num_beams=1, use_cache=False)[0]
+    assert maps.target_is_output and maps.target_text == tokenizer.decode(output, skip_special_tokens=True)
+    assert len(maps.attentions[-1].query_tokens) == len(output) - 1
+
+
+def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
+    model = make_model().train()
+    implementation = model.config._attn_implementation
+    attention_maps(model, tokenizer, TEXT)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(maps_module, "_stages", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        attention_maps(model, tokenizer, TEXT)
+    assert model.training and model.config._attn_implementation == implementation
+    assert OWN_FUNCTIONS[EAGER] is eager_attention_forward
+    assert transformers.AttentionInterface()[EAGER] is eager_attention_forward
+
+
+def test_a_longer_text_is_cut_and_says_so(tokenizer):
+    model = make_model()
+    maps = attention_maps(model, tokenizer, TEXT, max_length=4)
+    assert maps.is_cut and len(maps.attentions[0].key_tokens) == 4
+    assert not attention_maps(model, tokenizer, TEXT).is_cut
+
+
+def test_errors(tokenizer):
+    plain = next(row for row in ARCHITECTURES if row.name == "bert").upstream_model("BertForMaskedLM")
+    with pytest.raises(ValueError, match="BertForMaskedLM is none"):
+        attention_maps(plain, tokenizer, TEXT)
+    with pytest.raises(ValueError, match="has no decoder"):
+        attention_maps(make_model(), tokenizer, TEXT, "a target")
+    with pytest.raises(ValueError, match="`text` is empty"):
+        attention_maps(make_model(), tokenizer, "  ")
+
+
+@pytest.mark.parametrize("architecture, variant", [("bert", "gqa_talking"), ("t5", "gqa"), ("albert", "talking")])
+def test_a_page_holds_every_value(tokenizer, architecture, variant):
+    maps = maps_of(tokenizer, architecture, variant)
+    page = attention_page(maps, "</script><b>model</b>")
+    assert "http" not in page and page.count("</script>") == 2
+    content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
+    for found, expected in zip(content["attentions"], maps.attentions, strict=True):
+        assert found["name"] == expected.name and tuple(found["rows"]) == expected.query_tokens
+        for stage, wanted in zip(found["stages"], expected.stages, strict=True):
+            levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(wanted.maps.shape)
+            values = numpy.where(levels == 0, numpy.nan, stage["lowest"] + (levels.astype(float) - 1) * stage["step"])
+            numpy.testing.assert_allclose(values, wanted.maps.numpy(), atol=stage["step"])
+
+
+def test_pictures_have_room_for_each_label(tokenizer, tmp_path):
+    from matplotlib.image import imread
+
+    maps = maps_of(tokenizer).attentions
+    draw_attention(maps[0], "a $model$ of_us", tmp_path / "maps.png")
+    draw_projections(maps, "model", tmp_path / "projections.png")
+    height, width, _ = imread(tmp_path / "maps.png").shape
+    assert width > 6 * 7 * 14 and height > 4 * 7 * 14  # heads across, stages down, at 14 pixels a token or more
+    picture = imread(tmp_path / "projections.png")
+    assert len(numpy.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+
+
+def test_models_without_projections_have_none_to_draw(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no projections"):
+        draw_projections(maps_of(tokenizer, variant="gqa").attentions, "model", tmp_path / "projections.png")
+
+
+def test_what_training_changed_is_shown_beside_the_identity():
+    near = Projection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
+    shown = with_changes([near, Projection("P_w", "softmax head", "value head", torch.ones(3, 2))])
+    assert [one.name for one in shown] == ["P_l", "100 (P_l - I)", "P_w"]
+    torch.testing.assert_close(shown[1].matrix, torch.ones(3, 3))
+
+
+def test_only_weights_well_below_zero_take_two_colours(tokenizer):
+    stage = maps_of(tokenizer, variant="mha").attentions[0].stages[0]
+    assert not is_signed(stage)
+    stage.maps[0, 0, 0] = -0.5
+    assert is_signed(stage)

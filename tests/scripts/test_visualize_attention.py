@@ -1,0 +1,65 @@
+"""`scripts/visualize_attention.py` as a user runs it."""
+
+import pytest
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.uptraining import make_t5
+
+import hf_attn_variants
+from hf_attn_variants.inspection.attention_maps_command import main, parse_args
+from hf_attn_variants.training.errors import run_script
+
+
+def run(*argv):
+    """Run the script's own error handling in this process."""
+    return run_script(lambda: main(parse_args(list(map(str, argv)))))
+
+
+@pytest.fixture
+def bert(tmp_path):
+    return make_tiny_bert(tmp_path / "bert")
+
+
+def test_a_talking_heads_checkpoint(bert, tmp_path, capsys):
+    import transformers
+
+    hf_attn_variants.convert(bert, talking_heads="both").save_pretrained(tmp_path / "talking")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "talking")
+    arguments = ("--model_name_or_path", tmp_path / "talking", "--output_dir", tmp_path / "out")
+    assert run(*arguments, "--text", "The cats were fine.") == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["attention_maps.html", "layer_01.png", "layer_02.png", "projections.png"]
+    assert str(tmp_path / "out" / "attention_maps.html") in capsys.readouterr().out
+
+
+def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
+    arguments = ("--model_name_or_path", make_t5(tmp_path / "t5"), "--output_dir", tmp_path / "out")
+    assert run(*arguments, "--text", "the dog sees a cat", "--layers", 2, "--max_length", 8) == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    layers = ["decoder_layer_02_cross.png", "decoder_layer_02_self.png", "encoder_layer_02.png"]
+    assert names == ["attention_maps.html", *layers]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--text", "The cats.", "--layers", "3"], "layers 1 to 2, got 3"),
+        (["--text", "The cats.", "--target_text", "x"], "has no decoder"),
+        (["--text", " "], "empty"),
+    ],
+)
+def test_a_users_error_is_one_line_and_leaves_nothing(bert, tmp_path, capsys, options, message):
+    assert run("--model_name_or_path", bert, "--output_dir", tmp_path / "out", *options) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
+
+
+def test_an_output_folder_in_use_is_refused_first(bert, capsys):
+    assert run("--model_name_or_path", "nowhere/there", "--output_dir", bert, "--text", "a") == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_more_tokens_than_can_be_labelled_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--model_name_or_path", "m", "--output_dir", "o", "--text", "a", "--max_length", "65"])
+    assert ended.value.code == 2 and "64" in capsys.readouterr().err
