@@ -111,9 +111,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
     _plot(rows, run / "quickstart.png")
     print(f"\n{_table(rows)}\n")
-    print(
-        "Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences at once."
-    )
+    print("Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences at once.")
     print("Mean-pooling merges heads trained apart; calibration fits the shared ones to what the old ones did")
     print("on text (docs/conversion.md).")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")

@@ -9,11 +9,11 @@ import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-__all__ = ["F1", "METRICS", "Accuracy", "Matthews", "Pearson", "Spearman", "compute_metrics"]
+__all__ = ["F1", "METRICS", "Accuracy", "Matthews", "OfflineMetric", "Pearson", "Spearman", "compute_metrics"]
 
 
-class _OfflineMetric(evaluate.Metric):
-    """A metric over one number per example; `evaluate.load` would ask the Hub for its code."""
+class OfflineMetric(evaluate.Metric):
+    """A metric over one item per example, by default a number; `evaluate.load` would ask the Hub for its code."""
 
     key = ""
     value_type = "int64"
@@ -24,16 +24,19 @@ class _OfflineMetric(evaluate.Metric):
         super().__init__(keep_in_memory=True, **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
-        value = datasets.Value(self.value_type)
         return evaluate.MetricInfo(
             description=self.description,
             citation="",
-            inputs_description="predictions and references: one number per example",
-            features=datasets.Features({"predictions": value, "references": value}),
+            inputs_description="predictions and references: one item per example",
+            features=self._features(),
         )
 
+    def _features(self) -> datasets.Features:
+        value = datasets.Value(self.value_type)
+        return datasets.Features({"predictions": value, "references": value})
 
-class Accuracy(_OfflineMetric):
+
+class Accuracy(OfflineMetric):
     """Share of examples whose class is right."""
 
     key = "accuracy"
@@ -43,7 +46,7 @@ class Accuracy(_OfflineMetric):
         return {self.key: float(accuracy_score(references, predictions))}
 
 
-class F1(_OfflineMetric):
+class F1(OfflineMetric):
     """Harmonic mean of precision and recall of class 1."""
 
     key = "f1"
@@ -53,7 +56,7 @@ class F1(_OfflineMetric):
         return {self.key: float(f1_score(references, predictions, zero_division=0.0))}
 
 
-class Matthews(_OfflineMetric):
+class Matthews(OfflineMetric):
     """Matthews correlation of classes; 0 where every prediction is the same."""
 
     key = "matthews_correlation"
@@ -63,7 +66,7 @@ class Matthews(_OfflineMetric):
         return {self.key: float(matthews_corrcoef(references, predictions))}
 
 
-class _Correlation(_OfflineMetric):
+class _Correlation(OfflineMetric):
     value_type = "float64"
     function = staticmethod(pearsonr)
 
@@ -89,7 +92,7 @@ class Spearman(_Correlation):
     function = staticmethod(spearmanr)
 
 
-METRICS: dict[str, type[_OfflineMetric]] = {
+METRICS: dict[str, type[OfflineMetric]] = {
     metric.key: metric for metric in (Accuracy, F1, Matthews, Pearson, Spearman)
 }
 

@@ -122,6 +122,15 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
     return tokenizer
 
 
+def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Lets a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
+
+    ALBERT's of transformers v5 does so only where asked.
+    """
+    if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in tokenizer.model_input_names:
+        tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+
+
 def _learned_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 

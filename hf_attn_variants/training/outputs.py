@@ -9,6 +9,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +24,7 @@ PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
 STALE_PATTERN = re.compile(
-    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.tsv|{BAD_BATCH_PREFIX}.*\.pt|"
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.(tsv|json|jsonl)|{BAD_BATCH_PREFIX}.*\.pt|"
     + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, RESULTS_FILE, CURVES_FILE))
 )
 
@@ -75,10 +77,14 @@ def check_hub_access(args: argparse.Namespace) -> None:
     """Checks before training that the model can be pushed after it.
 
     Raises:
-        ValueError: There is no valid token, or the Hub does not answer.
+        ValueError: The repository's name is wrong, there is no valid token, or the Hub does not answer.
     """
     if not args.push_to_hub:
         return
+    try:
+        validate_repo_id(_repo_id(args))
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id: {' '.join(str(error).split())}") from error
     try:
         HfApi(token=args.hub_token).whoami()
     except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
@@ -89,18 +95,29 @@ def check_hub_access(args: argparse.Namespace) -> None:
 
 
 def push_folder(args: argparse.Namespace) -> str:
-    """Uploads the output folder without its checkpoints.
+    """Uploads the output folder without its checkpoints, with a model card of the run, in one commit.
 
     Returns:
         The repository's address.
+
+    Raises:
+        ValueError, OSError: It was not pushed; the model is in the output folder, and the message says what to do.
     """
+    from hf_attn_variants.hub import full_repo_id, plan_push, push_checkpoint
+
     api = HfApi(token=args.hub_token)
-    repo_id = args.hub_model_id or Path(args.output_dir).resolve().name
-    url = api.create_repo(repo_id, private=args.hub_private_repo or None, exist_ok=True)
-    api.upload_folder(
-        repo_id=url.repo_id,
-        folder_path=args.output_dir,
-        commit_message="Fine-tuned model",
-        ignore_patterns=["checkpoint-*", ".tmp-*", BEST_MODEL_FILE, "hf_attn_variants/*"],
-    )
-    return str(url)
+    repo_id = _repo_id(args)
+    private = True if args.hub_private_repo else None
+    try:
+        plan = plan_push(args.output_dir, full_repo_id(repo_id, api))
+        return push_checkpoint(plan, private=private, commit_message="Fine-tuned model", api=api).url
+    except (ValueError, OSError) as error:
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(
+            f"{error} The trained model is in {args.output_dir}; scripts/push_to_hub.py --model_name_or_path "
+            f"{args.output_dir} --repo_id {repo_id} pushes it without training again."
+        ) from error
+
+
+def _repo_id(args: argparse.Namespace) -> str:
+    return args.hub_model_id or Path(args.output_dir).resolve().name

@@ -22,7 +22,14 @@ from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader,
 from hf_attn_variants.training.glue import TASKS, GlueTask, format_prediction, get_task
 from hf_attn_variants.training.glue_data import GlueSplit, hash_rows, load_ax, load_glue, tokenize_split
 from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
-from hf_attn_variants.training.models import LabelMap, check_max_length, load_classifier, load_config, load_tokenizer
+from hf_attn_variants.training.models import (
+    LabelMap,
+    check_max_length,
+    give_token_types,
+    load_classifier,
+    load_config,
+    load_tokenizer,
+)
 from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
@@ -124,6 +131,7 @@ def _check_metric(args: argparse.Namespace, task: GlueTask) -> None:
 def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> dict[str, Any]:
     config = load_config(args)
     tokenizer = load_tokenizer(args, config)
+    give_token_types(tokenizer, config)
     check_max_length(args.max_length, config, tokenizer, pair=len(task.text_columns) == 2)
     splits, tests = _load_splits(args, task)
     set_seed(args.seed)

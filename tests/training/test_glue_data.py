@@ -1,8 +1,9 @@
 import pytest
-from transformers import AutoTokenizer
+from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.training.glue import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.glue_data import GlueSplit, load_ax, load_glue, read_tsv, tokenize_split
+from hf_attn_variants.training.models import give_token_types
 
 
 def write(path, text, encoding="utf-8"):
@@ -130,6 +131,16 @@ def test_tokenised_pairs_are_cut_to_max_length(glue, tiny_bert):
     assert set(data.column_names) == {"input_ids", "token_type_ids", "attention_mask", "label", "length"}
     assert max(data["length"]) == 12 and data["length"][0] == len(data[0]["input_ids"])
     assert sum(data[0]["token_type_ids"]) > 0
+
+
+def test_pairs_have_token_types_where_the_model_tells_them_apart(glue, tiny_bert):
+    split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's
+    give_token_types(tokenizer, T5Config())
+    assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
+    give_token_types(tokenizer, AlbertConfig())
+    assert sum(tokenize_split(split, tokenizer, max_length=12)[0]["token_type_ids"]) > 0
 
 
 def test_labels_and_submission_formats():

@@ -1,0 +1,64 @@
+"""The `attn-variants` command: one subcommand for each thing the scripts do, imported when it is called."""
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+# Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "inspect": ("hf_attn_variants.inspection.cost_command", "what a checkpoint costs with fewer key/value heads"),
+    "convert": ("hf_attn_variants.conversion.command", "a multi-head checkpoint into a variant"),
+    "uptrain": ("hf_attn_variants.training.uptrain", "train a converted checkpoint back to its quality"),
+    "pretrain": ("hf_attn_variants.training.pretrain_mlm", "pretrain a BERT or ALBERT as a masked language model"),
+    "glue": ("hf_attn_variants.training.run_glue", "fine-tune and evaluate on a GLUE task"),
+    "squad": ("hf_attn_variants.training.run_squad", "fine-tune and evaluate on SQuAD"),
+    "seq2seq": ("hf_attn_variants.training.run_seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),
+    "visualize": ("hf_attn_variants.inspection.attention_maps_command", "draw what each head attends to"),
+    "push": ("hf_attn_variants.hub.command", "a checkpoint with its code and model card to the Hub"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand of the command line, or of `argv`.
+
+    Returns:
+        The exit status, as `training.errors.run_script` says.
+    """
+    args = _parser().parse_args(argv)
+    command = importlib.import_module(COMMANDS[args.command][0])
+    from .training.errors import run_script
+
+    # The subcommands' parsers take their name from here.
+    shown, sys.argv[0] = sys.argv[0], f"attn-variants {args.command}"
+    try:
+        options = command.parse_args(args.arguments)
+    finally:
+        sys.argv[0] = shown
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+    return run_script(lambda: command.main(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="attn-variants",
+        description="Multi-query, grouped-query and talking-heads attention for BERT, ALBERT and T5 checkpoints.",
+        epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    from . import __version__
+
+    parser.add_argument("--version", action="version", version=f"hf_attn_variants {__version__}")
+    parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""The sentences and tables of a model card, each from the values that it is about."""
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+__all__ = [
+    "PIPELINE_TAGS",
+    "conversion_text",
+    "licence_text",
+    "limits",
+    "papers",
+    "size_rows",
+    "summary",
+    "training_text",
+    "usage_snippet",
+]
+
+# The task on the Hub that a head is for; an encoder-decoder's depends on what it was trained on.
+PIPELINE_TAGS = {
+    "ForMaskedLM": "fill-mask",
+    "ForMultipleChoice": "multiple-choice",
+    "ForQuestionAnswering": "question-answering",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "LMHeadModel": "text-generation",
+    "Model": "feature-extraction",
+    "EncoderModel": "feature-extraction",
+}
+# Arguments that say how a model was trained; paths and the like stay at home.
+TRAINING_ARGUMENTS = (
+    "task_name",
+    "dataset_name",
+    "objective",
+    "num_train_epochs",
+    "max_train_steps",
+    "pretraining_steps",
+    "alpha",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "optim",
+    "lr_scheduler_type",
+    "num_warmup_steps",
+    "warmup_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "dropout_rate",
+    "max_length",
+    "max_source_length",
+    "max_target_length",
+    "mixed_precision",
+    "trainable",
+    "seed",
+)
+PAPERS = {
+    "MQA": ("Multi-query attention", "1911.02150"),
+    "GQA": ("Grouped-query attention", "2305.13245"),
+    "talking": ("Talking-heads attention", "2003.02436"),
+}
+
+
+def summary(
+    variant: Any,
+    architecture: str,
+    base_model: str | None,
+    report: Mapping[str, Any] | None,
+    results: Mapping[str, Any] | None,
+) -> str:
+    """Return what the model is, in a sentence or two."""
+    made = "A checkpoint"
+    if base_model:
+        made = f"[{base_model}](https://huggingface.co/{base_model})"
+    elif report:
+        made = f"`{_source_name(report)}`"
+    if variant is None:
+        return f"{made}, as `{architecture}`."
+    text = f"{made} with {_attention(variant)}, as `{architecture}`."
+    if report and not results:
+        text += " It was converted and not trained afterwards."
+    elif results:
+        steps = results.get("steps")
+        text += f" It was trained for {steps:,} steps after that." if report and steps else ""
+    return text + " Made with hf_attn_variants."
+
+
+def size_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
+    from ..inspection.cost_table import cost_table
+
+    table = cost_table(config)
+    now = table.current
+    made = [
+        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(value))
+        for name, value in _head_counts(config).items()
+    ]
+    made.append(("parameters", f"{now.parameters:,}"))
+    made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
+    if now.kv_cache_bytes_per_token is None:
+        made.append(("key/value cache", "none (an encoder)"))
+    full = max(table.rows, key=lambda row: row.fields["num_key_value_heads"])
+    for site, count in (now.kv_cache_bytes_per_token or {}).items():
+        token = "a token of the encoder" if site == "cross" else "a generated token"
+        name = f"key/value cache, bytes for {token} ({table.dtype}, all layers)"
+        before = full.kv_cache_bytes_per_token[site]
+        made.append((name, f"{count:,}" + (f" (multi-head: {before:,})" if before != count else "")))
+    return made
+
+
+def usage_snippet(repo_id: str, config: Mapping[str, Any], is_sentence_model: bool) -> str:
+    """Return Python that loads the model and runs it once."""
+    architecture = (config.get("architectures") or [""])[0]
+    auto_class = _auto_class(architecture, config)
+    remote = ", trust_remote_code=True" if config.get("auto_map") else ""
+    load = [
+        f"from transformers import {auto_class}, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}"{remote})',
+        f'model = {auto_class}.from_pretrained("{repo_id}"{remote}).eval()',
+    ]
+    if auto_class == "AutoModelForSeq2SeqLM":
+        load += [
+            'inputs = tokenizer("Two dogs run in the snow.", return_tensors="pt")',
+            'inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}',
+            "output = model.generate(**inputs, max_new_tokens=40)",
+            "print(tokenizer.decode(output[0], skip_special_tokens=True))",
+        ]
+    else:
+        load.append('outputs = model(**tokenizer("Two dogs run in the snow.", return_tensors="pt"))')
+    if not is_sentence_model:
+        return "\n".join(load)
+    sentence = [
+        "from sentence_transformers import SentenceTransformer",
+        "",
+        f'model = SentenceTransformer("{repo_id}"{remote})',
+        'embeddings = model.encode(["Two dogs run in the snow.", "Dogs are running outside."])',
+        "",
+        "# or with transformers alone",
+    ]
+    return "\n".join(sentence + load)
+
+
+def conversion_text(report: Mapping[str, Any], base_model: str | None) -> dict[str, Any]:
+    """Return what a `conversion_report.json` says: a sentence, rows of before and after, the mean errors."""
+    source = base_model or _source_name(report)
+    sentence = f"`{source}` was converted by `--method {report['method']}`, seed {report['seed']}."
+    details = [layer.get("details", {}) for layer in report.get("layers", [])]
+    fitted = [row for row in details if "relative_error_fitted" in row]
+    if fitted:
+        before = sum(row["relative_error_closed_form"] for row in fitted) / len(fitted)
+        after = sum(min(row["relative_error_closed_form"], row["relative_error_fitted"]) for row in fitted) / len(
+            fitted
+        )
+        sentence += (
+            " Each attention was fitted, alone, to what the old one made of a calibration text: on a held-out tenth "
+            f"of it the relative error of its output is {after:.1%} (mean over {len(fitted)} attentions; {before:.1%} "
+            "by the closed form, before the fit)."
+        )
+    rows = [(name, *pair) for name, pair in report["heads"].items()]
+    parameters = report["parameters"]
+    rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
+    for site, cache in (report.get("kv_cache_bytes_per_token") or {}).items():
+        rows.append((f"cache bytes a token ({site})", f"{cache['before']:,}", f"{cache['after']:,}"))
+    if report.get("talking_heads"):
+        rows.append(("talking-heads projections", "none", ", ".join(report["talking_heads"])))
+    return {
+        "sentence": sentence,
+        "rows": rows,
+        "logits_error": _percent(report.get("mean_logits_relative_error")),
+        "value_error": _percent(report.get("mean_value_relative_error")),
+        "versions": _versions(report.get("versions")),
+    }
+
+
+def training_text(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an `all_results.json` says of the training: a sentence, the arguments that matter, the versions."""
+    parts = []
+    if results.get("steps") is not None:
+        parts.append(f"{results['steps']:,} optimiser steps")
+    if results.get("train_samples") is not None:
+        parts.append(f"{results['train_samples']:,} training examples")
+    if results.get("epoch") is not None:
+        parts.append(f"{results['epoch']:g} epochs")
+    if results.get("train_runtime"):
+        parts.append(f"{results['train_runtime']:,.0f} s")
+    arguments = results.get("arguments") or {}
+    rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
+    return {
+        "sentence": f"{', '.join(parts)}." if parts else "",
+        "rows": [(name, PurePath(str(value)).name if _is_path(value) else value) for name, value in rows],
+        "versions": _versions(results.get("versions")),
+    }
+
+
+def limits(
+    variant: Any, config: Mapping[str, Any], report: Mapping[str, Any] | None, results: Mapping[str, Any] | None
+) -> list[str]:
+    """Return what a user should know before relying on the model."""
+    found = []
+    if report and not results:
+        found.append(
+            "No gradient step on the whole model followed the conversion: expect less than from the model it was made "
+            "of. Measure it on your data, and train it further where that matters."
+        )
+    if results:
+        found.append(
+            "The scores are of one run with one seed, on the data named above, and say nothing of other data."
+        )
+    if variant is not None and variant.num_key_value_heads < variant.num_attention_heads:
+        if config.get("is_encoder_decoder") or config.get("is_decoder"):
+            found.append(
+                "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
+                "short texts."
+            )
+        else:
+            found.append(
+                "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
+                "attention time."
+            )
+    if variant is not None and variant.talking_heads is not None:
+        found.append(
+            "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them."
+        )
+    found.append("It knows what its training data knew, with the biases of that data.")
+    return found
+
+
+def licence_text(license_id: str | None, base_model: str | None) -> str:
+    """Return the licence's sentence."""
+    code = " The code files are Apache-2.0."
+    if license_id == "other":
+        return f"None of the Hub's list; see above.{code}"
+    if license_id:
+        return f"{license_id}{', as the model it was made from' if base_model else ''}.{code}"
+    return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
+
+
+def papers(variant: Any) -> list[tuple[str, str]]:
+    """Return the papers of what a variant does, (name, arXiv id)."""
+    if variant is None:
+        return []
+    counts = {getattr(variant, name) for name in variant.kv_heads_fields()} - {variant.num_attention_heads}
+    found = [PAPERS["MQA"]] if 1 in counts else []
+    found += [PAPERS["GQA"]] if counts else []
+    return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
+
+
+def _source_name(report: Mapping[str, Any]) -> str:
+    return PurePath(str(report.get("source") or "a checkpoint")).name
+
+
+def _attention(variant: Any) -> str:
+    heads, names = variant.num_attention_heads, variant.kv_heads_fields()
+    parts = []
+    for name in names:
+        where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
+        count = getattr(variant, name)
+        kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
+        shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"
+        parts.append(f"{kind} attention{shared}{where[name] if len(names) > 1 else ''}")
+    if variant.talking_heads is not None:
+        kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
+        parts.append(f"talking heads {kind[variant.talking_heads]}")
+    return " and ".join(parts)
+
+
+def _head_counts(config: Mapping[str, Any]) -> dict[str, int]:
+    from ..inspection.cost_table import variant_config
+
+    variant = variant_config(config)
+    names = ["num_attention_heads", *variant.kv_heads_fields()]
+    if variant.talking_heads is not None:
+        names += ["num_softmax_heads", "num_value_heads"]
+    return {name: getattr(variant, name) for name in names}
+
+
+def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
+    from ..registration import supported_model_types, variant_config_class
+
+    name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
+    if config["model_type"] in supported_model_types():
+        auto_classes = variant_config_class(config["model_type"]).auto_classes
+        found = [auto_class for auto_class, model in auto_classes.items() if model == name]
+        preferred = [each for each in found if each not in ("AutoModelForPreTraining", "AutoModelForTextEncoding")]
+        if found:
+            return (preferred or found)[0]
+    match = re.search(
+        r"For(MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering)$", architecture
+    )
+    return f"AutoModelFor{match[1]}" if match else "AutoModel"
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and re.match(r"(/|~|\.\.?/|[A-Za-z]:\\)", value) is not None
+
+
+def _versions(versions: Mapping[str, str] | None) -> str:
+    return ", ".join(f"{name} {number}" for name, number in (versions or {}).items()) or "not recorded"
+
+
+def _percent(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:.1%}"

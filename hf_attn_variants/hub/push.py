@@ -1,0 +1,330 @@
+"""A checkpoint to the Hub in one commit: all of it or nothing."""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from ..conversion.checkpoint_io import open_checkpoint
+from ..conversion.report import REPORT_NAME
+from ..conversion.source import PICKLE_SUFFIXES, read_config
+from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card
+
+__all__ = ["PushPlan", "PushResult", "folder_files", "full_repo_id", "plan_push", "push_checkpoint"]
+
+# What training leaves beside the model, by name or by the first folder of the path.
+TRAINING_FILES = (
+    "checkpoint-*",
+    "hf_attn_variants",
+    "runs",
+    "events.out.tfevents.*",
+    "best_model.safetensors",
+    "bad_batch-*",
+    "predictions_*.tsv",
+)
+# They name folders of the machine they were written on.
+WITHOUT_PATHS = (REPORT_NAME, RESULTS_NAME)
+LOCAL_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)")
+NOTHING_LOST = "Nothing was changed on the Hub; repeat the command when that is put right."
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What would go up.
+
+    Args:
+        folder: the checkpoint.
+        repo_id: "user/name", or "name" for the account of the token.
+        files: each file to upload with its size in bytes, the card apart.
+        left_out: each file or folder that stays, with the reason.
+        card: the text of README.md.
+        warnings: what is missing without being an error.
+    """
+
+    folder: Path
+    repo_id: str
+    files: dict[str, int]
+    left_out: dict[str, str]
+    card: str
+    warnings: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return the plan in lines for people."""
+        total = sum(self.files.values()) + len(self.card.encode())
+        lines = [f"{self.folder} -> {self.repo_id}: {len(self.files) + 1} files, {total:,} bytes"]
+        lines += [f"  {size:>15,}  {name}" for name, size in self.files.items()]
+        lines.append(f"  {len(self.card.encode()):>15,}  {CARD_NAME} (the model card)")
+        lines += [f"  stays: {name} ({reason})" for name, reason in self.left_out.items()]
+        return "\n".join(lines + [f"  note: {warning}" for warning in self.warnings])
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """Where a checkpoint is now.
+
+    Args:
+        repo_id: the repository with its namespace.
+        url: its address.
+        commit: the commit's id, for `revision=`.
+        changed: whether the push changed anything; a repeated one does not.
+        removed: stale files of an earlier push that the commit removed.
+    """
+
+    repo_id: str
+    url: str
+    commit: str
+    changed: bool
+    removed: list[str]
+
+
+def plan_push(
+    folder: str | Path,
+    repo_id: str,
+    card_options: CardOptions | None = None,
+    card: str | None = None,
+    allow_pickle: bool = False,
+) -> PushPlan:
+    """Check a checkpoint folder and say what of it would go up; nothing is sent.
+
+    Args:
+        folder: config.json, safetensors weights, the code files that it names, and what lies beside them.
+        repo_id: "user/name", or "name".
+        card_options: what the generated card says beyond the folder.
+        card: the text of a card to use instead of a generated one.
+        allow_pickle: upload pickled files too, which can run code when they are loaded.
+
+    Raises:
+        OSError: if weights or code files are missing or truncated.
+        ValueError: if the configuration or the repository's name is wrong.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} cannot be a repository's name: {' '.join(str(error).split())}") from error
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
+    config = read_config(folder)
+    with open_checkpoint(folder, allow_pickle):
+        pass  # headers and sizes of all weight files are right
+    _check_code(folder, config)
+    files, left_out = folder_files(folder, allow_pickle)
+    if (folder / CARD_NAME).is_file():
+        left_out[CARD_NAME] = "the model card takes its place; --card uploads it"
+    text = card if card is not None else str(model_card(folder, repo_id, card_options))
+    tokenizers = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+    warnings = [] if any(name in files for name in tokenizers) else ["the folder has no tokenizer"]
+    return PushPlan(folder, repo_id, files, left_out, text, warnings)
+
+
+def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
+    """List a checkpoint folder, the card apart: what goes up with its size in bytes, what stays with the reason."""
+    files: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        first = name.split("/")[0]
+        if any(part.startswith(".") or part == "__pycache__" for part in name.split("/")):
+            if "/" not in name:
+                left_out[name] = "hidden"
+        elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
+            left_out[first] = "of the training run"
+        elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
+            left_out[name] = "a pickle; --allow_pickle uploads it"
+        elif path.is_file() and name != CARD_NAME:
+            files[name] = len(_content(path).encode()) if name in WITHOUT_PATHS else path.stat().st_size
+    return files, left_out
+
+
+def full_repo_id(repo_id: str, api: HfApi) -> str:
+    """Return "user/name"; a name alone gets the account of the client's token.
+
+    Raises:
+        OSError: if the Hub has to be asked and does not accept the token, or cannot be reached.
+    """
+    if "/" in repo_id:
+        return repo_id
+    with _explained(repo_id):
+        return f"{api.whoami()['name']}/{repo_id}"
+
+
+def push_checkpoint(
+    plan: PushPlan,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model, tokenizer, code and model card",
+    overwrite_card: bool = False,
+    api: HfApi | None = None,
+) -> PushResult:
+    """Upload a plan in one commit, on top of what is in the repository; create repository and branch where needed.
+
+    Weight files of an earlier push that this one does not have go in the same commit: two sets of weights in one
+    repository would be two models.
+
+    Args:
+        plan: of `plan_push`.
+        private: make a new repository private or public; an existing one must already be what is asked for.
+        revision: a branch; None = main.
+        commit_message: of the commit.
+        overwrite_card: replace a README.md on the Hub that somebody edited.
+        api: the client with its endpoint and token; None = the stored login.
+
+    Raises:
+        OSError: for whatever kept it from being pushed, with what to do; then the repository is as it was.
+        ValueError: if the repository is private where a public one was asked for or the other way round, or holds a
+            README.md that somebody wrote.
+    """
+    api = api or HfApi()
+    with _explained(plan.repo_id):
+        repo_id = full_repo_id(plan.repo_id, api)
+        _open_repository(api, repo_id, private)
+        if revision not in (None, "main"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        info = api.model_info(repo_id, revision=revision)
+        existing = [each.rfilename for each in info.siblings or []]
+        if CARD_NAME in existing and not overwrite_card:
+            _check_remote_card(api, repo_id, info.sha, plan.card)
+        stale = sorted(name for name in existing if _is_weight_file(name) and name not in plan.files)
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
+        operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
+        commit = api.create_commit(
+            repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
+        )
+    return PushResult(repo_id, f"{api.endpoint}/{repo_id}", commit.oid, commit.oid != info.sha, stale)
+
+
+def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that the code files which `auto_map` names, and those which they import, lie in the folder."""
+    auto_map = config.get("auto_map") or {}
+    if not isinstance(auto_map, Mapping):
+        raise ValueError(f"{folder}: `auto_map` must be an object; got {auto_map!r}.")
+    references = [each for value in auto_map.values() for each in (value if isinstance(value, list) else [value])]
+    for reference in dict.fromkeys(each for each in references if each is not None):
+        if not isinstance(reference, str) or not re.fullmatch(r"\w+\.\w+", reference):
+            raise ValueError(
+                f"{folder}: `auto_map` names {reference!r}, which is not in the folder; save the model again by "
+                "`save_pretrained`, which puts its code beside it."
+            )
+    wanted, seen = [f"{each.split('.')[0]}.py" for each in dict.fromkeys(references) if each], set()
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {name}, which its config.json needs: save the model again by `save_pretrained`."
+            )
+        source = (folder / name).read_text(encoding="utf-8")
+        wanted += [f"{sibling}.py" for sibling in re.findall(r"^\s*from\s+\.(\w+)\s+import", source, re.MULTILINE)]
+
+
+def _open_repository(api: HfApi, repo_id: str, private: bool | None) -> None:
+    """Create the repository where there is none; check that it is as private as was asked for."""
+    try:
+        found = api.model_info(repo_id).private
+    except RepositoryNotFoundError:
+        api.create_repo(repo_id, private=private)
+        return
+    if private is not None and found is not None and private != found:
+        there, asked = ("private", "public") if found else ("public", "private")
+        raise ValueError(
+            f"{repo_id} exists and is {there}, --{asked} was asked for: change it in its settings on the Hub, or give "
+            f"another --repo_id. {NOTHING_LOST}"
+        )
+
+
+def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # the cache may lie where nothing can be written
+        path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
+        text = Path(path).read_text(encoding="utf-8")
+    if text != card and not is_untouched(text):
+        raise ValueError(
+            f"{repo_id} has a README.md that was written or edited by hand: keep it by --card with a copy of it, or "
+            f"replace it by --overwrite_card. {NOTHING_LOST}"
+        )
+
+
+def _is_weight_file(name: str) -> bool:
+    return "/" not in name and (name.endswith((".safetensors", ".safetensors.index.json")))
+
+
+def _payload(folder: Path, name: str) -> str | bytes:
+    return _content(folder / name).encode() if name in WITHOUT_PATHS else str((folder / name).resolve())
+
+
+def _content(path: Path) -> str:
+    return json.dumps(_without_paths(json.loads(path.read_text(encoding="utf-8"))), indent=2) + "\n"
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_paths(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(each) for each in value]
+    return PurePath(value).name if isinstance(value, str) and LOCAL_PATH.match(value) else value
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Turn what the client raises into one sentence that says what to do."""
+    try:
+        yield
+    except Exception as error:  # of the connection: three HTTP libraries of as many releases have errors of their own
+        if isinstance(error, ValueError) and not isinstance(error, HfHubHTTPError):
+            raise  # refused here, or by the Hub's check of the metadata: the message says it
+        answer = next((each for each in _causes(error) if isinstance(each, HfHubHTTPError)), error)
+        is_local_file = isinstance(error, OSError) and error.filename is not None
+        if is_local_file or isinstance(answer, HfHubHTTPError | LocalTokenNotFoundError | OfflineModeIsEnabled):
+            raise OSError(f"{repo_id} was not pushed: {_advice(answer)} {NOTHING_LOST}") from error
+        raise OSError(
+            f"{repo_id} was not pushed: the connection to the Hub failed ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). Repeat the command: what was uploaded is not sent again, and if the "
+            "commit had arrived it changes nothing."
+        ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it to reach the Hub."
+    if isinstance(error, LocalTokenNotFoundError):
+        return "there is no token: run `hf auth login`, or give --token."
+    if not isinstance(error, HfHubHTTPError):
+        return f"{error}."
+    status = error.response.status_code
+    if isinstance(error, RevisionNotFoundError):
+        return "there is no such branch, and it could not be made."
+    if status == 401 or (isinstance(error, RepositoryNotFoundError) and status != 404):
+        return "the Hub does not accept the token (401): run `hf auth login` with one that may write, or give --token."
+    if status == 403:
+        return "the token may not write there (403): take one with write access, or another --repo_id."
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        return "there is no such repository, or the token may not see it (404)."
+    if status in (409, 412):
+        return f"somebody else is pushing to it at the same time ({status}): look at what is there now."
+    if status == 429:
+        return "the Hub asks for a pause (429, too many requests): wait some minutes."
+    return f"the Hub answered {status}: {' '.join(str(error).split())[:300]}."

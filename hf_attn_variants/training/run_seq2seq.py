@@ -1,0 +1,308 @@
+"""Trains and evaluates an encoder-decoder on text to text; the body of `scripts/run_seq2seq.py`."""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.training import arguments, outputs
+from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, find_checkpoint
+from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
+from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
+from hf_attn_variants.training.seq2seq import (
+    Decoder,
+    GenerationSet,
+    Seq2SeqEvaluator,
+    beam_suffix,
+    decode_and_score,
+    seq2seq_objective,
+)
+from hf_attn_variants.training.seq2seq_arguments import check_seq2seq_arguments, parse_args
+from hf_attn_variants.training.seq2seq_data import (
+    Seq2SeqData,
+    Seq2SeqSplit,
+    check_seq2seq_lengths,
+    load_seq2seq_data,
+    warn_of_cuts,
+)
+from hf_attn_variants.training.seq2seq_model import load_seq2seq_config, load_seq2seq_model
+from hf_attn_variants.training.seq2seq_tasks import load_task
+from hf_attn_variants.training.session import open_accelerator, start_trackers
+from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+from hf_attn_variants.training.uptraining_data import Collator, TextRows, hash_texts, pair_collator
+
+__all__ = ["main", "parse_args"]
+
+logger = logging.getLogger(__name__)
+# What decides the weights a run ends with, beyond `arguments.RESUME_ARGUMENTS`.
+RESUME_ARGUMENTS = (
+    "model_type",
+    "config_overrides",
+    "num_key_value_heads",
+    "talking_heads",
+    "max_target_length",
+    "label_smoothing_factor",
+)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, evaluates, predicts and saves.
+
+    Args:
+        args: Of `parse_args`.
+
+    Returns:
+        The results that `all_results.json` begins with: `eval_loss` (nats a target token), `eval_<metric>`,
+        `eval_decode_tokens_per_second`, the same with the suffix `_beam<number>` for further numbers of beams and as
+        `test_<metric>` for a test split, `train_loss` (the mean over all steps), `steps`, `train_runtime` (seconds in
+        training steps, without evaluation and checkpoints), ...
+
+    Raises:
+        ValueError, OSError: An argument, the data or the checkpoint is wrong; found before training where it can be.
+        NonFiniteLossError: Training diverged.
+    """
+    arguments.check_arguments(args)
+    check_seq2seq_arguments(args)
+    if args.resume_from_checkpoint:
+        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    arguments.prepare_output_dir(args, write=False)
+    outputs.check_hub_access(args)
+    with open_accelerator(args) as accelerator:
+        return _run(args, accelerator)
+
+
+def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
+    config, tokenizer = load_seq2seq_config(args)
+    check_seq2seq_lengths(args, config, tokenizer)
+    data = _load_data(args)
+    _check_metric(args, data)
+    for split in data.splits.values():
+        warn_of_cuts(split, tokenizer, args.max_length, args.max_target_length)
+    collate = pair_collator(
+        tokenizer, args.max_length, args.pad_to_multiple_of, args.max_target_length, config.decoder_start_token_id
+    )
+    set_seed(args.seed)
+    model = load_seq2seq_model(args, config)
+    set_seed(args.seed, device_specific=True)  # processes drop out different units
+    rows = TextRows(data.splits["train"].pairs()) if "train" in data.splits else TextRows([])
+    loader, sampler = _train_loader(args, accelerator, rows, collate)
+    total_steps = total_training_steps(
+        len(loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
+    )
+    optimizer = create_optimizer(model, args)
+    scheduler = create_scheduler(optimizer, args, total_steps)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    decoder = _decoder(args, accelerator, model, tokenizer)
+    sets = {
+        name: _generation_set(args, accelerator, data.splits[name], collate)
+        for name in ("dev", "test")
+        if name in data.splits
+    }
+    evaluator = None
+    if "dev" in sets:
+        evaluator = Seq2SeqEvaluator(
+            accelerator,
+            model,
+            sets["dev"],
+            decoder,
+            data.score,
+            args.num_beams,
+            args.eval_loss_only,
+            args.disable_tqdm,
+        )
+    loop = TrainingLoop(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        seq2seq_objective(args.label_smoothing_factor),
+        _loop_settings(args, total_steps, rows, data),
+        evaluate=evaluator,
+        start_epoch=lambda epoch: (sampler.start_epoch(epoch), rows.start_epoch(epoch)),
+    )
+    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
+        outputs.remove_earlier_run(args.output_dir)
+    accelerator.wait_for_everyone()
+    start_trackers(args, accelerator)
+    loop.run()
+    results = _train_results(args, model, loop, rows)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    results = {**_evaluate(args, accelerator, decoder, evaluator, sets, data), **results, **data.results}
+    if accelerator.is_main_process:
+        _write_outputs(args, results, data)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _load_data(args: argparse.Namespace) -> Seq2SeqData:
+    data = load_task(args) if args.task_name is not None else load_seq2seq_data(args)
+    limits = {"train": args.max_train_samples, "dev": args.max_eval_samples}
+    data.splits.update({name: split.first(limits.get(name)) for name, split in data.splits.items()})
+    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
+    if "train" not in data.splits and not only_evaluates:
+        raise ValueError("there is no training split: give one, or --num_train_epochs 0 to evaluate only")
+    if only_evaluates and not data.splits.keys() & {"dev", "test"}:
+        raise ValueError("there is neither a dev nor a test split to evaluate")
+    return data
+
+
+def _check_metric(args: argparse.Namespace, data: Seq2SeqData) -> None:
+    metric = args.metric_for_best_model
+    known = ("loss", *(() if args.eval_loss_only else data.metric_names))
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        raise ValueError(f"--metric_for_best_model {metric!r}: there are {', '.join(known)}")
+    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
+        if getattr(args, name) is not None and "dev" not in data.splits:
+            raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
+
+
+def _train_loader(
+    args: argparse.Namespace, accelerator: Accelerator, rows: TextRows, collate: Collator
+) -> tuple[DataLoader | list, EpochSampler]:
+    batch_size = args.per_device_train_batch_size
+    lengths = rows.lengths() if args.group_by_length else None
+    sampler = EpochSampler(max(len(rows), 1), args.seed, lengths, batch_size * accelerator.num_processes)
+    if not len(rows):
+        return [], sampler
+    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
+    return accelerator.prepare(loader), sampler
+
+
+def _generation_set(
+    args: argparse.Namespace, accelerator: Accelerator, split: Seq2SeqSplit, collate: Collator
+) -> GenerationSet:
+    rows = TextRows(split.pairs())
+    # Longest first: little padding, and a batch that does not fit into memory fails at once.
+    order = sorted(range(len(rows)), key=lambda i: -len(split.sources[i]))
+    ordered = TextRows([rows.texts[i] for i in order])
+    loader = create_eval_dataloader(ordered, args.per_device_eval_batch_size, collate, args.dataloader_num_workers)
+    return GenerationSet(split, accelerator.prepare(loader), order)
+
+
+def _decoder(
+    args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> Decoder:
+    options = {"no_repeat_ngram_size": args.no_repeat_ngram_size} if args.no_repeat_ngram_size is not None else {}
+    return Decoder(
+        accelerator,
+        model,
+        tokenizer,
+        args.max_target_length,
+        args.disable_tqdm,
+        {"length_penalty": args.length_penalty},
+        options,
+    )
+
+
+def _loop_settings(args: argparse.Namespace, total_steps: int, rows: TextRows, data: Seq2SeqData) -> LoopSettings:
+    metric = (args.metric_for_best_model or ("loss" if args.eval_loss_only else data.main_metric)).removeprefix(
+        "eval_"
+    )
+    return LoopSettings.from_args(
+        args,
+        total_steps=total_steps,
+        metric_for_best_model=metric,
+        greater_is_better=metric != "loss",
+        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
+        fingerprint={
+            "training examples": len(rows),
+            "hash of the training data": hash_texts(rows.texts),
+            **{name: getattr(args, name) for name in RESUME_ARGUMENTS},
+            **arguments.resume_fingerprint(args),
+            "warm-up steps": warmup_steps(args, total_steps),
+        },
+    )
+
+
+def _train_results(args: argparse.Namespace, model: nn.Module, loop: TrainingLoop, rows: TextRows) -> dict[str, Any]:
+    state = loop.state
+    return {
+        "train_loss": state.loss_total / state.step if state.step else None,
+        "epoch": round(loop.epochs_done(), 4),
+        "steps": state.step,
+        "train_samples": len(rows),
+        "train_runtime": round(state.train_seconds, 3),
+        "train_samples_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
+        "best_step": state.best_step,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seed": args.seed,
+    }
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    decoder: Decoder,
+    evaluator: Seq2SeqEvaluator | None,
+    sets: dict[str, GenerationSet],
+    data: Seq2SeqData,
+) -> dict[str, Any]:
+    """The results of every number of beams, of dev and test split; writes the predictions."""
+    results: dict[str, Any] = {}
+    if evaluator is not None:
+        metrics, texts = evaluator.evaluate(args.num_beams)
+        results = {f"eval_{key}": value for key, value in metrics.items()}
+        results |= {"eval_samples": len(sets["dev"].split), "eval_runtime": round(evaluator.seconds, 3)}
+        _write_predictions(args, accelerator, sets["dev"].split, texts)
+    if "test" in sets:
+        texts = {}
+        for i, num_beams in enumerate(args.num_beams):
+            metrics, texts[num_beams] = decode_and_score(decoder, sets["test"], data.score, num_beams)
+            results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
+        results["test_samples"] = len(sets["test"].split)
+        _write_predictions(args, accelerator, sets["test"].split, texts)
+    return results
+
+
+def _write_predictions(
+    args: argparse.Namespace, accelerator: Accelerator, split: Seq2SeqSplit, texts: dict[int, list[str]]
+) -> None:
+    if not accelerator.is_main_process:
+        return
+    lines = []
+    for row, source in enumerate(split.sources):
+        record: dict[str, Any] = {"source": source}
+        if split.references is not None:
+            record["references"] = list(split.references[row])
+        for i, (num_beams, found) in enumerate(texts.items()):
+            record[f"prediction{beam_suffix(i, num_beams)}"] = found[row]
+        lines.append(json.dumps(record, ensure_ascii=False))
+    atomic_write(Path(args.output_dir) / f"{outputs.PREDICTIONS_PREFIX}{split.name}.jsonl", "\n".join(lines) + "\n")
+
+
+def _write_outputs(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
+    folder = Path(args.output_dir)
+    save_results(folder / outputs.RESULTS_FILE, results, args)
+    name = Path(args.model_name_or_path).name if args.model_name_or_path else f"new {args.model_type}"
+    plot_curves(
+        read_log(folder / LOG_FILE),
+        [] if args.eval_loss_only else list(data.metric_names),
+        folder / outputs.CURVES_FILE,
+        f"text to text: {name}, seed {args.seed}",
+    )
+    if args.push_to_hub:
+        print(f"pushed to {outputs.push_folder(args)}")
+    for prefix, split in (("eval_", "dev"), ("test_", "test")):
+        if f"{prefix}samples" in results:
+            print(f"{split} ({results[f'{prefix}samples']} rows): {_scores(args, results, prefix, data)}")
+    print(f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {folder}")
+
+
+def _scores(args: argparse.Namespace, results: dict[str, Any], prefix: str, data: Seq2SeqData) -> str:
+    parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []
+    for i, num_beams in enumerate(args.num_beams):
+        suffix = beam_suffix(i, num_beams)
+        values = [f"{n} {results[key]:.2f}" for n in data.metric_names if (key := f"{prefix}{n}{suffix}") in results]
+        speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
+        parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
+    return "; ".join(parts)

@@ -1,0 +1,291 @@
+"""Fine-tunes and evaluates a checkpoint on SQuAD; the body of `scripts/run_squad.py`."""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForQuestionAnswering,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.training import arguments, outputs
+from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, find_checkpoint
+from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
+from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.models import enable_gradient_checkpointing, load_config, load_model, load_tokenizer
+from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
+from hf_attn_variants.training.session import open_accelerator, start_trackers
+from hf_attn_variants.training.squad import QuestionSet, SpanSettings, SquadEvaluator, span_objective
+from hf_attn_variants.training.squad_arguments import check_squad_arguments, parse_args
+from hf_attn_variants.training.squad_data import (
+    Question,
+    check_unanswerable,
+    hash_questions,
+    load_squad_hub,
+    read_squad,
+)
+from hf_attn_variants.training.squad_features import (
+    Window,
+    WindowRows,
+    check_squad_lengths,
+    make_windows,
+    window_collator,
+)
+from hf_attn_variants.training.squad_predictions import Prediction, nbest_entries
+from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+
+__all__ = ["main", "parse_args"]
+
+logger = logging.getLogger(__name__)
+# What decides the weights a run ends with, beyond `arguments.RESUME_ARGUMENTS`.
+RESUME_ARGUMENTS = ("version_2_with_negative", "doc_stride", "max_query_length")
+SHOWN_METRICS = ("exact_match", "exact", "f1", "HasAns_f1", "NoAns_f1")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Fine-tunes, evaluates, predicts and saves.
+
+    Args:
+        args: Of `parse_args`.
+
+    Returns:
+        The results that `all_results.json` begins with: `eval_exact_match` and `eval_f1` (v2.0: `eval_exact`,
+        `eval_f1`, those of questions with and without an answer, and those of the best threshold), `train_loss` (the
+        mean over all steps), `steps`, `train_runtime` (seconds in training steps, without evaluation and checkpoints),
+        ...
+
+    Raises:
+        ValueError, OSError: An argument, the data or the checkpoint is wrong; found before training where it can be.
+        NonFiniteLossError: Training diverged.
+    """
+    arguments.check_arguments(args)
+    check_squad_arguments(args)
+    if args.resume_from_checkpoint:
+        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    arguments.prepare_output_dir(args, write=False)
+    outputs.check_hub_access(args)
+    with open_accelerator(args) as accelerator:
+        return _run(args, accelerator)
+
+
+def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
+    config = load_config(args)
+    tokenizer = load_tokenizer(args, config)
+    check_squad_lengths(args, config, tokenizer)
+    splits = _load_splits(args, accelerator)
+    set_seed(args.seed)
+    model = _model(args, config)
+    set_seed(args.seed, device_specific=True)  # processes drop out different units
+    collate = window_collator(tokenizer, args.pad_to_multiple_of)
+    train = splits.get("train", [])
+    train_windows = _windows(args, config, tokenizer, train, for_training=True)
+    loader, sampler = _train_loader(args, accelerator, train_windows, collate)
+    total_steps = total_training_steps(
+        len(loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
+    )
+    optimizer = create_optimizer(model, args)
+    scheduler = create_scheduler(optimizer, args, total_steps)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    sets = {
+        name: _question_set(args, accelerator, name, splits[name], config, tokenizer, collate)
+        for name in ("dev", "test")
+        if name in splits
+    }
+    evaluator = SquadEvaluator(
+        accelerator, model, sets["dev"], args.max_length, _span_settings(args), args.disable_tqdm
+    )
+    settings = _loop_settings(args, total_steps, train)
+    loop = TrainingLoop(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        span_objective(),
+        settings,
+        evaluate=evaluator,
+        start_epoch=sampler.start_epoch,
+    )
+    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
+        outputs.remove_earlier_run(args.output_dir)
+    accelerator.wait_for_everyone()
+    start_trackers(args, accelerator)
+    state = loop.run()
+    if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+        evaluator()
+    results = _results(args, model, evaluator, loop, len(train), len(train_windows))
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    found = {"dev": evaluator.predictions}
+    if "test" in sets:
+        found["test"] = evaluator.predict(sets["test"])[0]
+    if accelerator.is_main_process:
+        for name, predictions in found.items():
+            _write_predictions(args, name, predictions)
+        _write_outputs(args, results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def _load_splits(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, list[Question]]:
+    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
+    wanted = {"train": "train", "dev": "validation", "test": "test"}
+    splits = {}
+    for name, flag in wanted.items():
+        path = getattr(args, f"{flag}_file")
+        if path is not None:
+            splits[name] = read_squad(path, has_answers=name != "test")
+        elif args.validation_file is None and name != "test" and not (name == "train" and only_evaluates):
+            with accelerator.main_process_first():  # the others read the Hub dataset's cache
+                splits[name] = load_squad_hub(flag, args.version_2_with_negative)
+        if name != "test" and name in splits:
+            check_unanswerable(path or f"the Hub's {flag} split", splits[name], args.version_2_with_negative)
+    limits = {"train": args.max_train_samples, "dev": args.max_eval_samples}
+    return {name: questions[: limits.get(name)] for name, questions in splits.items()}
+
+
+def _model(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
+    config.num_labels = 2  # a start and an end, whatever the checkpoint classified
+    model = load_model(args, args.model_name_or_path, config, AutoModelForQuestionAnswering)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def _windows(
+    args: argparse.Namespace,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[Question],
+    for_training: bool = False,
+) -> list[Window]:
+    return make_windows(
+        questions,
+        tokenizer,
+        args.max_length,
+        args.doc_stride,
+        args.max_query_length,
+        token_types=getattr(config, "type_vocab_size", 0) > 1,
+        for_training=for_training,
+    )
+
+
+def _train_loader(
+    args: argparse.Namespace, accelerator: Accelerator, windows: list[Window], collate: Any
+) -> tuple[DataLoader | list, EpochSampler]:
+    rows, batch_size = WindowRows(windows), args.per_device_train_batch_size
+    lengths = rows.lengths() if args.group_by_length else None
+    sampler = EpochSampler(max(len(rows), 1), args.seed, lengths, batch_size * accelerator.num_processes)
+    if not len(rows):
+        return [], sampler
+    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
+    return accelerator.prepare(loader), sampler
+
+
+def _question_set(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    name: str,
+    questions: list[Question],
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Any,
+) -> QuestionSet:
+    windows = _windows(args, config, tokenizer, questions)
+    # Longest first: little padding, and a batch that does not fit into memory fails at once.
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].input_ids))
+    rows = WindowRows([windows[i] for i in order])
+    loader = create_eval_dataloader(rows, args.per_device_eval_batch_size, collate, args.dataloader_num_workers)
+    return QuestionSet(name, questions, windows, accelerator.prepare(loader), order)
+
+
+def _span_settings(args: argparse.Namespace) -> SpanSettings:
+    threshold = args.null_score_diff_threshold if args.version_2_with_negative else None
+    return SpanSettings(args.n_best_size, args.max_answer_length, threshold)
+
+
+def _loop_settings(args: argparse.Namespace, total_steps: int, train: list[Question]) -> LoopSettings:
+    metric = (args.metric_for_best_model or "f1").removeprefix("eval_")
+    return LoopSettings.from_args(
+        args,
+        total_steps=total_steps,
+        metric_for_best_model=metric,
+        greater_is_better=metric != "loss",
+        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
+        fingerprint={
+            "training examples": len(train),
+            "hash of the training data": hash_questions(train),
+            **{name: getattr(args, name) for name in RESUME_ARGUMENTS},
+            **arguments.resume_fingerprint(args),
+            "warm-up steps": warmup_steps(args, total_steps),
+        },
+    )
+
+
+def _results(
+    args: argparse.Namespace,
+    model: nn.Module,
+    evaluator: SquadEvaluator,
+    loop: TrainingLoop,
+    train_samples: int,
+    train_windows: int,
+) -> dict[str, Any]:
+    state = loop.state
+    return {
+        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
+        "eval_samples": len(evaluator.data.questions),
+        "eval_windows": len(evaluator.data.windows),
+        "eval_runtime": round(evaluator.seconds, 3),
+        "train_loss": state.loss_total / state.step if state.step else None,
+        "epoch": round(loop.epochs_done(), 4),
+        "steps": state.step,
+        "train_samples": train_samples,
+        "train_windows": train_windows,
+        "train_runtime": round(state.train_seconds, 3),
+        "train_windows_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
+        "best_step": state.best_step,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seed": args.seed,
+    }
+
+
+def _write_predictions(args: argparse.Namespace, split: str, predictions: list[Prediction]) -> None:
+    threshold = _span_settings(args).null_score_diff_threshold
+    files: dict[str, dict[str, Any]] = {
+        split: {p.id: p.answer(threshold) for p in predictions},
+        f"nbest_{split}": {p.id: nbest_entries(p, threshold is not None, args.n_best_size) for p in predictions},
+    }
+    if threshold is not None:
+        files[f"null_odds_{split}"] = {p.id: p.null_odds for p in predictions}
+    for name, content in files.items():
+        path = Path(args.output_dir) / f"{outputs.PREDICTIONS_PREFIX}{name}.json"
+        atomic_write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+
+
+def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    folder = Path(args.output_dir)
+    save_results(folder / outputs.RESULTS_FILE, results, args)
+    shown = [name for name in SHOWN_METRICS if f"eval_{name}" in results]
+    version = "SQuAD v2.0" if args.version_2_with_negative else "SQuAD v1.1"
+    plot_curves(
+        read_log(folder / LOG_FILE),
+        shown,
+        folder / outputs.CURVES_FILE,
+        f"{version}: {Path(args.model_name_or_path).name}, seed {args.seed}",
+    )
+    if args.push_to_hub:
+        print(f"pushed to {outputs.push_folder(args)}")
+    scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown)
+    print(
+        f"{version} dev ({results['eval_samples']} questions, {results['eval_windows']} windows): {scores}; "
+        f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {folder}"
+    )

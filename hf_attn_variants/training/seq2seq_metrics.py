@@ -1,0 +1,112 @@
+"""Metrics of generated text against its references, none of which needs the network."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["TEXT_METRICS", "TextMetric", "check_text_metrics", "score_texts"]
+
+EXTRA = "pip install 'hf_attn_variants[seq2seq]'"
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+# One or more right texts of each prediction.
+References = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class TextMetric:
+    """A metric over texts.
+
+    Attributes:
+        names: What it returns.
+        package: The package that computes it.
+        score: (predictions, references) -> values by name.
+    """
+
+    names: tuple[str, ...]
+    package: str | None
+    score: Callable[[Sequence[str], References], dict[str, float]]
+
+
+def _bleu(predictions: Sequence[str], references: References) -> dict[str, float]:
+    import sacrebleu
+
+    return {"bleu": sacrebleu.corpus_bleu(list(predictions), _streams(references)).score}
+
+
+def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
+    import sacrebleu
+
+    return {"chrf": sacrebleu.corpus_chrf(list(predictions), _streams(references)).score}
+
+
+def _streams(references: References) -> list[list[str | None]]:
+    # sacrebleu wants the first reference of every row, then the second, ...; None where a row has fewer.
+    count = max(len(row) for row in references)
+    return [[row[i] if i < len(row) else None for row in references] for i in range(count)]
+
+
+def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    # A line is a sentence to rougeLsum.
+    scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+    scores = [scorer.score_multi(list(row), text) for text, row in zip(predictions, references, strict=True)]
+    return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE_TYPES}
+
+
+def _accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
+    right = [
+        text.strip() in {reference.strip() for reference in row}
+        for text, row in zip(predictions, references, strict=True)
+    ]
+    return {"accuracy": sum(right) / len(right)}
+
+
+# sacrebleu with its default settings (0 to 100); ROUGE F-measures with Porter stemming (0 to 100); accuracy: the share
+# of texts that are a reference, spaces around them aside.
+TEXT_METRICS: dict[str, TextMetric] = {
+    "bleu": TextMetric(("bleu",), "sacrebleu", _bleu),
+    "chrf": TextMetric(("chrf",), "sacrebleu", _chrf),
+    "rouge": TextMetric(ROUGE_TYPES, "rouge_score", _rouge),
+    "accuracy": TextMetric(("accuracy",), None, _accuracy),
+}
+
+
+def check_text_metrics(names: Sequence[str]) -> None:
+    """Checks that the metrics exist and that what computes them is installed.
+
+    Raises:
+        ValueError: One does not, or is not.
+    """
+    for name in names:
+        if name not in TEXT_METRICS:
+            raise ValueError(f"unknown metric {name!r}: choose from {', '.join(TEXT_METRICS)}")
+        package = TEXT_METRICS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f"--metrics {name} needs {package}: {EXTRA}")
+
+
+def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
+    """Computes metrics by name.
+
+    Args:
+        names: Keys of `TEXT_METRICS`.
+        predictions: One text a row.
+        references: The right texts of each row, at least one.
+
+    Returns:
+        Values by the names that the metrics give them.
+
+    Raises:
+        ValueError: A metric is unknown or its package missing, or predictions and references are not as many.
+    """
+    check_text_metrics(names)
+    if not predictions or len(predictions) != len(references) or not all(references):
+        raise ValueError(
+            f"metrics need texts and as many rows of references, got {len(predictions)} and {len(references)}"
+        )
+    values: dict[str, float] = {}
+    for name in names:
+        values |= TEXT_METRICS[name].score(predictions, references)
+    return values

@@ -1,0 +1,192 @@
+"""Reads SQuAD v1.1 (arXiv:1606.05250) and v2.0 (arXiv:1806.03822) from its JSON files or from the Hub."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+
+__all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad_hub", "read_squad"]
+
+HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A span of the context.
+
+    Attributes:
+        text: The span's text.
+        start: Where it begins, in characters of the context.
+    """
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context.
+
+    Attributes:
+        id: Unique in its file.
+        question, context: Texts.
+        answers: The spans that are right; none: the context does not answer it (or, in a test file, unknown).
+    """
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+
+
+def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
+    """Reads a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
+
+    Args:
+        path: The file, plain or .gz.
+        has_answers: False for a test file, whose answers are neither needed nor read.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has another layout or no question, or an answer is not in the context; the message names the
+            file and the question.
+    """
+    path = Path(path)
+    questions = list(_questions(path, _load_json(path), has_answers))
+    if not questions:
+        raise ValueError(f"{path} is empty: it has no question")
+    _check_ids(str(path), questions)
+    return questions
+
+
+def _load_json(path: Path) -> Any:
+    if not path.is_file():
+        raise OSError(f"{path}: no such file")
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise OSError(f"{path} is no whole gzip file ({error})") from error
+    if not content.strip():
+        raise ValueError(f"{path} is empty")
+    try:
+        return json.loads(content)
+    except ValueError as error:  # a UnicodeDecodeError as well
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
+    where = f"{path}: the file"
+    for article, at_article in _items(content, "data", where):
+        for paragraph, at_paragraph in _items(article, "paragraphs", f"{path}: data[{at_article}]"):
+            where = f"{path}: data[{at_article}].paragraphs[{at_paragraph}]"
+            context = _text(paragraph, "context", where)
+            for qa, at_qa in _items(paragraph, "qas", where):
+                where_qa = f"{where}.qas[{at_qa}]"
+                question = _text(qa, "question", where_qa), context
+                found = _answers(qa, context, where_qa) if has_answers else ()
+                yield Question(str(qa.get("id", f"{at_article}-{at_paragraph}-{at_qa}")), *question, found)
+
+
+def _items(holder: Any, key: str, where: str) -> Iterator[tuple[Any, int]]:
+    values = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(values, list):
+        has = f"its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else "it is no JSON object"
+        raise ValueError(f'{where} has no list "{key}"; {has}: this is not the layout of SQuAD')
+    yield from zip(values, range(len(values)), strict=True)
+
+
+def _text(holder: Any, key: str, where: str) -> str:
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(value, str):
+        has = f"; its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else ""
+        raise ValueError(f'{where} has no text "{key}"{has}')
+    return value
+
+
+def _answers(qa: dict[str, Any], context: str, where: str) -> tuple[Answer, ...]:
+    if qa.get("is_impossible"):
+        return ()
+    answers = []
+    for answer, number in _items(qa, "answers", where):
+        text, start = _text(answer, "text", f"{where}.answers[{number}]"), answer.get("answer_start")
+        _check_answer(text, start, context, f"{where} (id {qa.get('id')})")
+        answers.append(Answer(text, start))
+    if not answers and "is_impossible" not in qa:
+        raise ValueError(f"{where} (id {qa.get('id')}) has no answer and no is_impossible")
+    return tuple(answers)
+
+
+def _check_answer(text: str, start: Any, context: str, where: str) -> None:
+    if not isinstance(start, int) or not 0 <= start <= len(context) - len(text) or not text:
+        raise ValueError(
+            f"{where}: the answer {text[:60]!r} at character {start} does not lie in its context of "
+            f"{len(context)} characters"
+        )
+    if context[start : start + len(text)] != text:
+        raise ValueError(
+            f"{where}: the answer {text[:60]!r} is not what stands at character {start} of its context, "
+            f"{context[start : start + len(text)][:60]!r}"
+        )
+
+
+def load_squad_hub(split: str, version_2: bool) -> list[Question]:
+    """Loads a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: An answer is not in its context.
+    """
+    name = HUB_DATASETS[version_2]
+    try:
+        rows = load_dataset(name, split=split)
+    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+        raise OSError(
+            f"cannot load {name} ({split}) from the Hub ({type(error).__name__}: {error}); "
+            "give --train_file and --validation_file"
+        ) from error
+    questions = []
+    for row in rows:
+        answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
+        for answer in answers:
+            _check_answer(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
+        questions.append(Question(row["id"], row["question"], row["context"], answers))
+    _check_ids(f"{name} ({split})", questions)
+    return questions
+
+
+def _check_ids(source: str, questions: list[Question]) -> None:
+    seen: set[str] = set()
+    for question in questions:
+        if question.id in seen:
+            raise ValueError(
+                f"{source}: two questions have the id {question.id}; predictions could not tell them apart"
+            )
+        seen.add(question.id)
+
+
+def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
+    """Checks that questions without an answer are expected.
+
+    Raises:
+        ValueError: There are some, and `version_2` is False.
+    """
+    found = [question.id for question in questions if not question.answers]
+    if found and not version_2:
+        raise ValueError(
+            f"{source}: {len(found)} questions have no answer in their context (the first is {found[0]}): for SQuAD "
+            "v2.0 give --version_2_with_negative"
+        )
+
+
+def hash_questions(questions: Iterable[Question]) -> str:
+    """Hash of all questions, by which a resumed run knows that they are the same."""
+    digest = hashlib.blake2b(digest_size=8)
+    for item in questions:
+        digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())
+    return digest.hexdigest()

@@ -1,0 +1,13 @@
+"""Pretrains a T5 by span corruption: `python scripts/pretrain_span_corruption.py --help`."""
+
+import logging
+import sys
+
+from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.training.pretrain_span_corruption import main, parse_args
+
+if __name__ == "__main__":
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+    sys.exit(run_script(lambda: main(args)))

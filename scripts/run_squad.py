@@ -1,0 +1,13 @@
+"""Fine-tunes and evaluates a checkpoint on SQuAD: `python scripts/run_squad.py --help`."""
+
+import logging
+import sys
+
+from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.training.run_squad import main, parse_args
+
+if __name__ == "__main__":
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+    sys.exit(run_script(lambda: main(args)))

@@ -1,0 +1,156 @@
+"""The `attn-variants` command: what it lists, what it imports, and that it does what the scripts do."""
+
+import importlib
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from architectures import BERT, T5
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+
+from hf_attn_variants import AttnVariantBertModel, cli
+
+HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
+
+
+@pytest.fixture
+def source(tmp_path):
+    BERT.upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_the_installed_command_is_this_one():
+    found = [each for each in entry_points(group="console_scripts") if each.name == "attn-variants"]
+    if not found:
+        pytest.skip("the package was installed before it had this command; pip install -e . again")
+    assert found[0].load() is cli.main
+
+
+def test_help_names_every_command_and_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(f"  {name} " in printed for name in cli.COMMANDS)
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert "hf_attn_variants 0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_its_own_help(name, capsys):
+    module = importlib.import_module(cli.COMMANDS[name][0])
+    assert callable(module.main)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--help"])
+    assert stopped.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["conver"])
+    assert stopped.value.code == 2 and "conver" in capsys.readouterr().err
+
+
+def test_nothing_heavier_than_the_package_is_imported_to_start():
+    code = f"""
+import sys
+import hf_attn_variants
+before = set(sys.modules)
+from hf_attn_variants.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+new = set(sys.modules) - before
+print("NEW", sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
+print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "NEW ['hf_attn_variants.cli']" in result.stdout, result.stdout
+    assert "HEAVY []" in result.stdout, result.stdout
+
+
+def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
+    output = str(tmp_path / "gqa4")
+    argv = ["--model_name_or_path", str(source), "--num_key_value_heads", "4", "--output_dir", output]
+    assert cli.main(["convert", *argv]) == 0
+    assert AttnVariantBertModel.from_pretrained(output).config.num_key_value_heads == 4
+    capsys.readouterr()
+    assert cli.main(["inspect", output, "--json", "--batch_size", "8", "--length", "128"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["architecture"] == "AttnVariantBertForMaskedLM" and table["batch_size"] == 8
+    assert [row["name"] for row in table["rows"] if row["current"]] == ["GQA-4"]
+    assert cli.main(["inspect", output]) == 0
+    printed = capsys.readouterr().out
+    assert "GQA-4 *" in printed and "GQA-6 -" in printed and "No key/value cache" in printed
+
+
+def test_inspect_reads_no_weights(tmp_path, capsys):
+    config = T5.config("gqa", "T5ForConditionalGeneration")
+    config.architectures = ["AttnVariantT5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--batch_size", "32", "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes for a token, 32 x 2 x 1024 tokens of them
+    assert "bfloat16, batch 32, 1,024 tokens attended to, source 1,024" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("GQA-4 *"))
+    assert row.split()[-8:] == ["256", "B", "16.0", "MiB", "0", "B", "(0%)", "0", "B"][-8:]
+
+
+def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
+    """In a process of its own: this one is offline."""
+    import os
+
+    from hub.local_hub import LocalHub
+
+    with LocalHub() as hub:
+        config = BERT.config("gqa").to_json_string().encode()
+        hub.create("me/gqa4", files={"config.json": config, "model.safetensors": b"not read"})
+        env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "hf_attn_variants.cli", "inspect", "me/gqa4", "--json"]
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr[-2000:]
+        assert json.loads(result.stdout)["checkpoint"] == "me/gqa4"
+        assert not any("safetensors" in request for request in hub.requests)
+
+
+def test_glue_trains_through_the_command(tmp_path):
+    model = make_tiny_bert(tmp_path / "tiny")
+    argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
+    argv += [
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_train_steps",
+        "2",
+        "--max_length",
+        "48",
+        "--cpu",
+        "--disable_tqdm",
+    ]
+    assert cli.main(["glue", *argv]) == 0
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["inspect", "nowhere/at/all"], "nowhere/at/all"),
+        (["inspect", "config.json-is-not-here", "--revision", "main"], "config.json-is-not-here"),
+        (
+            ["convert", "--model_name_or_path", "{source}", "--output_dir", "{out}", "--num_key_value_heads", "5"],
+            "5 for 12",
+        ),
+        (["push", "--model_name_or_path", "{source}/nothing", "--repo_id", "me/x"], "no checkpoint folder"),
+        (["inspect", "{source}", "--length", "0"], "`length` must be at least 1"),
+    ],
+)
+def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, message):
+    argv = [each.format(source=source, out=tmp_path / "out") for each in argv]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1

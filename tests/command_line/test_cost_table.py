@@ -1,0 +1,151 @@
+"""What `inspect` counts, against models that were built, and against torch's own counter of operations."""
+
+import json
+
+import pytest
+import torch
+from architectures import ALBERT, ARCHITECTURES, BERT, T5, VARIANTS
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.inspection.cost_table import cost_table, flops_per_token, variant_name
+
+LENGTH, SOURCE = 7, 5
+BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+
+
+def counted(run):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        run()
+    return counter.get_total_flops()
+
+
+def model_of(architecture, head, variant):
+    # Two sentences of one length without padding: every token does the same.
+    return architecture.model(head, variant, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
+def test_an_encoders_flops_are_what_torch_counts(architecture, variant):
+    model = model_of(architecture, BASES[architecture.name], variant)
+    ids = torch.randint(5, 60, (2, LENGTH))
+    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
+    model = model_of(T5, "T5ForConditionalGeneration", variant)
+    source, target = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, LENGTH))
+    flops = flops_per_token(model, LENGTH, SOURCE)
+    together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
+    assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
+    # the encoder alone, and what the cross-attentions' keys and values make of its outputs
+    encoder = counted(lambda: model.encoder(source))
+    cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
+    memory = torch.zeros(2, SOURCE, model.config.d_model)
+    encoder += counted(lambda: [(m.k(memory), m.v(memory)) for m in cross])
+    dynamic = [p for m in cross for name, p in m.named_parameters() if name in ("m2l_proj", "m2w_proj")]
+    encoder += sum(2 * p.numel() * source.numel() for p in dynamic)
+    assert flops["encoder"] * source.numel() == encoder
+
+
+def test_a_decoder_only_model_counts_as_a_decoder():
+    model = model_of(BERT, "BertLMHeadModel", "gqa")
+    ids = torch.randint(5, 60, (1, LENGTH))
+    assert flops_per_token(model, LENGTH, LENGTH) == {"decoder": counted(lambda: model(ids, use_cache=False)) / LENGTH}
+
+
+def test_heads_that_read_a_sequence_once_are_left_out():
+    base = model_of(BERT, "BertModel", "mha")
+    classifier = model_of(BERT, "BertForSequenceClassification", "mha")
+    tokens = model_of(BERT, "BertForTokenClassification", "mha")
+    flops = [flops_per_token(model, 4, 4)["encoder"] for model in (base, classifier, tokens)]
+    assert flops[0] == flops[1] and flops[2] == flops[0] + 2 * tokens.classifier.weight.numel()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_parameters_and_cache_are_those_of_the_models(architecture):
+    head = BASES[architecture.name]
+    config = architecture.config("mha", head)
+    config.architectures = [f"AttnVariant{head}"]
+    table = cost_table(json.loads(config.to_json_string(use_diff=False)), batch_size=3, length=10, source_length=4)
+    assert [row.name for row in table.rows] == [
+        "MHA",
+        "GQA-6",
+        "GQA-4",
+        "GQA-3",
+        "GQA-2",
+        "MQA",
+        "MHA + talking heads",
+    ]
+    assert table.current.name == "MHA" and all(row.convertible for row in table.rows)
+    for row in table.rows:
+        model = architecture.model(head, **row.fields)
+        assert row.parameters == sum(p.numel() for p in model.parameters()), row.name
+        assert variant_name(model.config) == row.name
+        if architecture is not T5:
+            assert row.kv_cache_bytes is None
+            continue
+        cache = generated_cache(model, steps=10, source=4, batch=3)
+        assert row.kv_cache_bytes == cache, row.name
+    assert table.savings(table.rows[5])["weight_bytes"] == 4 * (table.rows[0].parameters - table.rows[5].parameters)
+
+
+def generated_cache(model, steps, source, batch):
+    """The bytes that the cache of a real call holds."""
+    ids = torch.randint(5, 60, (batch, source))
+    output = model(input_ids=ids, decoder_input_ids=torch.randint(5, 60, (batch, steps)), use_cache=True)
+    cache = output.past_key_values
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+
+
+def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
+    model = BERT.model("BertForMaskedLM", "gqa")
+    model.save_pretrained(tmp_path / "gqa4")
+    config = json.loads((tmp_path / "gqa4" / "config.json").read_text())
+    rows = {row.name: row for row in cost_table(config).rows}
+    assert {name for name, row in rows.items() if not row.convertible} == {"GQA-6", "GQA-3"}
+    assert rows["GQA-4"].current
+    for name, row in rows.items():
+        if row.current:
+            continue
+        if row.convertible:
+            convert_checkpoint(tmp_path / "gqa4", output_dir=tmp_path / name, **row.fields)
+        else:
+            with pytest.raises(ValueError, match="must divide"):
+                convert_checkpoint(tmp_path / "gqa4", output_dir=tmp_path / name, **row.fields)
+
+
+def test_a_talking_heads_checkpoint_keeps_its_heads():
+    config = json.loads(BERT.config("gqa_talking").to_json_string(use_diff=False))
+    table = cost_table(config)
+    # k must divide 12 query and 8 value heads
+    assert [row.fields["num_key_value_heads"] for row in table.rows] == [12, 4, 2, 1]
+    assert table.current.fields == {"num_key_value_heads": 4} and "talking heads" in table.current.name
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"num_attention_heads": 5}, "must divide `hidden_size`"),
+        ({"num_attention_heads": "12"}, "configuration is wrong|whole number"),
+        ({"num_hidden_layers": 10**9}, "at most 10000"),
+        ({"num_attention_heads": -4}, "at least 1"),
+        ({"per_layer_config": {"0": {}}}, "unequal layers"),
+        ({"architectures": ["NoSuchModel"]}, "'NoSuchModel' is not supported"),
+        ({"dtype": "int8"}, "floating-point"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error(change, message):
+    config = json.loads(BERT.config().to_json_string(use_diff=False)) | change
+    with pytest.raises(ValueError, match=message):
+        cost_table(config)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "length", "source_length"])
+def test_sizes_begin_at_one(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+        cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})

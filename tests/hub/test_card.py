@@ -1,0 +1,195 @@
+"""Model cards: what they say is what was run."""
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from hf_attn_variants.hub import CardOptions, model_card
+from hf_attn_variants.hub.card import is_untouched
+from hf_attn_variants.modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+
+RESULTS = {
+    "eval_accuracy": 0.81254,
+    "eval_f1": 0.5,
+    "eval_loss": 0.4,
+    "eval_samples": 3,
+    "eval_runtime": 1.0,
+    "eval_samples_per_second": 3.0,
+    "steps": 1200,
+    "train_samples": 67349,
+    "epoch": 2.0,
+    "task_name": "sst2",
+    "arguments": {
+        "model_name_or_path": "google-bert/bert-base-uncased",
+        "task_name": "sst2",
+        "learning_rate": 2e-5,
+        "output_dir": "/home/somebody/runs/sst2",
+        "seed": 7,
+    },
+    "versions": {"torch": "2.13.0"},
+}
+
+
+@pytest.fixture
+def folder(converted, tmp_path):
+    return shutil.copytree(converted, tmp_path / "bert-gqa2")
+
+
+def front_matter(card):
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
+
+
+def test_a_conversion_is_told_as_its_report_has_it(folder):
+    report = json.loads((folder / "conversion_report.json").read_text())
+    text = str(model_card(folder, "me/bert-gqa2", CardOptions(base_model="me/tiny", license="mit")))
+    assert "grouped-query attention (2 key/value heads for 4 query heads)" in text
+    assert "converted and not trained" in text
+    assert f"{report['parameters']['before']:,} | {report['parameters']['after']:,}" in text
+    assert (
+        f"{report['mean_logits_relative_error']:.1%}" in text and f"{report['mean_value_relative_error']:.1%}" in text
+    )
+    assert "--method mean" in text and "seed 0" in text
+    assert "q0 q1" in text and "kv1" in text
+    assert 'from_pretrained("me/bert-gqa2", trust_remote_code=True)' in text
+    assert ATTN_VARIANTS_VERSION in text
+    # the source is a folder here, and means nothing elsewhere
+    assert str(folder.parent) not in text and report["source"] not in text
+    data = front_matter(text)
+    assert data["base_model"] == "me/tiny" and data["license"] == "mit"
+    assert data["tags"] == ["attn-variants", "grouped-query-attention"] and data["library_name"] == "transformers"
+    assert "model-index" not in data
+
+
+def test_training_scores_become_the_model_index(folder):
+    (folder / "all_results.json").write_text(json.dumps(RESULTS))
+    card = model_card(folder, "me/bert-sst2")
+    text = str(card)
+    [entry] = front_matter(text)["model-index"]
+    metrics = {m["type"]: m["value"] for result in entry["results"] for m in result["metrics"]}
+    assert metrics == {"accuracy": 0.8125, "f1": 0.5}
+    assert entry["results"][0]["dataset"] == {
+        "name": "GLUE SST2",
+        "type": "nyu-mll/glue",
+        "config": "sst2",
+        "split": "validation",
+    }
+    data = front_matter(text)
+    assert data["base_model"] == "google-bert/bert-base-uncased" and data["datasets"] == ["nyu-mll/glue"]
+    assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimiser steps" in text
+    assert "/home/somebody" not in text
+    # huggingface_hub reads back what it wrote
+    again = ModelCard(text).data
+    assert {result.metric_type: result.metric_value for result in again.eval_results} == metrics
+
+
+def test_a_loss_is_a_score_only_where_there_is_no_other(folder):
+    (folder / "all_results.json").write_text(json.dumps({"eval_loss": 2.5, "arguments": {}}))
+    [result] = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", 2.5, "held-out text")
+
+
+@pytest.mark.parametrize(
+    "results, expected",
+    [
+        (
+            {"eval_bleu": 30.0, "eval_bleu_beam4": 31.0, "test_bleu": 29.0, "eval_decode_tokens_per_second": 90.0}
+            | {"arguments": {"validation_file": "/data/multi30k/val.jsonl"}},
+            {
+                ("val.jsonl", "validation", "bleu"),
+                ("val.jsonl", "validation", "bleu_beam4"),
+                ("val.jsonl", "test", "bleu"),
+            },
+        ),
+        (
+            {
+                "eval_exact": 70.0,
+                "eval_f1": 80.0,
+                "eval_HasAns_total": 5,
+                "eval_best_f1_thresh": 0.1,
+                "eval_windows": 9,
+            }
+            | {"arguments": {"version_2_with_negative": True}},
+            {("SQuAD 2.0", "validation", "exact"), ("SQuAD 2.0", "validation", "f1")},
+        ),
+    ],
+)
+def test_scores_of_other_scripts_are_told_from_counts_and_times(folder, results, expected):
+    (folder / "all_results.json").write_text(json.dumps(results))
+    found = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    assert {(each.dataset_name, each.dataset_split, each.metric_type) for each in found} == expected
+
+
+def test_further_evaluations_are_checked(folder):
+    row = {
+        "task_type": "sentence-similarity",
+        "dataset_type": "sentence-transformers/stsb",
+        "dataset_name": "STS-B",
+        "dataset_split": "validation",
+        "metric_type": "spearmanr",
+        "metric_value": 0.862,
+    }
+    assert "| STS-B | validation | spearmanr | 0.862 |" in str(
+        model_card(folder, "me/x", CardOptions(evaluations=[row]))
+    )
+    for wrong, message in [(row | {"score": 1}, "unknown: score"), ({"task_type": "x"}, "not complete")]:
+        with pytest.raises(ValueError, match=message):
+            model_card(folder, "me/x", CardOptions(evaluations=[wrong]))
+
+
+def test_the_sources_licence_and_languages_go_on(folder):
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# Source\n")
+    data = front_matter(model_card(folder, "me/x"))
+    assert data["license"] == "apache-2.0" and data["language"] == ["en", "de"]
+    (folder / "README.md").unlink()
+    assert "license" not in front_matter(model_card(folder, "me/x"))
+    assert "Not stated by those who made this checkpoint" in str(model_card(folder, "me/x"))
+    (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    with pytest.raises(ValueError, match="metadata that cannot be read"):
+        model_card(folder, "me/x")
+
+
+def test_a_decoders_card_counts_its_cache(t5_variant):
+    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads beside 12 keys
+    text = str(model_card(t5_variant, "me/t5"))
+    assert "bytes for a generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
+    assert "bytes for a token of the encoder (float32, all layers) | 512 (multi-head: 1,280)" in text
+    assert "AutoModelForSeq2SeqLM" in text and "model.generate" in text
+    assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
+
+
+def test_an_upstream_model_has_a_card_without_our_code(plain_bert):
+    text = str(model_card(plain_bert, "me/plain"))
+    assert "multi-head attention" in text and "trust_remote_code" not in text
+    assert "AutoModelForSequenceClassification.from_pretrained" in text
+    assert front_matter(text)["pipeline_tag"] == "text-classification"
+
+
+def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
+    (folder / "modules.json").write_text("[]")
+    text = str(model_card(folder, "me/x"))
+    data = front_matter(text)
+    assert data["library_name"] == "sentence-transformers" and data["pipeline_tag"] == "sentence-similarity"
+    assert 'SentenceTransformer("me/x", trust_remote_code=True)' in text
+
+
+def test_the_usage_example_is_python(folder, t5_variant, plain_bert):
+    for each in (folder, t5_variant, plain_bert):
+        block = re.search(r"```python\n(.*?)```", str(model_card(each, "me/x")), re.DOTALL)[1]
+        compile(block, "card", "exec")
+
+
+def test_an_edited_card_is_recognised(folder):
+    text = str(model_card(folder, "me/x"))
+    assert is_untouched(text)
+    assert not is_untouched(text.replace("## Limits", "## My limits"))
+    assert not is_untouched("# my own card")
+
+
+def test_broken_files_are_named(folder):
+    (folder / "all_results.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"all_results\.json must hold a JSON object; got list"):
+        model_card(folder, "me/x")

@@ -1,0 +1,34 @@
+"""Drawings of which query heads share a key/value head."""
+
+import pytest
+from architectures import BERT, T5
+
+from hf_attn_variants.hub.heads_diagram import heads_diagram
+
+
+def cells(line):
+    return [cell.split() for cell in line.split("|")[1:-1]]
+
+
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+def test_each_group_stands_above_its_head(kv_heads):
+    queries, keys = heads_diagram(BERT.config(num_key_value_heads=kv_heads)).splitlines()
+    size = 12 // kv_heads
+    assert cells(queries) == [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
+    assert cells(keys) == [[f"kv{g}"] for g in range(kv_heads)]
+    assert [at for at, c in enumerate(queries) if c == "|"] == [at for at, c in enumerate(keys) if c == "|"]
+
+
+def test_many_heads_are_shortened():
+    config = BERT.config_class(hidden_size=256, num_attention_heads=64, num_key_value_heads=16)
+    drawn = heads_diagram(config)
+    assert max(map(len, drawn.splitlines())) <= 110
+    assert "q0..q3" in drawn and "q60..q63" in drawn and "kv15" in drawn
+
+
+def test_t5_has_a_drawing_for_each_stack_and_talking_heads_a_chain():
+    drawn = heads_diagram(T5.config("gqa_talking"))
+    assert drawn.index("decoder") < drawn.index("encoder:")
+    assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in drawn
+    only = heads_diagram(BERT.config("weights"))
+    assert "logits of 12 heads --> softmax of 12 heads --P_w [12 x 8]--> weights of 8 heads" in only

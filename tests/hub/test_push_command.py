@@ -1,0 +1,135 @@
+"""`scripts/push_to_hub.py` as a user runs it, and what it pushed loaded back in a process without this package."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hub.local_hub import TOKEN
+from safetensors.torch import save_file
+
+from hf_attn_variants import AttnVariantBertModel
+from hf_attn_variants.hub.command import main, parse_args
+from hf_attn_variants.training.errors import run_script
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
+
+# A process with a home and folder of its own that cannot import the package, as another user's would be.
+ELSEWHERE = textwrap.dedent(
+    """
+    import sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "hf_attn_variants":
+                raise ImportError("this process must not have the package")
+
+    sys.meta_path.insert(0, Blocker())
+    import torch, transformers
+    from safetensors.torch import load_file
+
+    repo_id, revision, tensors = sys.argv[1:]
+    saved = load_file(tensors)
+    remote = {"trust_remote_code": True, "revision": revision}
+    model = transformers.AutoModel.from_pretrained(repo_id, **remote).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    assert revision in type(model).__module__, type(model)
+    with torch.no_grad():
+        result = model(input_ids=saved["input_ids"]).last_hidden_state
+    torch.testing.assert_close(result, saved["expected"], atol=1e-6, rtol=0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(repo_id, **remote)
+    print(tokenizer("two dogs").input_ids)
+    """
+)
+
+
+def environment(hub, home):
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
+    return kept | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+
+
+def test_pushed_by_the_script_and_loaded_elsewhere_at_a_pinned_revision(converted, hub, tmp_path):
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--model_name_or_path",
+        str(converted),
+        "--repo_id",
+        "me/bert-gqa2",
+        "--private",
+    ]
+    package = {"PYTHONPATH": str(SCRIPT.parents[1])}
+    pushed = subprocess.run(
+        command,
+        env=environment(hub, tmp_path / "home") | package,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert pushed.returncode == 0, pushed.stderr[-3000:]
+    pinned = hub.head("me/bert-gqa2")
+    assert pinned in pushed.stdout and hub.repositories["me/bert-gqa2"].private
+    # what comes after the pinned commit does not matter
+    repository = hub.repositories["me/bert-gqa2"]
+    repository.commit("main", {**hub.files("me/bert-gqa2"), "config.json": b"{}"}, "broken")
+    ids = torch.tensor([[2, 7, 8, 9, 3]])
+    with torch.no_grad():
+        expected = AttnVariantBertModel.from_pretrained(converted).eval()(ids).last_hidden_state
+    save_file({"input_ids": ids, "expected": expected}, tmp_path / "tensors.safetensors")
+    (tmp_path / "cwd").mkdir()
+    loaded = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, "me/bert-gqa2", pinned, str(tmp_path / "tensors.safetensors")],
+        env=environment(hub, tmp_path / "other-home"),
+        cwd=tmp_path / "cwd",
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert loaded.returncode == 0, loaded.stderr[-3000:]
+    from transformers import AutoTokenizer
+
+    assert json.loads(loaded.stdout.splitlines()[-1]) == AutoTokenizer.from_pretrained(converted)("two dogs").input_ids
+
+
+def test_a_dry_run_lists_everything_and_asks_nobody(converted, hub, api, tmp_path, capsys):
+    card = tmp_path / "card.md"
+    arguments = ["--model_name_or_path", str(converted), "--repo_id", "me/x", "--dry_run", "--save_card", str(card)]
+    assert run_script(lambda: main(parse_args(arguments))) == 0
+    printed = capsys.readouterr().out
+    for path in converted.iterdir():
+        assert path.name in printed
+    assert "## Heads" in printed and "Dry run: nothing was sent." in printed
+    assert card.read_text() in printed
+    assert not hub.requests
+
+
+def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("Made on a **Sunday**.\n")
+    rows = [{"task_type": "t", "dataset_type": "d", "dataset_name": "D", "metric_type": "m", "metric_value": 0.25}]
+    (tmp_path / "scores.json").write_text(json.dumps(rows))
+    arguments = ["--model_name_or_path", str(converted), "--dry_run", "--title", "My model"]
+    arguments += ["--notes", str(tmp_path / "notes.md"), "--evaluations", str(tmp_path / "scores.json")]
+    plan = main(parse_args(arguments))
+    assert plan.repo_id == converted.name and "# My model" in plan.card
+    assert "Made on a **Sunday**." in plan.card and "| D |  | m | 0.25 |" in plan.card
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--model_name_or_path", "nowhere"], "there is no checkpoint folder 'nowhere'"),
+        (["--evaluations", "missing.json"], "missing.json"),
+        (["--card", "missing.md"], "missing.md"),
+        (["--repo_id", "a/b/c"], "cannot be a repository's name"),
+    ],
+)
+def test_a_users_error_is_one_line_and_status_2(converted, capsys, more, message):
+    arguments = ["--model_name_or_path", str(converted), "--dry_run", *more]
+    assert run_script(lambda: main(parse_args(arguments))) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "Traceback" not in error

@@ -1,0 +1,59 @@
+"""`--push_to_hub` of a training script: the run's model and card in one commit."""
+
+import json
+
+import pytest
+import yaml
+from fixtures.glue.tiny_bert import FIXTURES
+from hub.local_hub import TOKEN
+
+from hf_attn_variants.training.run_glue import main, parse_args
+
+
+@pytest.fixture
+def arguments(converted, hub, api, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    argv = ["--model_name_or_path", str(converted), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_length", "48", "--max_train_steps", "2", "--cpu"]
+    argv += ["--disable_tqdm", "--checkpointing_steps", "1", "--with_tracking"]
+    return [*argv, "--push_to_hub", "--hub_model_id", "me/stsb", "--hub_private_repo", "--hub_token", TOKEN]
+
+
+def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
+    results = main(parse_args(arguments))
+    assert f"pushed to {hub.url}/me/stsb" in capsys.readouterr().out
+    repository, there = hub.repositories["me/stsb"], hub.files("me/stsb")
+    assert repository.private and len(repository.log) == 2
+    assert there["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert not any(name.startswith(("checkpoint-", "hf_attn_variants/", "predictions_")) for name in there)
+    card = there["README.md"].decode()
+    data = yaml.safe_load(card.split("---\n")[1])
+    scores = {m["type"]: m["value"] for r in data["model-index"][0]["results"] for m in r["metrics"]}
+    assert scores["pearson"] == pytest.approx(results["eval_pearson"], abs=1e-4)
+    assert data["pipeline_tag"] == "text-classification" and "2 key/value heads for 4 query heads" in card
+    for text in (card, there["all_results.json"].decode()):
+        assert TOKEN not in text and str(tmp_path) not in text
+
+
+def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
+    hub.fail("POST .*/commit/main", 403)
+    with pytest.raises(OSError, match=r"write access.*The trained model is in .*push_to_hub\.py"):
+        main(parse_args(arguments))
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
+    assert (tmp_path / "out" / "model.safetensors").is_file() and hub.files("me/stsb").keys() == {".gitattributes"}
+
+
+def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):
+    arguments[arguments.index(TOKEN)] = "hf_wrong"
+    with pytest.raises(ValueError, match="the Hub does not accept this session"):
+        main(parse_args(arguments))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_repository_name_is_found_before_training(arguments, hub, tmp_path):
+    arguments[arguments.index("me/stsb")] = "me/sts b"
+    with pytest.raises(ValueError, match="--hub_model_id"):
+        main(parse_args(arguments))
+    assert not (tmp_path / "out").exists() and not hub.requests

@@ -1,0 +1,75 @@
+"""The pipelines of transformers on saved variants give what the model itself gives."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+)
+
+TEXTS = ["two dogs run in the snow", "a man is playing a guitar"]
+
+
+def load(folder, auto_class):
+    model = auto_class.from_pretrained(folder).eval()
+    assert model.config.num_key_value_heads == 2 and type(model).__name__.startswith("AttnVariant")
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def test_fill_mask(heads):
+    model, tokenizer = load(heads["fill-mask"], AutoModelForMaskedLM)
+    text = f"two {tokenizer.mask_token} run in the snow"
+    found = pipeline("fill-mask", model=str(heads["fill-mask"]), top_k=3)(text)
+    inputs = tokenizer(text, return_tensors="pt")
+    logits = model(**inputs).logits[0, inputs.input_ids[0].tolist().index(tokenizer.mask_token_id)]
+    scores, ids = logits.softmax(-1).topk(3)
+    assert [each["token"] for each in found] == ids.tolist()
+    assert [each["score"] for each in found] == pytest.approx(scores.tolist(), abs=1e-6)
+
+
+@torch.no_grad()
+def test_text_classification(heads):
+    model, tokenizer = load(heads["text-classification"], AutoModelForSequenceClassification)
+    classify = pipeline("text-classification", model=str(heads["text-classification"]), top_k=None)
+    # a batch is padded: padding must not change a score
+    for found, text in zip(classify(TEXTS, batch_size=2), TEXTS, strict=True):
+        expected = model(**tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0]
+        scores = {each["label"]: each["score"] for each in found}
+        assert scores == pytest.approx({model.config.id2label[i]: p.item() for i, p in enumerate(expected)}, abs=1e-5)
+
+
+@torch.no_grad()
+def test_token_classification(heads):
+    model, tokenizer = load(heads["token-classification"], AutoModelForTokenClassification)
+    found = pipeline("token-classification", model=str(heads["token-classification"]), ignore_labels=[])(TEXTS[0])
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    expected = model(**inputs).logits.softmax(-1)[0, 1:-1].max(-1)
+    assert [each["word"] for each in found] == tokenizer.convert_ids_to_tokens(inputs.input_ids[0, 1:-1])
+    assert [each["score"] for each in found] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_feature_extraction(heads):
+    model, tokenizer = load(heads["feature-extraction"], AutoModel)
+    extract = pipeline("feature-extraction", model=str(heads["feature-extraction"]), return_tensors=True)
+    expected = model(**tokenizer(TEXTS[0], return_tensors="pt")).last_hidden_state
+    torch.testing.assert_close(extract(TEXTS[0]), expected, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_zero_shot_classification(heads):
+    model, tokenizer = load(heads["text-classification"], AutoModelForSequenceClassification)
+    model.config.label2id = {"CONTRADICTION": 0, "ENTAILMENT": 1}
+    model.config.id2label = {0: "CONTRADICTION", 1: "ENTAILMENT"}
+    found = pipeline("zero-shot-classification", model=model, tokenizer=tokenizer)(TEXTS[0], ["dogs", "music"])
+    entailed = [
+        model(**tokenizer(TEXTS[0], f"This example is {label}.", return_tensors="pt")).logits[0, 1]
+        for label in found["labels"]
+    ]
+    expected = torch.stack(entailed).softmax(-1)
+    assert found["scores"] == pytest.approx(expected.tolist(), abs=1e-5)

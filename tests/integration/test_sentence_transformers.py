@@ -1,0 +1,127 @@
+"""A converted all-MiniLM-L6-v2 as a model of sentence-transformers."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hub.local_hub import TOKEN, LocalHub
+from transformers import AutoModel, AutoTokenizer
+
+from hf_attn_variants.inspection import sentence_embeddings
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
+SENTENCES = ["Two dogs run in the snow.", "Dogs are running outside.", "The stock market fell sharply on Monday."]
+
+ELSEWHERE = textwrap.dedent(
+    """
+    import json, sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "hf_attn_variants":
+                raise ImportError("this process must not have the package")
+
+    sys.meta_path.insert(0, Blocker())
+    from sentence_transformers import SentenceTransformer
+
+    folder, sentences = sys.argv[1], json.loads(sys.argv[2])
+    model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+    print(json.dumps(model.encode(sentences).tolist()))
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def expected(minilm_gqa4):
+    model, tokenizer = AutoModel.from_pretrained(minilm_gqa4), AutoTokenizer.from_pretrained(minilm_gqa4)
+    # its last module scales embeddings to length 1
+    return torch.nn.functional.normalize(sentence_embeddings(model, tokenizer, SENTENCES), dim=-1)
+
+
+def test_it_encodes_as_our_own_model(minilm_gqa4, expected):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = sentence_transformers.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")
+    assert model[0].auto_model.config.num_key_value_heads == 4
+    torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
+
+
+def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(minilm_gqa4), json.dumps(SENTENCES)],
+        cwd=tmp_path,
+        env=environment | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    embeddings = torch.tensor(json.loads(result.stdout.splitlines()[-1]))
+    torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=0)
+
+
+# Loads a pushed model by both libraries, elsewhere, and scores it on pairs.
+SCORED_ELSEWHERE = textwrap.dedent(
+    """
+    import csv, json, sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "hf_attn_variants":
+                raise ImportError("this process must not have the package")
+
+    sys.meta_path.insert(0, Blocker())
+    import torch
+    from scipy.stats import spearmanr
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoModel
+
+    repo_id, revision, path = sys.argv[1:]
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\\t", quoting=csv.QUOTE_NONE))
+    model = SentenceTransformer(repo_id, revision=revision, trust_remote_code=True, device="cpu")
+    embeddings = [torch.tensor(model.encode([row[name] for row in rows])) for name in ("sentence1", "sentence2")]
+    cosines = torch.nn.functional.cosine_similarity(*embeddings)
+    plain = AutoModel.from_pretrained(repo_id, revision=revision, trust_remote_code=True)
+    print(json.dumps([spearmanr(cosines, [float(row["score"]) for row in rows]).statistic, type(plain).__name__]))
+    """
+)
+
+
+@pytest.mark.slow
+def test_pushed_and_loaded_from_the_hub_it_scores_as_here(minilm_gqa4, shared_data, tmp_path):
+    """Mean-pooled to 4 heads, Spearman on STS-B dev is 0.804 (tests/conversion/test_sentence_similarity.py)."""
+    pytest.importorskip("sentence_transformers")
+    with LocalHub() as hub:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")
+        }
+        environment |= {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "a"),
+        }
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            "--model_name_or_path",
+            str(minilm_gqa4),
+            "--repo_id",
+            "me/minilm-gqa4",
+        ]
+        package = {"PYTHONPATH": str(SCRIPT.parents[1])}
+        subprocess.run(command, env=environment | package, check=True, timeout=600)
+        dev = shared_data / "glue" / "STS-B" / "dev.tsv"
+        command = [sys.executable, "-c", SCORED_ELSEWHERE, "me/minilm-gqa4", hub.head("me/minilm-gqa4"), str(dev)]
+        environment["HF_HOME"] = str(tmp_path / "b")
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr[-3000:]
+    spearman, loaded = json.loads(result.stdout.splitlines()[-1])
+    assert loaded == "AttnVariantBertModel" and spearman == pytest.approx(0.8043, abs=0.0005)

@@ -1,0 +1,83 @@
+"""transformers' own Trainer and Seq2SeqTrainer take a step, and what they save loads again."""
+
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+TEXTS = ["two dogs run in the snow", "a man is playing a guitar", "a woman", "the dog"]
+SETTINGS = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+
+
+def changed(before, model):
+    return [name for name, p in model.named_parameters() if not torch.equal(before[name], p)]
+
+
+def copies(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_trainer_takes_a_step(heads, tmp_path):
+    folder = heads["text-classification"]
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    before = copies(model)
+    trainer = Trainer(
+        model,
+        TrainingArguments(tmp_path / "out", **SETTINGS, gradient_checkpointing=True),
+        train_dataset=[tokenizer(text) | {"labels": i % 2} for i, text in enumerate(TEXTS)],
+        eval_dataset=[tokenizer(text) | {"labels": 0} for text in TEXTS],
+        data_collator=DataCollatorWithPadding(tokenizer),
+        processing_class=tokenizer,
+    )
+    assert trainer.train().training_loss > 0
+    moved = changed(before, model)
+    assert any("self.key.weight" in name for name in moved) and any("classifier" in name for name in moved)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert again.config.num_key_value_heads == 2 and (tmp_path / "saved" / "modeling_attn_variant_bert.py").is_file()
+    torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
+
+
+def test_seq2seq_trainer_takes_a_step_and_generates(tiny_t5, tmp_path):
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tiny_t5), AutoTokenizer.from_pretrained(tiny_t5)
+    before = copies(model)
+    rows = [
+        {"input_ids": tokenizer(text).input_ids, "attention_mask": tokenizer(text).attention_mask}
+        | {"labels": tokenizer(text[::-1]).input_ids}
+        for text in TEXTS
+    ]
+    trainer = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(tmp_path / "out", **SETTINGS, predict_with_generate=True),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model),
+        processing_class=tokenizer,
+    )
+    assert trainer.train().training_loss > 0
+    assert any("EncDecAttention.k" in name for name in changed(before, model))
+    predictions = torch.tensor(trainer.predict(rows, max_new_tokens=4, num_beams=2).predictions)
+    batch = DataCollatorForSeq2Seq(tokenizer, model)([dict(row) for row in rows])
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model.generate(**inputs, max_new_tokens=4, num_beams=2)
+    assert torch.equal(predictions[:, : expected.shape[1]], expected)

@@ -1,0 +1,74 @@
+"""`scripts/run_seq2seq.py` as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fixtures.uptraining import make_t5, make_text
+
+from hf_attn_variants.training.run_seq2seq import main, parse_args
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*argv, launcher=()):
+    return subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "scripts/run_seq2seq.py"), *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, a source and a target file."""
+    folder = tmp_path_factory.mktemp("seq2seq")
+    return make_t5(folder / "t5"), *make_text(folder, count=40)
+
+
+def test_user_error_is_one_line_and_status_2(files, tmp_path):
+    model, source, target = files
+    target_short = tmp_path / "short.txt"
+    target_short.write_text(target.read_text().split("\n", 1)[1])
+    done = start(
+        "--model_name_or_path", model, "--source_file", source, "--target_file", target_short,
+        "--output_dir", tmp_path / "out", "--cpu",
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert (
+        last.startswith("error: ") and "has 40 lines" in last and "short.txt has 39: parallel text has as many" in last
+    )
+
+
+def test_two_processes_train_and_decode_like_one(files, tmp_path):
+    model, source, target = files
+
+    def flags(out, batch_size):
+        return [
+            "--model_name_or_path", model, "--source_file", source, "--target_file", target,
+            "--validation_source_file", source, "--validation_target_file", target, "--max_eval_samples", 9,
+            "--output_dir", out, "--max_length", 12, "--per_device_train_batch_size", batch_size,
+            "--per_device_eval_batch_size", 2, "--gradient_accumulation_steps", 2, "--learning_rate", "1e-2",
+            "--max_train_steps", 4, "--logging_steps", 1, "--dropout_rate", 0, "--cpu", "--disable_tqdm",
+        ]  # fmt: skip
+
+    def records(out, name):
+        return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    results = main(parse_args([str(flag) for flag in flags(one, 8)]))
+    # Standalone: torch picks a free port, so that two test runs do not meet.
+    done = start(*flags(two, 4), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
+    assert done.returncode == 0, done.stderr
+    losses = [[record["loss"] for record in records(out, "train_log.jsonl") if "loss" in record] for out in (one, two)]
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert records(two, "predictions_dev.jsonl") == records(one, "predictions_dev.jsonl")
+    other = json.loads((two / "all_results.json").read_text())
+    assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert other["eval_decode_tokens"] == results["eval_decode_tokens"]

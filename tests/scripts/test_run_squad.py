@@ -1,0 +1,74 @@
+"""`scripts/run_squad.py` as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fixtures.squad import make_questions, make_reader, write_questions
+
+from hf_attn_variants.training.run_squad import main, parse_args
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*argv, launcher=()):
+    return subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "scripts/run_squad.py"), *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_reader("bert", tmp_path_factory.mktemp("bert") / "mha")
+
+
+def test_user_error_is_one_line_and_status_2(model, tmp_path):
+    content = make_questions()
+    content["data"][0]["paragraphs"][0]["qas"][1]["answers"][0]["text"] = "Bob"
+    (tmp_path / "bad.json").write_text(json.dumps(content))
+    good = write_questions(tmp_path / "good.json")
+    done = start(
+        "--model_name_or_path", model, "--train_file", tmp_path / "bad.json", "--validation_file", good,
+        "--max_length", 24, "--max_query_length", 8, "--doc_stride", 4, "--output_dir", tmp_path / "out", "--cpu",
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert (
+        last.startswith("error: ") and "bad.json" in last and "(id 0-1): the answer 'Bob' is not what stands" in last
+    )
+
+
+def test_two_processes_train_and_predict_like_one(model, tmp_path):
+    file = write_questions(tmp_path / "dev.json", version_2=True)
+
+    def flags(out, batch_size):
+        return [
+            "--model_name_or_path", model, "--train_file", file, "--validation_file", file,
+            "--version_2_with_negative", "--max_length", 24, "--max_query_length", 8, "--doc_stride", 4,
+            "--output_dir", out,
+            "--per_device_train_batch_size", batch_size, "--per_device_eval_batch_size", 2, "--max_train_steps", 3,
+            "--learning_rate", "1e-3", "--logging_steps", 1, "--dropout_rate", 0, "--cpu", "--disable_tqdm",
+        ]  # fmt: skip
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    results = main(parse_args([str(flag) for flag in flags(one, 4)]))
+    # Standalone: torch picks a free port, so that two test runs do not meet.
+    done = start(*flags(two, 2), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("SQuAD v2.0 dev (7 questions") == 1
+    other = json.loads((two / "all_results.json").read_text())
+    assert other["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
+    assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    for name in ("predictions_dev.json", "predictions_nbest_dev.json"):
+        found, expected = (json.loads((out / name).read_text()) for out in (two, one))
+        assert list(found) == list(expected)
+    assert json.loads((two / "predictions_dev.json").read_text()) == json.loads(
+        (one / "predictions_dev.json").read_text()
+    )

@@ -1,0 +1,102 @@
+"""Span-corruption pretraining on the text of this project's licence: a whole run, exact resume, errors before work."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.span_corruption import make_sentinel_tokenizer
+from transformers import AutoModelForSeq2SeqLM
+
+from hf_attn_variants import AttnVariantT5ForConditionalGeneration
+from hf_attn_variants.training.pretrain_span_corruption import main, parse_args
+
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+TINY = "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,relative_attention_num_buckets=8"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A tokenizer, two shards and a held-out file of the licence."""
+    folder = tmp_path_factory.mktemp("text")
+    make_sentinel_tokenizer(folder / "tokenizer")
+    articles = LICENCE.read_text().split("\n\n")[:14]
+    for i in range(2):
+        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
+    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
+    return folder
+
+
+@pytest.fixture
+def run(text, tmp_path):
+    def call(*more, output_dir=tmp_path / "out", scratch=True):
+        argv = ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
+        argv += ["--model_type", "t5", "--tokenizer_name", text / "tokenizer"] if scratch else []
+        argv += ["--config_overrides", TINY, "--num_key_value_heads", 1] if scratch else []
+        argv += ["--output_dir", output_dir, "--max_length", 32, "--per_device_train_batch_size", 8]
+        argv += ["--max_eval_samples", 8, "--optim", "adafactor", "--adafactor_scale_parameter"]
+        argv += ["--learning_rate", 2e-2, "--lr_scheduler_type", "constant", "--logging_steps", 1, "--cpu"]
+        argv += ["--shuffle_buffer_size", 16, "--disable_tqdm", *more]
+        return main(parse_args([str(part) for part in argv]))
+
+    call.out = tmp_path / "out"
+    return call
+
+
+def test_a_variant_from_scratch_learns_and_goes_on_from_its_checkpoint(run):
+    results = run("--max_train_steps", 40, "--eval_steps", 20)
+    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert results["block_length"] == 34 and results["target_length"] == 8
+    assert results["train_tokens"] == 34 * results["train_samples"] > 34 * 300 and results["steps"] == 40
+    assert {"eval_perplexity", "eval_accuracy", "gate_passed", "gate_shuffled_cost"} <= results.keys()
+    assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.out)
+    assert isinstance(model, AttnVariantT5ForConditionalGeneration) and model.config.num_key_value_heads == 1
+    folder = run.out.with_name("more")
+    again = run("--num_train_epochs", 0, "--model_name_or_path", run.out, output_dir=folder, scratch=False)
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    flags = ["--max_train_steps", 7, "--checkpointing_steps", 4, "--dropout_rate", 0.1]
+    whole = run(*flags)
+    resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
+    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    weights = [AutoModelForSeq2SeqLM.from_pretrained(f).state_dict() for f in (run.out, tmp_path / "resumed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--noise_density", 1], r"--noise_density must be in \(0, 1\), got 1.0"),
+        (["--mean_noise_span_length", 0.5], "--mean_noise_span_length must be at least 1"),
+        (["--max_length", 512], "has 8 sentinels .* needs 28"),
+        (["--num_train_epochs", 1], "text is a stream without a length: give --max_train_steps"),
+        (["--max_train_steps", 1, "--model_name_or_path", "x"], "--model_type is for a model from scratch"),
+        (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "there are loss, perplexity, accuracy"),
+        (["--max_train_steps", 1, "--dataset_name", "x"], "give --train_file or --dataset_name, one of them"),
+        (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),
+    ],
+)
+def test_bad_flags_fail_before_any_work(run, more, message):
+    more = more if "--max_train_steps" in more or "--num_train_epochs" in more else [*more, "--max_train_steps", 1]
+    with pytest.raises(ValueError, match=message):
+        run(*more)
+    assert not (run.out / "all_results.json").exists()
+
+
+def test_an_encoder_is_no_t5(run, tiny_bert):
+    with pytest.raises(ValueError, match=r"\(bert\) is no T5"):
+        run("--max_train_steps", 1, "--model_name_or_path", tiny_bert, scratch=False)
+
+
+def test_help_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    assert (
+        "python scripts/pretrain_span_corruption.py --model_type t5" in capsys.readouterr().out.split("\nexample")[1]
+    )

@@ -1,0 +1,218 @@
+"""`run_seq2seq.main` on tiny T5s: learning, decoding in the rows' order, every source of rows, resume, errors."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from fixtures.uptraining import make_t5, make_text
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training.run_seq2seq import main, parse_args
+from hf_attn_variants.training.seq2seq_data import load_seq2seq_data
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return make_t5(tmp_path_factory.mktemp("t5") / "mha")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_text(tmp_path)[0]
+
+
+@pytest.fixture
+def run(t5, source, tmp_path):
+    def call(*more, model=t5, output_dir=tmp_path / "out", text=None):
+        target = source.with_name("target.txt")
+        pairs = ["--source_file", source, "--target_file", target]
+        pairs += ["--validation_source_file", source, "--validation_target_file", target]
+        argv = ["--model_name_or_path", model] if model is not None else []
+        argv += [*(pairs if text is None else text), "--output_dir", output_dir, "--max_length", 16]
+        argv += ["--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 5, "--learning_rate", 1e-2]
+        argv += ["--logging_steps", 1, "--max_eval_samples", 13, "--dropout_rate", 0, "--cpu", "--disable_tqdm", *more]
+        return main(parse_args([str(part) for part in argv]))
+
+    call.out = tmp_path / "out"
+    return call
+
+
+def predictions(folder, split="dev"):
+    return [json.loads(line) for line in (folder / f"predictions_{split}.jsonl").read_text().splitlines()]
+
+
+def test_training_lowers_the_loss_and_leaves_all_outputs(run, t5):
+    convert_checkpoint(t5, t5.parent / "gqa2", 2)
+    results = run("--max_train_steps", 30, "--label_smoothing_factor", 0.1, model=t5.parent / "gqa2")
+    before = run("--num_train_epochs", 0, model=t5.parent / "gqa2", output_dir=run.out.with_name("before"))
+    assert results["eval_loss"] < 0.9 * before["eval_loss"] and before["steps"] == 0
+    saved = json.loads((run.out / "all_results.json").read_text())
+    assert saved["eval_bleu"] == results["eval_bleu"] and saved["arguments"]["label_smoothing_factor"] == 0.1
+    assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((run.out / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2 and config["model_type"] == "attn_variant_t5"
+
+
+def test_predictions_are_the_models_in_the_rows_order(run, t5, source):
+    results = run("--num_train_epochs", 0, "--num_beams", 1, 3, "--metrics", "bleu", "accuracy")
+    rows = predictions(run.out)
+    lines = source.read_text().splitlines()
+    assert [row["source"] for row in rows] == lines[:13] and len(rows) == 13
+    assert [row["references"][0] for row in rows] == source.with_name("target.txt").read_text().splitlines()[:13]
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(t5).eval(), AutoTokenizer.from_pretrained(t5)
+    tokens = 0
+    for row in rows:
+        for beams, key in ((1, "prediction"), (3, "prediction_beam3")):
+            ids = tokenizer(row["source"], return_tensors="pt").input_ids
+            with torch.no_grad():
+                out = model.generate(input_ids=ids, max_new_tokens=16, num_beams=beams, do_sample=False)[0, 1:]
+            assert row[key] == tokenizer.decode(out, skip_special_tokens=True)
+            tokens += len(out) if beams == 1 else 0
+    assert results["eval_decode_tokens"] == tokens and results["eval_decode_tokens_per_second"] > 0
+    assert {"eval_bleu", "eval_bleu_beam3", "eval_accuracy_beam3", "eval_decode_tokens_beam3"} <= results.keys()
+
+
+def test_loss_is_that_of_upstreams_labels(run, t5):
+    results = run("--num_train_epochs", 0)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(t5).eval(), AutoTokenizer.from_pretrained(t5)
+    total = tokens = 0
+    for row in predictions(run.out):
+        labels = tokenizer(row["references"][0], return_tensors="pt").input_ids
+        with torch.no_grad():
+            loss = model(input_ids=tokenizer(row["source"], return_tensors="pt").input_ids, labels=labels).loss
+        total, tokens = total + float(loss) * labels.shape[1], tokens + labels.shape[1]
+    assert results["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
+    target = source.with_name("target.txt")
+    pairs = list(zip(source.read_text().splitlines(), target.read_text().splitlines(), strict=True))
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"pair": {"a": s, "b": t}}) + "\n" for s, t in pairs))
+    (tmp_path / "t.csv").write_text("a,b\n" + "".join(f"{s},{t}\n" for s, t in pairs))
+    for path in (source, target):
+        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
+    flags = [
+        ["--source_file", source, "--target_file", target],
+        ["--source_file", source.with_suffix(".gz"), "--target_file", target.with_suffix(".gz")],
+        ["--train_file", tmp_path / "t.csv", "--source_column", "a", "--target_column", "b"],
+        ["--dataset_name", folder, "--source_column", "pair.a", "--target_column", "pair.b"],
+    ]
+    for argv in flags:
+        args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--source_prefix", "to b: ", *map(str, argv)])
+        data = load_seq2seq_data(args)
+        assert data.splits.keys() == {"train"}
+        assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
+    args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
+    with pytest.raises(ValueError, match=r"row 0: no text in column 'source'; its columns are pair.a, pair.b"):
+        load_seq2seq_data(args)
+
+
+def test_a_test_split_without_targets_is_predicted(run, source):
+    results = run("--max_train_steps", 1, "--test_source_file", source)
+    rows = predictions(run.out, "test")
+    assert results["test_samples"] == len(rows) == 64 and set(rows[0]) == {"source", "prediction"}
+    assert "test_bleu" not in results and results["test_decode_tokens"] > 0
+    text = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
+    scored = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("scored"), text=text)
+    assert "test_bleu" in scored and "eval_loss" not in scored
+
+
+def test_a_model_from_scratch_is_the_variant_asked_for(run, t5):
+    scratch = ["--model_type", "t5", "--tokenizer_name", t5, "--num_key_value_heads", 1, "--max_train_steps", 2]
+    fields = "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4"
+    results = run(*scratch, "--config_overrides", fields, model=None)
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.out)
+    assert type(model).__name__ == "AttnVariantT5ForConditionalGeneration" and model.config.num_key_value_heads == 1
+    assert model.decoder.block[1].layer[0].SelfAttention.k.weight.shape == (8, 32)
+    tokenizer = AutoTokenizer.from_pretrained(t5)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.decoder_start_token_id == tokenizer.pad_token_id
+    assert results["num_parameters"] == model.num_parameters()
+
+
+def test_a_glue_task_trains_as_text(run, glue):
+    text = ["--task_name", "cola", "--data_dir", glue / "CoLA"]
+    results = run("--max_train_steps", 2, "--eval_loss_only", text=text)
+    assert "eval_matthews_correlation" in results and results["task_name"] == "cola"
+    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    evaluations = [record for record in log if "eval_loss" in record]
+    assert evaluations and all("eval_matthews_correlation" not in record for record in evaluations)
+    assert {row["references"][0] for row in predictions(run.out)} <= {"acceptable", "unacceptable"}
+
+
+def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
+    flags = ["--max_train_steps", 6, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--group_by_length"]
+    whole = run(*flags)
+    resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
+    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is 0.5"):
+        run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", "--label_smoothing_factor", 0.5,
+            output_dir=tmp_path / "other")  # fmt: skip
+
+
+def test_the_best_weights_by_bleu_are_kept(run):
+    results = run("--max_train_steps", 9, "--eval_steps", 3, "--metric_for_best_model", "bleu")
+    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    scores = {record["step"]: record["eval_bleu"] for record in log if "eval_bleu" in record}
+    assert results["eval_bleu"] == max(scores.values()) == scores[results["best_step"]]
+
+
+def test_cut_rows_are_counted(run, caplog):
+    run("--num_train_epochs", 0, "--max_length", 6)
+    assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are cut" in caplog.text
+    assert "targets have more than --max_target_length 6 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num_beams", 1, 1], "--num_beams must be different numbers"),
+        (["--num_beams", 0], "--num_beams must be different numbers of at least 1"),
+        (["--metrics", "meteor"], "unknown metric 'meteor'"),
+        (["--label_smoothing_factor", 1], r"--label_smoothing_factor must be in \[0, 1\)"),
+        (["--max_target_length", 1], r"--max_target_length must be at least 2 \(1 special tokens\)"),
+        (["--train_file", "x.csv"], "give --source_file or --train_file, not both"),
+        (["--dataset_name", "x"], "give one source of text: .* got parallel text .* and --dataset_name"),
+        (["--data_dir", "x"], "--data_dir needs --task_name"),
+        (["--task_name", "cola"], "got parallel text .* and --task_name"),
+        (["--metric_for_best_model", "chrf"], "--metric_for_best_model 'chrf': there are loss, bleu"),
+        (["--eval_loss_only", "--metric_for_best_model", "bleu"], "there are loss"),
+        (["--num_key_value_heads", 2], "--num_key_value_heads is for a model from scratch"),
+    ],
+)
+def test_bad_flags_fail_before_any_work(run, more, message):
+    with pytest.raises(ValueError, match=message):
+        run(*more)
+    assert not (run.out / "all_results.json").exists()
+
+
+def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
+    short, empty = tmp_path / "short.txt", tmp_path / "empty.txt"
+    short.write_text("one\n")
+    empty.write_text("")
+    cases = [
+        (["--source_file", source, "--target_file", short], "source.txt has 64 lines and .*short.txt has 1"),
+        (["--source_file", empty, "--target_file", empty], "empty.txt are empty: they have no pair of lines"),
+        (["--source_file", source], "--source_file and --target_file belong together"),
+        (["--validation_source_file", source, "--validation_target_file", source], "training needs --source_file"),
+        ([], "give one source of text"),
+    ]
+    for text, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run(text=text)
+    with pytest.raises(OSError, match="no such file"):
+        run(text=["--source_file", tmp_path / "none", "--target_file", source])
+    with pytest.raises(ValueError, match=r"\(bert\) is an encoder; text to text needs an encoder-decoder"):
+        run(model=tiny_bert)
+    with pytest.raises(ValueError, match="needs a dev split"):
+        run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
+
+
+def test_help_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    assert "python scripts/run_seq2seq.py --model_name_or_path" in capsys.readouterr().out.split("\nexamples")[1]

@@ -1,0 +1,115 @@
+"""`run_squad.main` on a few questions with tiny models: learning, files that agree, resume, errors before work."""
+
+import json
+
+import pytest
+from fixtures.squad import make_reader, write_questions
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training.run_squad import main, parse_args
+from hf_attn_variants.training.squad_data import read_squad
+from hf_attn_variants.training.squad_metrics import compute_squad
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    return {kind: make_reader(kind, tmp_path_factory.mktemp(kind) / "mha") for kind in ("bert", "albert", "t5")}
+
+
+@pytest.fixture
+def run(readers, tmp_path):
+    def call(*more, model=readers["bert"], version_2=False, output_dir=tmp_path / "out"):
+        file = write_questions(tmp_path / f"v{1 + version_2}.json", version_2)
+        argv = ["--model_name_or_path", model, "--train_file", file, "--validation_file", file]
+        argv += ["--version_2_with_negative"] if version_2 else []
+        argv += ["--max_length", 24, "--doc_stride", 4, "--max_query_length", 8, "--output_dir", output_dir]
+        argv += ["--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 3, "--learning_rate", 3e-3]
+        argv += ["--logging_steps", 1, "--dropout_rate", 0, "--cpu", "--disable_tqdm", *more]
+        return main(parse_args([str(part) for part in argv]))
+
+    call.out, call.file = tmp_path / "out", lambda version_2=False: tmp_path / f"v{1 + version_2}.json"
+    return call
+
+
+def load(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert", "t5"])
+def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
+    model = readers[kind]
+    convert_checkpoint(model, model.parent / "gqa2", 2)
+    results = run("--max_train_steps", 80, "--group_by_length", model=model.parent / "gqa2")
+    assert results["eval_f1"] > 90 and results["eval_loss"] < results["train_loss"]
+    assert results["train_windows"] > results["train_samples"] == 5 and results["eval_windows"] > 5
+    predictions = load(run.out, "predictions_dev.json")
+    scores = compute_squad(read_squad(run.file()), predictions)
+    assert scores["f1"] == results["eval_f1"] and scores["exact_match"] == results["eval_exact_match"]
+    nbest = load(run.out, "predictions_nbest_dev.json")
+    assert {key: entries[0]["text"] for key, entries in nbest.items()} == predictions
+    assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    config = load(run.out, "config.json")
+    assert config["architectures"][0].startswith("AttnVariant") and config["num_key_value_heads"] == 2
+    again = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("again"))
+    assert again["eval_f1"] == results["eval_f1"] and again["eval_loss"] == pytest.approx(
+        results["eval_loss"], rel=1e-5
+    )
+
+
+def test_version_2_learns_when_to_be_silent(run):
+    results = run("--max_train_steps", 120, "--metric_for_best_model", "f1", "--eval_steps", 40, version_2=True)
+    assert results["eval_NoAns_total"] == 2 and results["eval_HasAns_total"] == 5 and results["eval_f1"] > 80
+    assert results["eval_best_f1"] >= results["eval_f1"]
+    predictions = load(run.out, "predictions_dev.json")
+    odds = load(run.out, "predictions_null_odds_dev.json")
+    assert all((text == "") == (odds[key] > 0) for key, text in predictions.items())
+    silent = run(
+        "--num_train_epochs", 0, "--null_score_diff_threshold", -1e6,
+        model=run.out, version_2=True, output_dir=run.out.with_name("silent"),
+    )  # fmt: skip
+    assert silent["eval_NoAns_f1"] == 100 and silent["eval_HasAns_f1"] == 0
+    assert silent["eval_best_f1"] == pytest.approx(results["eval_best_f1"])
+
+
+def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
+    flags = ["--max_train_steps", 8, "--checkpointing_steps", 3, "--dropout_rate", 0.1]
+    whole = run(*flags)
+    resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-3", output_dir=tmp_path / "resumed")
+    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+
+
+def test_a_test_file_is_predicted(run):
+    run("--max_train_steps", 1)  # writes the questions
+    results = run("--max_train_steps", 1, "--test_file", run.file(), output_dir=run.out.with_name("test"))
+    folder = run.out.with_name("test")
+    assert results["steps"] == 1
+    assert load(folder, "predictions_test.json") == load(folder, "predictions_dev.json")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max_length", 100], "--max_length 100 is too long: the model has 64 positions"),
+        (["--doc_stride", 20], "leaves 13 tokens for the context .* --doc_stride 20 must be less"),
+        (["--doc_stride", -1], "--doc_stride must be at least 0"),
+        (["--max_query_length", 30], "leaves 0 tokens for the context"),
+        (["--n_best_size", 0], "--n_best_size must be at least 1"),
+        (["--metric_for_best_model", "HasAns_f1"], "there are loss, exact_match, f1"),
+    ],
+)
+def test_bad_flags_fail_before_any_work(run, more, message):
+    with pytest.raises(ValueError, match=message):
+        run(*more)
+    assert not (run.out / "all_results.json").exists()
+
+
+def test_unanswerable_questions_need_the_flag(run, tmp_path):
+    file = write_questions(tmp_path / "negative.json", version_2=True)
+    with pytest.raises(ValueError, match=r"2 questions have no answer in their context.*--version_2_with_negative"):
+        run("--validation_file", file)
+
+
+def test_help_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    assert "python scripts/run_squad.py --model_name_or_path" in capsys.readouterr().out.split("\nexample")[1]

@@ -1,0 +1,81 @@
+"""GLUE and SQuAD worded as text: T5's wording, and generated texts read back as predictions."""
+
+import numpy as np
+import pytest
+from fixtures.squad import write_questions
+
+from hf_attn_variants.training.glue import TASKS
+from hf_attn_variants.training.seq2seq_arguments import parse_args
+from hf_attn_variants.training.seq2seq_tasks import TEXT_TASKS, format_glue, format_label, load_task, parse_texts
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "expected"),
+    [
+        # The examples of appendix D of arXiv:1910.10683, shortened.
+        ("cola", ["John made Bill master."], "cola sentence: John made Bill master."),
+        ("sst2", ["it confirms fincher 's status"], "sst2 sentence: it confirms fincher 's status"),
+        ("rte", ["A smaller", "Doctors"], "rte sentence1: A smaller sentence2: Doctors"),
+        ("mnli", ["yeah", "The St. Louis Cardinals"], "mnli hypothesis: The St. Louis Cardinals premise: yeah"),
+        ("mrpc", ["We acted", "I believe"], "mrpc sentence1: We acted sentence2: I believe"),
+        ("qnli", ["Where?", "There."], "qnli question: Where? sentence: There."),
+        ("qqp", ["What?", "Which?"], "qqp question1: What? question2: Which?"),
+        ("stsb", ["Representatives", "An Ethiopian"], "stsb sentence1: Representatives sentence2: An Ethiopian"),
+    ],
+)
+def test_sources_are_worded_as_t5_does(name, texts, expected):
+    assert format_glue(TASKS[name], texts) == expected
+
+
+def test_labels_are_words_and_scores_are_rounded():
+    assert format_label(TASKS["cola"], 0) == "unacceptable" and format_label(TASKS["mnli"], 2) == "contradiction"
+    assert [format_label(TASKS["stsb"], score) for score in (3.25, 0, 5.0, 2.57)] == ["3.2", "0.0", "5.0", "2.6"]
+
+
+def test_texts_that_are_no_label_are_wrong():
+    labels = np.array([0, 1, 2, 1])
+    found = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
+    assert (found == labels).tolist() == [True, True, False, False]
+    scores = parse_texts(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
+    assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
+
+
+def arguments(*argv):
+    return parse_args(["--output_dir", "out", *map(str, argv)])
+
+
+def test_a_glue_task_is_read_and_scored(glue):
+    data = load_task(arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x "))
+    dev = data.splits["dev"]
+    assert set(data.splits) == {"train", "dev", "test"} and data.splits["test"].references is None
+    assert all(source.startswith("x stsb sentence1: ") and " sentence2: " in source for source in dev.sources)
+    scores = data.score([row[0] for row in dev.references], dev.references)
+    # The worded scores are rounded, the true ones are not.
+    assert (
+        set(scores) == {*data.metric_names} and 0.99 < scores["pearson"] <= 1 and data.main_metric == "combined_score"
+    )
+    first = dev.first(4)
+    assert data.score([row[0] for row in first.references], first.references)["pearson"] > 0.99
+
+
+def test_squad_is_read_and_scored(tmp_path):
+    file = write_questions(tmp_path / "dev.json")
+    data = load_task(arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
+    dev = data.splits["dev"]
+    assert dev.sources[0].startswith("question: Where did Mary go? context: Mary went to the red house.")
+    assert dev.references[0] == ("the red house",)
+    scores = data.score(["red house", "Bob", "dog", "wales", "20 miles"], dev.references)
+    assert scores == pytest.approx({"exact_match": 60.0, "f1": 100 * (3 + 2 / 3) / 5})
+
+
+def test_wrong_tasks_and_files_say_so(tmp_path, glue):
+    with pytest.raises(ValueError, match="unknown --task_name 'sst3'"):
+        load_task(arguments("--task_name", "sst3"))
+    with pytest.raises(ValueError, match="--train_file: --task_name stsb has one file, got 2"):
+        load_task(arguments("--task_name", "stsb", "--train_file", "a", "b"))
+    file = write_questions(tmp_path / "dev.json", version_2=True)
+    with pytest.raises(ValueError, match="2 questions have no answer"):
+        load_task(arguments("--task_name", "squad", "--validation_file", file))
+    with pytest.raises(ValueError, match="--data_dir is for GLUE"):
+        load_task(arguments("--task_name", "squad", "--data_dir", glue))
+    assert "squad" in TEXT_TASKS and "mnli" in TEXT_TASKS and "ax" not in TEXT_TASKS

@@ -1,0 +1,90 @@
+"""Reading SQuAD: what a good file gives, and what a bad one says."""
+
+import gzip
+import json
+
+import pytest
+from fixtures.squad import CONTEXTS, make_questions, write_questions
+
+from hf_attn_variants.training.squad_data import check_unanswerable, hash_questions, read_squad
+
+
+def test_plain_and_gzip_files_give_all_questions(tmp_path):
+    plain = write_questions(tmp_path / "dev.json")
+    packed = tmp_path / "dev.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    questions = read_squad(plain)
+    assert [(q.question, q.answers[0].text) for q in questions] == [p for pairs in CONTEXTS.values() for p in pairs]
+    assert all(q.context[a.start :].startswith(a.text) for q in questions for a in q.answers)
+    assert hash_questions(read_squad(packed)) == hash_questions(questions) != hash_questions(questions[1:])
+
+
+def test_unanswerable_questions_need_version_2(tmp_path):
+    questions = read_squad(write_questions(tmp_path / "dev.json", version_2=True))
+    assert [q.id for q in questions if not q.answers] == ["0-none", "1-none"]
+    check_unanswerable("dev.json", questions, version_2=True)
+    with pytest.raises(ValueError, match=r"dev.json: 2 questions have no answer .* 0-none.*--version_2_with_negative"):
+        check_unanswerable("dev.json", questions, version_2=False)
+
+
+def test_a_test_file_needs_no_answers(tmp_path):
+    content = make_questions()
+    for paragraph in content["data"][0]["paragraphs"]:
+        for qa in paragraph["qas"]:
+            del qa["answers"]
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(content))
+    assert len(read_squad(path, has_answers=False)) == 5
+    with pytest.raises(ValueError, match=r'paragraphs\[0\].qas\[0\] has no list "answers"; its keys are id, question'):
+        read_squad(path)
+
+
+def change(path, edit):
+    content = make_questions()
+    edit(content["data"][0]["paragraphs"])
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p[1]["qas"][0]["answers"][0].update(answer_start=3), r"paragraphs\[1\].qas\[0\] \(id 1-0\): the "
+         r"answer 'Wales' is not what stands at character 3 of its context, ' old '"),
+        (lambda p: p[0]["qas"][1]["answers"][0].update(answer_start=900), r"\(id 0-1\): the answer 'Tom' at "
+         "character 900 does not lie in its context"),
+        (lambda p: p[0]["qas"][1]["answers"].clear(), r"\(id 0-1\) has no answer and no is_impossible"),
+        (lambda p: p[0]["qas"][1].update(id="0-0"), "two questions have the id 0-0"),
+        (lambda p: p[1].pop("context"), r'paragraphs\[1\] has no text "context"; its keys are qas'),
+        (lambda p: p.clear(), "is empty: it has no question"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_file_and_the_question(tmp_path, edit, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_squad(change(tmp_path / "bad.json", edit))
+    assert "bad.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (b"", ValueError, "bad.json is empty"),
+        (b"{", ValueError, "bad.json is not JSON"),
+        (b'[{"context": "x"}]', ValueError, 'has no list "data"; it is no JSON object'),
+        (b'{"rows": []}', ValueError, 'has no list "data"; its keys are rows'),
+        (None, OSError, "bad.json: no such file"),
+    ],
+)
+def test_other_files_are_no_squad(tmp_path, content, kind, message):
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(kind, match=message):
+        read_squad(path)
+
+
+def test_a_cut_gzip_file_is_an_error(tmp_path):
+    path = tmp_path / "dev.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(make_questions()).encode())[:-20])
+    with pytest.raises(OSError, match="no whole gzip file"):
+        read_squad(path)

@@ -1,0 +1,112 @@
+"""Windows over contexts: they cover every token, hold the answer, and the predictions read from them are its text."""
+
+import numpy as np
+import pytest
+from fixtures.squad import make_reader, write_questions
+from transformers import AutoTokenizer
+
+from hf_attn_variants.training.squad_data import read_squad
+from hf_attn_variants.training.squad_features import NO_ANSWER, make_windows, window_collator
+from hf_attn_variants.training.squad_predictions import find_predictions, nbest_entries
+
+LENGTH, STRIDE, QUERY = 16, 4, 6
+
+
+@pytest.fixture(scope="module", params=["bert", "t5"])
+def tokenizer(request, tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_reader(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    return read_squad(write_questions(tmp_path_factory.mktemp("squad") / "dev.json", version_2=True))
+
+
+@pytest.fixture
+def windows(questions, tokenizer):
+    return make_windows(questions, tokenizer, LENGTH, STRIDE, QUERY)
+
+
+def test_windows_share_a_stride_and_cover_the_context(questions, tokenizer, windows):
+    for number, question in enumerate(questions):
+        found = [w for w in windows if w.question == number]
+        assert len(found) > 1 and all(len(w.input_ids) <= LENGTH for w in found)
+        whole = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
+        joined = list(map(tuple, found[0].offsets.tolist()))
+        for window in found[1:]:
+            rows = list(map(tuple, window.offsets.tolist()))
+            assert rows[:STRIDE] == joined[-STRIDE:]
+            joined += rows[STRIDE:]
+        assert joined == whole["offset_mapping"]
+
+
+def test_the_answer_is_marked_in_the_windows_that_hold_all_of_it(questions, windows):
+    for number, question in enumerate(questions):
+        marked = [w for w in windows if w.question == number and w.start != NO_ANSWER]
+        assert bool(marked) == bool(question.answers)
+        for window in marked:
+            begin, end = (window.offsets[i - window.context_begin] for i in (window.start, window.end))
+            assert question.context[begin[0] : end[1]] == question.answers[0].text
+        for window in windows:
+            if window.question == number and question.answers and window not in marked:
+                answer = question.answers[0]
+                behind = answer.start + len(answer.text)
+                assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < behind
+
+
+def test_a_long_question_is_cut_and_said_so(questions, tokenizer, caplog):
+    windows = make_windows(questions[:1], tokenizer, LENGTH, STRIDE, 2)
+    assert tokenizer.decode(windows[0].input_ids).count("Where did") == 1
+    assert "Mary" not in tokenizer.decode(windows[0].input_ids[: windows[0].context_begin])
+    assert "1 of 1 questions have more than --max_query_length 2" in caplog.text
+
+
+def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
+    short = sorted(windows, key=lambda w: len(w.input_ids))[:1] + windows[:2]
+    batch = window_collator(tokenizer, None)(short)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape
+    assert batch["attention_mask"].sum(-1).tolist() == [len(w.input_ids) for w in short]
+    assert batch["start_positions"].tolist() == [w.start for w in short]
+    types = batch["token_type_ids"][1]
+    if tokenizer.cls_token is not None:
+        assert types[: windows[0].context_begin].sum() == 0 and types[windows[0].context_begin :].all()
+
+
+def test_logits_at_the_answers_place_give_its_text(questions, windows):
+    starts, ends = (np.zeros((len(windows), LENGTH)) for _ in range(2))
+    for i, window in enumerate(windows):
+        if window.start != NO_ANSWER:
+            starts[i, window.start] = ends[i, window.end] = 10.0
+        else:
+            starts[i, NO_ANSWER] = ends[i, NO_ANSWER] = 4.0
+    predictions = find_predictions(questions, windows, starts, ends)
+    for question, prediction in zip(questions, predictions, strict=True):
+        expected = question.answers[0].text if question.answers else ""
+        assert prediction.id == question.id and prediction.answer(0.0) == expected
+        assert prediction.answer(None) == expected or not question.answers
+        entries = nbest_entries(prediction, with_null=True)
+        assert entries[0]["text"] == expected
+        assert sum(entry["probability"] for entry in entries) == pytest.approx(1.0)
+        assert [e["probability"] for e in entries] == sorted((e["probability"] for e in entries), reverse=True)
+
+
+def test_spans_never_run_backwards_nor_beyond_the_longest_nor_out_of_the_context(questions, windows):
+    generator = np.random.default_rng(0)
+    starts, ends = (generator.normal(size=(len(windows), LENGTH)) for _ in range(2))
+    for longest in (1, 3):
+        predictions = find_predictions(questions, windows, starts, ends, n_best=5, max_answer_length=longest)
+        for question, prediction in zip(questions, predictions, strict=True):
+            own = [i for i, w in enumerate(windows) if w.question == questions.index(question)]
+            best = -np.inf
+            for i in own:
+                first = windows[i].context_begin
+                for a in range(first, first + len(windows[i].offsets)):
+                    for b in range(a, min(a + longest, first + len(windows[i].offsets))):
+                        best = max(best, starts[i, a] + ends[i, b])
+            # Five starts and ends hold the best pair nearly always; never do they give a better one.
+            assert prediction.spans[0].score <= best + 1e-9
+            assert prediction.null.score == pytest.approx(min(starts[i, 0] + ends[i, 0] for i in own))
+            assert all(span.text in question.context and span.text for span in prediction.spans)
+            assert len(prediction.spans) <= 5
+    everything = find_predictions(questions, windows, starts, ends, n_best=LENGTH, max_answer_length=LENGTH)
+    assert all(p.spans[0].score >= q.spans[0].score for p, q in zip(everything, predictions, strict=True))

@@ -1,0 +1,80 @@
+"""SQuAD's metrics against scores worked out by hand by the official scripts' rules."""
+
+import pytest
+
+from hf_attn_variants.training.squad_data import Answer, Question
+from hf_attn_variants.training.squad_metrics import (
+    Squad,
+    SquadV2,
+    compute_squad,
+    exact_match,
+    normalize_answer,
+    score_answer,
+    token_f1,
+)
+
+
+def question(key, *answers):
+    return Question(key, "?", "", tuple(Answer(text, 0) for text in answers))
+
+
+def test_normalisation_drops_case_punctuation_articles_and_spaces():
+    assert normalize_answer("  The  Denver-Broncos!, an  apple\tof A.") == "denverbroncos apple of"
+    assert normalize_answer("theatre") == "theatre"  # an article inside a word stays
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "exact", "f1"),
+    [
+        ("the Denver Broncos", "Denver Broncos.", 1, 1),
+        ("Denver Broncos of Denver", "Denver", 0, 2 * (1 / 4) * 1 / (1 / 4 + 1)),
+        ("in 1990 and 1991", "1990", 0, 0.4),
+        ("dog dog", "dog dog cat", 0, 0.8),  # words are counted
+        ("cat", "dog", 0, 0),
+        ("", "dog", 0, 0),
+    ],
+)
+def test_scores_of_an_answer(prediction, truth, exact, f1):
+    assert exact_match(prediction, truth) == exact
+    assert token_f1(prediction, truth) == pytest.approx(f1)
+
+
+def test_an_answer_of_which_nothing_is_left_counts_as_each_official_script_counts_it():
+    assert score_answer("the", ["a"]) == (1.0, 0.0)
+    assert score_answer("the", ["a"], both_empty=1.0) == (1.0, 1.0)
+
+
+def test_the_nearest_of_several_answers_counts():
+    questions = [question("a", "a dog", "the big dog"), question("b", "Wales")]
+    found = compute_squad(questions, {"a": "big dog", "b": "south Wales"})
+    assert found == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
+
+
+def test_version_2_counts_silence_and_finds_the_best_threshold():
+    questions = [question("a", "Tom"), question("b", "red house"), question("c"), question("d")]
+    texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}
+    odds = {"a": -3.0, "b": 1.0, "c": -1.0, "d": 2.0}
+    found = compute_squad(questions, texts, odds, no_answer_threshold=0.0)
+    # Answered: a (right) and c (wrong); silent: b (wrong) and d (right).
+    assert found["exact"] == found["f1"] == 50.0 and found["total"] == 4
+    assert found["HasAns_exact"] == found["HasAns_f1"] == 50.0 and found["NoAns_exact"] == 50.0
+    # From silence, 2 right: keeping a gives 3; c loses one; b wins F1 2/3, not enough.
+    assert found["best_exact"] == found["best_f1"] == 75.0
+    assert found["best_exact_thresh"] == found["best_f1_thresh"] == -3.0
+    everything = compute_squad(questions, texts, odds)
+    assert everything["exact"] == 25.0 and everything["f1"] == pytest.approx(100 * (1 + 2 / 3) / 4)
+
+
+def test_metrics_need_a_prediction_of_every_question():
+    references = [{"id": "a", "answers": {"text": ["x"], "answer_start": [0]}}]
+    with pytest.raises(ValueError, match="1 questions have no prediction, such as a"):
+        Squad().compute(predictions=[{"id": "b", "prediction_text": "x"}], references=references)
+
+
+def test_metrics_write_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    references = [{"id": "a", "answers": {"text": ["x"], "answer_start": [0]}}]
+    for metric, more in ((Squad(), {}), (SquadV2(), {"no_answer_probability": 0.0})):
+        found = metric.compute(predictions=[{"id": "a", "prediction_text": "x", **more}], references=references)
+        assert found["f1"] == 100.0
+    assert not list(tmp_path.iterdir())
