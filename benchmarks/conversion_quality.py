@@ -52,11 +52,13 @@ class Method:
     Args:
         flags: of the command.
         calibrated: whether it reads texts too, another sample for each seed.
+        fitted: whether it fits each attention for as many steps as the subject says.
         random: whether the seed matters without texts.
     """
 
     flags: tuple[str, ...]
     calibrated: bool = False
+    fitted: bool = False
     random: bool = False
 
 
@@ -66,7 +68,7 @@ METHODS = {
     "random": Method(("--method", "random"), random=True),
     "aligned": Method(("--method", "aligned"), calibrated=True),
     "calibrated": Method(("--method", "calibrated", "--fit_steps", "0"), calibrated=True),
-    "calibrated+fit": Method(("--method", "calibrated"), calibrated=True),
+    "calibrated+fit": Method(("--method", "calibrated"), calibrated=True, fitted=True),
 }
 
 
@@ -152,6 +154,8 @@ def convert(subject: Any, method: str, k: int, seed: int, folder: Path) -> tuple
     flags += ["--num_key_value_heads", str(k), *METHODS[method].flags, "--seed", str(seed)]
     if METHODS[method].calibrated:
         flags += subject.calibration_flags(folder, seed)
+    if METHODS[method].fitted:
+        flags += ["--fit_steps", str(subject.fit_steps)]
     started = time.perf_counter()
     command.main(command.parse_args(flags))
     return output, time.perf_counter() - started

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("hf_attn_variants.conversion.command", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.training.uptrain", "train a converted checkpoint back to its quality"),
     "pretrain": ("hf_attn_variants.training.pretrain_mlm", "pretrain a BERT or ALBERT as a masked language model"),
+    "pretrain-t5": ("hf_attn_variants.training.pretrain_span_corruption", "pretrain a T5 by span corruption"),
     "glue": ("hf_attn_variants.training.run_glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.training.run_squad", "fine-tune and evaluate on SQuAD"),
     "seq2seq": ("hf_attn_variants.training.run_seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),

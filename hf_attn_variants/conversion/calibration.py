@@ -50,7 +50,7 @@ class Calibration:
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int = 64
     batch_size: int = 32
-    fit_steps: int = 200
+    fit_steps: int = 400
     fit_learning_rate: float = 0.03
     fit_batch_size: int = 32
     device: str | torch.device | None = None

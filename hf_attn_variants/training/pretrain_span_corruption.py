@@ -63,7 +63,6 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
-        prog="pretrain_span_corruption.py",
         description="Pretrain a T5 by span corruption, from scratch or from a checkpoint.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

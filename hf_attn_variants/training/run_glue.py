@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import nn
@@ -31,6 +30,7 @@ from hf_attn_variants.training.models import (
     load_tokenizer,
 )
 from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
+from hf_attn_variants.training.session import open_accelerator, start_trackers
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
 __all__ = ["main", "parse_args"]
@@ -51,7 +51,6 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
-        prog="run_glue.py",
         description="Fine-tune and evaluate a sequence classifier on a GLUE task.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,24 +97,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     arguments.prepare_output_dir(args, write=False)
     outputs.check_hub_access(args)
-    accelerator = Accelerator(
-        cpu=args.cpu,
-        mixed_precision=args.mixed_precision,
-        log_with=args.report_to if args.with_tracking else None,
-        project_dir=args.output_dir,
-        step_scheduler_with_optimizer=False,
-        rng_types=[],
-    )
-    try:
-        accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
-        if accelerator.is_main_process:
-            arguments.prepare_output_dir(args)
+    with open_accelerator(args) as accelerator:
         return _run(args, task, accelerator)
-    finally:
-        accelerator.end_training()
-        # A second call in this process may want another precision or device.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def _check_metric(args: argparse.Namespace, task: GlueTask) -> None:
@@ -167,7 +150,7 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
         outputs.remove_earlier_run(args.output_dir)
     accelerator.wait_for_everyone()
-    _start_trackers(args, accelerator)
+    start_trackers(args, accelerator)
     state = loop.run()
     if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
         evaluator()
@@ -197,14 +180,6 @@ def _load_splits(
         ax = load_ax(args.data_dir)
         tests += [(TASKS["ax"], ax)] if ax is not None else []
     return splits, tests
-
-
-def _start_trackers(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    if args.with_tracking:
-        values = {
-            k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
-        }
-        accelerator.init_trackers("hf_attn_variants", values)
 
 
 def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, train: GlueSplit) -> LoopSettings:
