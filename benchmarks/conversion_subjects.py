@@ -38,7 +38,7 @@ class SentenceEncoder:
         "spearman": Metric("Spearman, STS-B dev", ".4f"),
         "cosine": Metric("cosine to multi-head", ".3f"),
     }
-    # Chosen on STS-B train pairs and other held-out lines: many short beginnings of lines say more than fewer long ones.
+    # Chosen on STS-B train pairs: many short beginnings of lines say more than fewer long ones.
     calibration_texts, calibration_length = 4096, 32
     fit_steps = 400
     uptraining = ("--objective", "distill", "--max_length", str(MAX_LENGTH))
