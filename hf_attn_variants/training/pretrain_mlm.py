@@ -7,7 +7,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from datasets import get_dataset_split_names, load_dataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,15 +34,8 @@ from hf_attn_variants.training.models import (
 from hf_attn_variants.training.new_model import new_config, new_masked_lm
 from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
 from hf_attn_variants.training.session import open_accelerator, start_trackers
-from hf_attn_variants.training.text_data import (
-    DatasetRows,
-    TextSource,
-    TextStream,
-    check_text_files,
-    hash_files,
-    read_blocks,
-    stack_rows,
-)
+from hf_attn_variants.training.text_data import TextSource, TextStream, read_blocks, stack_rows
+from hf_attn_variants.training.text_sources import add_text_arguments, check_text_arguments, open_text_sources
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
 __all__ = ["main", "parse_args"]
@@ -84,20 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = parser.add_argument_group("text")
-    text.add_argument("--train_file", nargs="+", help="Text files, .txt or .gz; articles separated by empty lines.")
-    text.add_argument("--validation_file", nargs="+", help="Held-out text, of the same kind.")
-    text.add_argument(
-        "--dataset_name", help="Folder or Hub id of a `datasets` source, streamed, instead of --train_file."
-    )
-    text.add_argument("--dataset_config_name", help="Its configuration.")
-    text.add_argument("--text_column", default="text", help="Its column that holds an article.")
-    text.add_argument(
-        "--shuffle_buffer_size",
-        type=int,
-        default=4096,
-        help="Blocks that are held in memory and shuffled among themselves.",
-    )
+    add_text_arguments(parser)
     masking = parser.add_argument_group("masking")
     masking.add_argument(
         "--mlm_probability", type=float, default=0.15, help="Chance of a token to be masked; anew in every epoch."
@@ -146,24 +125,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_own_arguments(args: argparse.Namespace) -> None:
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
-    given = [name for name in (args.train_file, args.dataset_name) if name is not None]
-    if len(given) > 1 or not (given or only_evaluates):
-        raise ValueError("give --train_file or --dataset_name, one of them")
+    check_text_arguments(args, METRICS)
     if not 0 < args.mlm_probability < 1:
         raise ValueError(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")
-    if args.shuffle_buffer_size < 1:
-        raise ValueError(f"--shuffle_buffer_size must be at least 1, got {args.shuffle_buffer_size}")
-    if args.max_train_steps is None and not only_evaluates:
-        raise ValueError("text is a stream without a length: give --max_train_steps (or --num_train_epochs 0)")
-    if args.dataloader_num_workers > 1:
-        raise ValueError(f"--dataloader_num_workers must be 0 or 1 for a stream, got {args.dataloader_num_workers}")
-    if args.metric_for_best_model is not None and args.metric_for_best_model.removeprefix("eval_") not in METRICS:
-        raise ValueError(f"--metric_for_best_model {args.metric_for_best_model!r}: there are {', '.join(METRICS)}")
-    if args.validation_file is None and args.dataset_name is None:
-        for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name} needs --validation_file")
     if args.model_name_or_path is None:
         if args.model_type is None or args.tokenizer_name is None:
             raise ValueError(
@@ -183,7 +147,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     tokenizer = load_tokenizer(args, config)
     config = config if config is not None else new_config(args, tokenizer)
     check_max_length(args.max_length, config, tokenizer)
-    train, dev, data_fingerprint = _open_sources(args)
+    train, dev, data_fingerprint = open_text_sources(args)
     prepare = MaskedLMPreparation(
         tokenizer, args.max_length, args.mlm_probability, args.seed, whole_words=args.whole_word_mask
     )
@@ -236,31 +200,6 @@ def _model(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedMode
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
-
-
-def _open_sources(args: argparse.Namespace) -> tuple[list[TextSource], list[TextSource], dict[str, Any]]:
-    """Training shards, held-out ones (none: no evaluation), and what tells this training text from others."""
-    dev: list[TextSource] = list(check_text_files(args.validation_file or []))
-    if args.dataset_name is None:
-        files = check_text_files(args.train_file or [])
-        return list(files), dev, {"hash of the training text": hash_files(files)}
-    name, config = args.dataset_name, args.dataset_config_name
-    try:
-        if not dev and "validation" in get_dataset_split_names(name, config):
-            dev = [_dataset_rows(args, "validation")]
-        train: list[TextSource] = [_dataset_rows(args, "train")]
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # `datasets` and the Hub's client have errors of their own for a wrong name
-        raise ValueError(f"--dataset_name {name}: {type(error).__name__}: {error}") from error
-    return train, dev, {"dataset_name": name, "dataset_config_name": config, "text_column": args.text_column}
-
-
-def _dataset_rows(args: argparse.Namespace, split: str) -> DatasetRows:
-    rows = load_dataset(args.dataset_name, args.dataset_config_name, split=split, streaming=True)
-    source = DatasetRows(f"{args.dataset_name} ({split})", rows, args.text_column)
-    next(source.articles(), None)  # a wrong column is an error now
-    return source
 
 
 def _train_loader(
