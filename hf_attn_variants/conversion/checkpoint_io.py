@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class TensorEntry:
         return self.dtype in CASTABLE
 
 
-class CheckpointReader:
+class CheckpointReader(ABC):
     """The tensors of a checkpoint folder, read one at a time.
 
     Attributes:
@@ -104,14 +105,15 @@ class CheckpointReader:
     entries: dict[str, TensorEntry]
     index_metadata: dict[str, Any] | None
 
+    @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in memory of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield one tensor's elements as short flat tensors (uint8 where torch has no such dtype)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""
 

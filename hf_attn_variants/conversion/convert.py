@@ -26,7 +26,7 @@ from .checkpoint_io import (
     write_index,
 )
 from .head_sharing import reorder_heads
-from .in_memory import ModelReader, assemble
+from .in_memory import ModelReader, TensorSource, assemble
 from .methods import AttentionTensors, ConversionMethod, resolve_method
 from .plan import AttentionModule, ConversionPlan, make_plan
 from .report import ConversionReport, LayerReport, attention_errors, package_versions
@@ -259,7 +259,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _converted_tensors(plan: ConversionPlan, reader: CheckpointReader) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted_tensors(plan: ConversionPlan, reader: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the converted model."""
     for module in plan.modules:
         before = _read_attention(reader, module)
@@ -270,7 +270,7 @@ def _converted_tensors(plan: ConversionPlan, reader: CheckpointReader) -> Iterat
             yield name, cast(tensor, plan.dtype, name) if plan.dtype and tensor.is_floating_point() else tensor
 
 
-def _read_attention(reader: CheckpointReader, module: AttentionModule) -> AttentionTensors:
+def _read_attention(reader: TensorSource, module: AttentionModule) -> AttentionTensors:
     return AttentionTensors(**{part: reader.read(name) for part, name in module.tensors.items()})
 
 

@@ -1,19 +1,29 @@
-"""Models in memory as the converter reads and builds them."""
+"""Models in memory as the converter reads and builds them, and what it reads of a checkpoint and a model alike."""
 
 import copy as copying
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling.attention_variants import EAGER, SDPA
-from .checkpoint_io import CheckpointReader, TensorEntry, dtype_name
+from .checkpoint_io import TensorEntry, dtype_name
 
-__all__ = ["ModelReader", "assemble"]
+__all__ = ["ModelReader", "TensorSource", "assemble"]
 
 
-class ModelReader(CheckpointReader):
+class TensorSource(Protocol):
+    """Tensors by name: of a folder or of a model in memory."""
+
+    entries: dict[str, TensorEntry]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor."""
+        ...
+
+
+class ModelReader:
     """The tensors of a model in memory, as they are: `read` returns the parameter's own memory."""
 
     def __init__(self, model: nn.Module):
