@@ -91,8 +91,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"1/4  Converting {Path(source).name if Path(source).is_dir() else source} ...", flush=True)
     heads, texts = args.num_key_value_heads, _training_texts(args.task, data_dir)
     convert_checkpoint(source, run / "mean-pooled", heads, "mean")
-    print(f"     calibrated on {len(texts)} training sentences, without their labels:", flush=True)
-    print(convert_checkpoint(source, run / "calibrated", heads, calibration=Calibration(texts, fit_steps=200)).summary())
+    print(f"     calibrated on {len(texts)} training texts, without their labels:", flush=True)
+    calibration = Calibration(texts, fit_steps=200)
+    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration).summary())
     checkpoints = {"multi-head": str(source)}
     checkpoints |= {f"{heads} KV heads ({name})": str(run / name) for name in ("mean-pooled", "calibrated")}
 
