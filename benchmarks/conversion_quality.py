@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,15 +219,21 @@ def table(rows: Sequence[Row], subject: Any, metric: str) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw quality against key/value heads: a panel for each model and number of steps, a line a method."""
+    """Draw quality against key/value heads: a panel for each model and number of steps, a line a method.
+
+    Steps that were measured at one number of heads only are in the tables alone.
+    """
     subjects = [subject for subject in SUBJECTS.values() if any(row["model"] == subject.name for row in rows)]
-    budgets = sorted({row["steps"] for row in rows})
-    figure = Figure(figsize=(5 * len(subjects), 0.6 + 3.4 * len(budgets)), layout="constrained")
+    measured = {(row["steps"], row["num_key_value_heads"]) for row in rows if row["method"] != MULTI_HEAD}
+    budgets = [steps for steps, found in Counter(steps for steps, _ in sorted(measured)).items() if found > 1]
+    figure = Figure(figsize=(5 * len(subjects), 1.0 + 3.4 * len(budgets)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(budgets), len(subjects), squeeze=False, sharey="col")
     for (line, steps), (column, subject) in itertools.product(enumerate(budgets), enumerate(subjects)):
         mine = [row for row in rows if row["model"] == subject.name]
         _draw(grid[line][column], mine, subject, steps)
+    lines = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), fontsize=8)
     figure.savefig(path.with_name(f".tmp-{path.name}"), dpi=120, format="png")
     path.with_name(f".tmp-{path.name}").replace(path)
 
@@ -244,15 +251,17 @@ def _draw(axes: Any, rows: Sequence[Row], subject: Any, steps: int) -> None:
             axes.errorbar(heads, means, [below, above], fmt="o-", color=f"C{color}", capsize=3, label=method)
     base = [row[metric] for row in rows if row["method"] == MULTI_HEAD]
     if base:
-        axes.axhline(base[0], color="black", linestyle="--", linewidth=1, label=f"multi-head ({subject.heads} heads)")
+        axes.axhline(base[0], color="black", linestyle="--", linewidth=1, label="multi-head")
     ticks = sorted({row["num_key_value_heads"] for row in rows if row["method"] != MULTI_HEAD})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, ticks)
     axes.set_xlabel("key/value heads")
     axes.set_ylabel(subject.metrics[metric].title)
-    axes.set_title(f"{subject.name}, {f'{steps} steps of uptraining' if steps else 'no training'}", fontsize=10)
+    axes.set_title(
+        f"{subject.name} ({subject.heads} heads), {f'{steps} steps of uptraining' if steps else 'no training'}",
+        fontsize=10,
+    )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
 
 
 def _order(row: Row) -> tuple:
