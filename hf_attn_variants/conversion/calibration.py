@@ -30,8 +30,8 @@ MAX_RECORDED_BYTES = 2 * 2**30
 class Calibration:
     """The text that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
 
-    An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the kind
-    of text that the model is for are enough; many short ones say more than a few long ones.
+    An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
+    kind of text that the model is for are enough; many short ones say more than a few long ones.
 
     Args:
         texts: one example each; or pairs of texts for a model that will read pairs, as the tokenizer joins them.
