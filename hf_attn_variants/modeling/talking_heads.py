@@ -117,7 +117,7 @@ def _forward_fake(query, key, value, mask, bias, logits_proj, weights_proj, seed
     batches, heads, length, _ = query.shape
     heads = heads if logits_proj is None else logits_proj.shape[1]
     heads_out = heads if weights_proj is None else weights_proj.shape[1]
-    statistics = (2, batches, heads, length) if backend == "triton" else (0,)
+    statistics = (2, batches, heads, length) if backend == "triton" else (1,)
     output = value.new_empty(batches, length, heads_out, value.shape[-1])
     return output, query.new_empty(statistics, dtype=torch.float32)
 

@@ -2,7 +2,11 @@
 
 The forward pass keeps its inputs only; the backward pass recomputes each block. A block's [heads, r, m] values stay in
 the cache, and the head mixes are one small matrix product over [heads, r * m]. Letters as in `attention_variants`;
-r the query rows of a block, B its sequences (several where they are short, else one).
+r the query rows of a block, B its sequences.
+
+On a CPU a block has a sequence for each thread: torch gives a thread neighbouring matrices of a product and
+neighbouring rows of a softmax, so what it reads is in its own core's cache. With one sequence in a block, products
+would be split by heads and mixes by positions, and most values would travel between cores.
 
 Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in blocks, recomputed in the backward pass).
 """
@@ -15,8 +19,9 @@ from torch import Tensor
 
 __all__ = ["backward", "forward"]
 
-BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of one [B, heads, r, m] buffer: a few of them stay in the cache
-FEWEST_ROWS = 32  # with fewer, the matrix products read keys and values more than they compute
+BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
+FEWEST_ROWS = 64  # with fewer, the matrix products read keys and values more than they compute
+MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
 
 
 @dataclass
@@ -50,8 +55,14 @@ class _Call:
     scaling: float
     is_causal: bool
     dropout: float
+    threads: int
 
     def __post_init__(self) -> None:
+        # A sequence alone becomes several with a part of the queries each, so that every thread has one.
+        self.parts = self._number_of_parts()
+        if self.parts > 1:
+            self.query, self.mask, self.bias = (self.split(t) for t in (self.query, self.mask, self.bias))
+            self.key, self.value = (t.repeat(self.parts, 1, 1, 1) for t in (self.key, self.value))
         dtype = self.query.dtype
         self.heads_in, self.kv_heads, self.value_heads = self.query.shape[1], self.key.shape[1], self.value.shape[1]
         self.heads = self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
@@ -76,12 +87,25 @@ class _Call:
         if self.mask is not None and self.mask.dtype == torch.bool:
             self.allowed = self.mask.expand(batches, -1, length, self.key.shape[2])
 
+    def _number_of_parts(self) -> int:
+        batches, _, length, _ = self.query.shape
+        if batches > 1 or self.is_causal:  # the keys that a causal block reads are those up to its last row
+            return 1
+        most = min(self.threads, MOST_PARTS, length // FEWEST_ROWS)
+        return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
+
+    def split(self, tensor: Tensor | None) -> Tensor | None:
+        """[1, h, n, x] to the parts' [parts, h, n / parts, x], of the same memory."""
+        if tensor is None or tensor.shape[2] == 1:
+            return tensor
+        return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
+
     def blocks(self) -> Iterator[_Block]:
         batches, _, length, _ = self.query.shape
         memory = self.key.shape[2]
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
         fitting = max(1, elements // (max(self.heads_in, self.heads, self.heads_out) * memory))
-        size = max(1, min(batches, fitting // length))
+        size = min(batches, max(1, fitting // length) * self.threads)
         rows = min(length, max(FEWEST_ROWS, fitting))
         rows = -(-length // -(-length // rows))  # even blocks
         number = 0
@@ -173,10 +197,14 @@ def forward(
         seed: an integer tensor [1] that decides what dropout drops; None without dropout.
 
     Returns:
-        The outputs [b, n, h_v, d_v], and an empty tensor: this path keeps no statistics for its backward pass.
+        The outputs [b, n, h_v, d_v], and the number of threads [1]: the backward pass must make the same blocks, of
+        which dropout has drawn its mask.
     """
-    call = _Call(query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout)
+    threads = torch.get_num_threads() if query.device.type == "cpu" else 1
+    inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
+    call = _Call(*inputs, scaling, is_causal, dropout, threads)
     output = value.new_empty(query.shape[0], query.shape[2], call.heads_out, value.shape[-1])
+    parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
         weights = call.mixed(call.softmax(scores, block), "scores", block)  # the scores are done with
@@ -186,8 +214,8 @@ def forward(
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if dropout > 0:
             rows /= call.keep_probability
-        output[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
-    return output, torch.empty(0, dtype=torch.float32, device=query.device)
+        parts[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
+    return output, torch.full((1,), threads, dtype=torch.float32, device=query.device)
 
 
 def backward(
@@ -210,21 +238,25 @@ def backward(
 
     Args:
         d_output: [b, n, h_v, d_v]
-        statistics: not read here
+        statistics: of the forward pass
         wants_bias: whether the position bias is trained
         query, ...: as in `forward`
     """
-    call = _Call(query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout)
+    threads = int(statistics) if query.device.type == "cpu" else 1
+    inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
+    call = _Call(*inputs, scaling, is_causal, dropout, threads)
     # Sums over blocks in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (key, value))
+    d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.key, call.value))
     d_bias, d_logits_proj, d_weights_proj = (
         torch.zeros(0 if t is None else t.shape, dtype=dtype, device=query.device)
         for t in (position_bias if wants_bias else None, logits_proj, weights_proj)
     )
     if dropout > 0:
         d_output = d_output / call.keep_probability
+    d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
+    query_parts, bias_parts = (call.split(t) if call.parts > 1 and t.dim() == 4 else t for t in (d_query, d_bias))
     for block in call.blocks():
         queries = call.queries(block)
         scores = call.scores(queries, block)  # [B, h_k, r * m]
@@ -244,7 +276,7 @@ def backward(
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if wants_bias:
-            _add_bias_gradient(d_bias, d_logits, block)
+            _add_bias_gradient(bias_parts, d_logits, block)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
@@ -253,8 +285,10 @@ def backward(
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.memory) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
-        d_query[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
+        query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
     d_logits_proj *= scaling
+    if call.parts > 1:
+        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
@@ -282,10 +316,11 @@ def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
 def _add_product(total: Tensor, weights: Tensor, states: Tensor) -> None:
     """Add weights^T states, [B, h, r * m] by [B * k, g * r, x] summed over a group's rows, to total [B, k, m, x]."""
     weights = weights.view(*states.shape[:2], total.shape[2]).transpose(1, 2)
-    if total.dtype == states.dtype and total.shape[0] == 1:
-        total[0].baddbmm_(weights, states)
+    total = total.flatten(0, 1)  # of the same memory
+    if total.dtype == states.dtype:
+        total.baddbmm_(weights, states)
     else:
-        total += (weights @ states).view(total.shape)
+        total += weights @ states
 
 
 def _add_bias_gradient(d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
