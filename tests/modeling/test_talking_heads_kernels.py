@@ -161,6 +161,43 @@ def test_equals_the_specification_over_lengths(backend, n, m, kind):
     compare(backend, make_inputs("all different", n=n, m=m, device=device), mask, causal, added)
 
 
+@pytest.fixture
+def set_threads():
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the blocked path alone")
+@pytest.mark.parametrize("bias", [None, (1, 12, M), (1, 1, M)], ids=str)
+@pytest.mark.parametrize("kind", MASKS, ids=str)
+@pytest.mark.parametrize("batches, threads", [(1, 2), (1, 3), (1, 5), (2, 2), (2, 3)])
+def test_equals_the_specification_with_several_threads(set_threads, batches, threads, kind, bias):
+    set_threads(threads)
+    inputs = make_inputs("gqa", bias, n=12)
+    inputs[:3] = (t[:batches].detach().requires_grad_() for t in inputs[:3])
+    mask, causal, added = make_mask(kind, n=12)
+    mask, added = (t if t is None or t.dim() < 4 else t[:batches] for t in (mask, added))
+    compare("blocked", inputs, mask, causal, added)
+
+
+@pytest.mark.parametrize("batches", [1, B])
+def test_dropout_drops_the_same_when_the_number_of_threads_changes_before_the_backward_pass(set_threads, batches):
+    query, key, value, _, logits_proj, weights_proj = make_inputs(n=12, dtype=torch.float64)
+    value = value[:batches].detach().requires_grad_()
+    set_threads(3)
+    output = talking_heads_attention(
+        query[:batches], key[:batches], value, scaling=1.0, dropout=0.5, logits_proj=logits_proj,
+        weights_proj=weights_proj,
+    )  # fmt: skip
+    set_threads(1)
+    d_output = torch.randn_like(output)
+    output.backward(d_output)
+    # The output is linear in the values, whatever is dropped.
+    torch.testing.assert_close((value.grad * value).sum(), (d_output * output).sum())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_stays_within_its_rounding(backend, dtype):
