@@ -1,0 +1,81 @@
+"""peft: LoRA on grouped projections, saved, loaded and merged; prefixes have as many heads as the keys and values."""
+
+import pytest
+import torch
+from architectures import BERT, T5
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+peft = pytest.importorskip("peft")
+
+ALL_OF_BERT = r".*attention\.(self\.(query|key|value)|output\.dense)"
+CASES = {
+    "bert query and value": (BERT, "BertForSequenceClassification", ["query", "value"], 4),
+    "bert all projections": (BERT, "BertForSequenceClassification", ALL_OF_BERT, 8),
+    "t5 query and value": (T5, "T5ForConditionalGeneration", ["q", "v"], 12),
+    "t5 all projections": (T5, "T5ForConditionalGeneration", ["q", "k", "v", "o"], 24),
+}
+AUTO = {"BertForSequenceClassification": AutoModelForSequenceClassification}
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@pytest.mark.parametrize("case", CASES)
+def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
+    architecture, head, targets, maps = CASES[case]
+    model = architecture.model(head, variant)
+    model.save_pretrained(tmp_path / "base")
+    batch = architecture.batch(head, labels=True)
+    # No task type: the model's own forward takes all arguments, and its classifier stays as it is.
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+    before = {name: parameter.detach().clone() for name, parameter in adapted.named_parameters()}
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * maps and all("lora_" in name for name in trained)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):  # in the first step, B is zero and A gets no gradient
+        optimizer.zero_grad()
+        adapted(**batch).loss.backward()
+        optimizer.step()
+    moved = {name for name, parameter in adapted.named_parameters() if not torch.equal(before[name], parameter)}
+    assert moved == set(trained)
+
+    adapted.eval()
+    with torch.no_grad():
+        expected = adapted(**batch).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    auto_class = AUTO.get(head, AutoModelForSeq2SeqLM)
+    loaded = peft.PeftModel.from_pretrained(auto_class.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    merged = loaded.eval().merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = auto_class.from_pretrained(tmp_path / "merged").eval()
+    assert type(again) is type(model) and again.config.num_key_value_heads == 4
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch).logits, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(again(**batch).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant, heads", [("mha", 12), ("gqa", 4), ("mqa", 1)])
+def test_a_prefix_of_t5_has_the_key_value_heads(variant, heads, tmp_path):
+    model = T5.model("T5ForConditionalGeneration", variant)
+    # peft takes d_model / heads for the head size; where T5's heads are of another size, the product has to be given.
+    config = peft.PrefixTuningConfig(
+        task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_attention_heads=12, token_dim=12 * model.config.d_kv
+    )
+    tuned = peft.get_peft_model(model, config)
+    cache = tuned.get_prompt(batch_size=2)
+    assert cache.self_attention_cache.layers[0].keys.shape == (2, heads, 3, model.config.d_kv)
+    batch = T5.batch("T5ForConditionalGeneration", labels=True)
+    del batch["decoder_input_ids"]
+    tuned(**batch).loss.backward()
+    gradients = [parameter.grad for parameter in tuned.parameters() if parameter.requires_grad]
+    assert gradients and all(gradient.abs().sum() > 0 for gradient in gradients)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    tuned.eval()
+    tokens = tuned.generate(**inputs, max_new_tokens=4, do_sample=False)
+    tuned.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(T5.model("T5ForConditionalGeneration", variant), tmp_path).eval()
+    assert torch.equal(loaded.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+
+
+def test_a_prefix_needs_no_sizes_where_the_heads_make_d_model():
+    model = T5.model("T5ForConditionalGeneration", "gqa", d_model=48, d_kv=4)
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3))
+    assert tuned.get_prompt(batch_size=2).self_attention_cache.layers[1].values.shape == (2, 4, 3, 4)
