@@ -174,7 +174,8 @@ def load_glue(
         task: The task.
         data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test
             files; these and `dev_mismatched.tsv` may be missing.
-        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's.
+        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other
+            names are not read.
         hub_dataset: Hub id read without a folder.
 
     Returns:
@@ -184,7 +185,7 @@ def load_glue(
         OSError: The train or dev file is missing, or the Hub cannot be reached.
         ValueError: A file is wrong; see `read_tsv`.
     """
-    files = files or {}
+    files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
         paths = _file_splits(task, data_dir, files)
         return {
