@@ -1,0 +1,311 @@
+"""Every code block of README.md and docs/: run in order, a document in a folder of its own, on tiny checkpoints.
+
+Checkpoints, text and data that a document names and does not make are made from the name, tiny. Training commands
+run whole, with few rows and steps. A block that is neither Python nor commands must be in `SHOWN`, a command that is
+not run in `NOT_RUN`, with the reason.
+"""
+
+import argparse
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import pytest
+from fixtures.markdown_blocks import Block, blocks_of, commands_of, inline_commands
+from fixtures.named_checkpoints import (
+    CheckpointShelf,
+    architecture_of,
+    write_glue_folder,
+    write_hub_datasets,
+    write_text,
+)
+from fixtures.squad import write_questions
+from hub.local_hub import TOKEN, LocalHub
+
+from hf_attn_variants import cli
+from hf_attn_variants.training.glue import get_task
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = {
+    str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+}
+BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
+
+# Blocks that are something to read, by their document and how they begin.
+SHOWN = {
+    ("README.md", "model                     parameters"): "the table that the quickstart printed",
+    ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
+    ("docs/hub.md", "t5-mini-multi30k-en-de (AttnVariantT5"): "the table that the command above it printed",
+}
+# Commands that are not run, by their first words; their arguments and files are still checked.
+NOT_RUN = {
+    "make": "makes an environment, or runs for minutes; that the target is there, and what ARGS says, is checked",
+    "pip": "installs",
+    "python benchmarks/": "takes minutes to hours",
+}
+# Blocks that do once more what an earlier one of their document did, by how they begin: run in a folder of their own.
+ALTERNATIVES = {("docs/conversion.md", "from hf_attn_variants import convert\n\nmodel = convert(")}
+# Local folders that a document may name before a command of it has made them; None: any.
+GIVEN: dict[str, set[str] | None] = {"README.md": {"t5-gqa2"}}
+# Names of Python blocks that the text around them introduces.
+INTRODUCED: dict[str, set[str]] = {
+    "docs/conversion.md": {"upstream_model"},
+    "docs/talking_heads.md": {"model", "tokenizer"},
+}
+# What stands for something of the reader's own.
+PLACEHOLDERS = {"CHECKPOINT": "minilm", "TASK": "CoLA", "OUT": "out", "EPOCHS": "1"}
+CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    return CheckpointShelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture
+def reader(shelf, tmp_path, monkeypatch):
+    """Somebody who follows a document in an empty folder; pushes go to a Hub on this machine."""
+    from huggingface_hub import constants
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    write_hub_datasets(Path())
+    with LocalHub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield Reader(shelf, monkeypatch)
+
+
+class Reader:
+    """Runs blocks in the working directory."""
+
+    def __init__(self, shelf: CheckpointShelf, monkeypatch: pytest.MonkeyPatch):
+        self.shelf, self.monkeypatch, self.folder = shelf, monkeypatch, Path.cwd()
+
+    def run(self, block: Block) -> None:
+        if any(block.document == document and block.text.startswith(start) for document, start in ALTERNATIVES):
+            Path("again").mkdir()
+            self.monkeypatch.chdir("again")
+        if block.is_python:
+            self.run_python(block)
+        elif block.is_shell:
+            for words in commands_of(block):
+                self.run_command(words, block)
+        self.monkeypatch.chdir(self.folder)
+
+    def run_python(self, block: Block) -> None:
+        # Errors show the document's own line.
+        tree = ast.parse("\n" * block.line + block.text, filename=block.document)
+        for name in checkpoint_names(tree):
+            self.provide_checkpoint(name, block.document)
+        names = {"__name__": "__main__"} | self.introduced(block.document)
+        exec(compile(tree, block.document, "exec"), names)
+
+    def introduced(self, document: str) -> dict[str, Any]:
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+        from hf_attn_variants import convert
+
+        bert = self.shelf.checkpoint("bert", None, False)
+        makers: dict[str, Callable[[], Any]] = {
+            "upstream_model": lambda: AutoModelForMaskedLM.from_pretrained(bert),
+            "model": lambda: convert(bert, talking_heads="both"),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(bert),
+        }
+        return {name: makers[name]() for name in INTRODUCED.get(document, ())}
+
+    def run_command(self, words: list[str], block: Block) -> None:
+        if reason_not_to_run(words):
+            self.check(words)
+            return
+        words = without_launcher(filled_in(words))
+        args = self.parse(words)
+        self.provide(args, block.document)
+        status = self.start([*words, *fewer_steps(args)])
+        assert status in (0, None), f"{block}: {' '.join(words)} ended with {status}"
+
+    def check(self, words: list[str]) -> argparse.Namespace | None:
+        """Check the arguments of a command that is not run."""
+        words = filled_in(words)
+        if words[0] == "make":
+            targets = [word for word in words[1 : words.index("&&") if "&&" in words else None] if "=" not in word]
+            assert set(targets) <= make_targets(), f"the Makefile has no {targets}"
+            given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+            if given and targets == ["quickstart"]:
+                return self.parse(["python", "scripts/quickstart.py", *given[0].split()])
+            return None
+        if words[0] == "pip":
+            extras = re.search(r"hf_attn_variants\[(\w+)\]", words[-1])
+            assert extras is None or f"\n{extras[1]} =\n" in (ROOT / "setup.cfg").read_text(), extras
+            return None
+        return self.parse(without_launcher(words))
+
+    def parse(self, words: list[str]) -> argparse.Namespace:
+        """Parse a command by the parser of its own script."""
+        module, arguments = self.program(words)
+        self.monkeypatch.setattr(sys, "argv", [words[1], *arguments])
+        try:
+            return module.parse_args()
+        except SystemExit as stopped:
+            raise AssertionError(f"{' '.join(words)}: not what its parser takes") from stopped
+
+    def program(self, words: list[str]) -> tuple[ModuleType, list[str]]:
+        """Return the module that has a command's `parse_args` and `main`, and its arguments."""
+        if words[0] == "attn-variants":
+            assert words[1] in cli.COMMANDS, f"attn-variants has no {words[1]}"
+            return importlib.import_module(cli.COMMANDS[words[1]][0]), words[2:]
+        assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
+        spec = importlib.util.spec_from_file_location(Path(words[1]).stem + "_of_the_docs", ROOT / words[1])
+        module = importlib.util.module_from_spec(spec)
+        self.monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module, words[2:]
+
+    def start(self, words: list[str]) -> int | None:
+        if words[0] == "attn-variants":
+            return cli.main(words[1:])
+        module, arguments = self.program(words)
+        module.main(module.parse_args(arguments))
+        return None
+
+    def provide(self, args: argparse.Namespace, document: str) -> None:
+        """Make the checkpoints, files and folders that a command reads, where they are not there yet."""
+        for name, value in vars(args).items():
+            if name in CHECKPOINT_FLAGS and isinstance(value, str):
+                self.provide_checkpoint(value, document)
+            elif name.endswith("_file") and value:
+                for path in map(Path, [value] if isinstance(value, str) else value):
+                    provide_file(path)
+            elif name == "data_dir" and value and not Path(value).exists():
+                write_glue_folder(Path(value), get_task(args.task_name).folder)
+
+    def provide_checkpoint(self, name: str, document: str) -> None:
+        if Path(name).exists() or architecture_of(name) is None:
+            return
+        given = GIVEN.get(document)
+        assert given is None or "/" in name or name in given, f"{document}: nothing before it makes {name!r}"
+        self.shelf.put(name, Path(name))
+
+
+def provide_file(path: Path) -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        write_questions(path, version_2="v2" in path.name)
+    else:
+        write_text(path)
+
+
+def reason_not_to_run(words: list[str]) -> str | None:
+    command = " ".join(words)
+    return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
+
+
+def filled_in(words: list[str]) -> list[str]:
+    pattern = re.compile(r"\b(" + "|".join(PLACEHOLDERS) + r")\b")
+    return [pattern.sub(lambda match: PLACEHOLDERS[match[1]], word) for word in words]
+
+
+def without_launcher(words: list[str]) -> list[str]:
+    """Return the command that `accelerate launch` or `torchrun` would start, after parsing theirs."""
+    if words[:2] == ["accelerate", "launch"]:
+        from accelerate.commands.launch import launch_command_parser
+
+        args = launch_command_parser().parse_args(words[2:])
+    elif words[0] == "torchrun":
+        from torch.distributed.run import parse_args
+
+        args = parse_args(words[1:])
+    else:
+        return words
+    return ["python", args.training_script, *args.training_script_args]
+
+
+def fewer_steps(args: argparse.Namespace) -> list[str]:
+    """Return arguments to append to a command: those of the same work on few rows, in few steps."""
+    more: dict[str, Any] = {}
+    if hasattr(args, "max_train_steps"):
+        more = {"--cpu": None, "--disable_tqdm": None, "--per_device_train_batch_size": 2, "--max_eval_samples": 4}
+        if args.num_train_epochs != 0 and getattr(args, "alpha", None) is None:
+            more["--max_train_steps"] = 2
+        if str(args.checkpointing_steps).isdigit():
+            more["--checkpointing_steps"] = 1
+        if hasattr(args, "max_target_length"):
+            more["--max_target_length"] = 8
+    if hasattr(args, "no_png"):
+        more |= {"--max_length": 8, "--layers": 1}  # what is drawn
+    if hasattr(args, "fit_steps") and args.fit_steps:
+        more["--fit_steps"] = 2
+    return [str(part) for pair in more.items() for part in pair if part is not None]
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text()
+    return set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split())
+
+
+def checkpoint_names(tree: ast.AST) -> list[str]:
+    """Return the texts that calls of a program are given, but for those that it writes to."""
+    names = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if called.startswith(("save", "print")):
+            continue
+        given = [*call.args, *(word.value for word in call.keywords if word.arg != "output_dir")]
+        texts = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        names += [text for text in texts if re.fullmatch(r"[\w./-]+", text) and architecture_of(text)]
+    return names
+
+
+@pytest.mark.parametrize("document", [name for name, blocks in BLOCKS.items() if blocks])
+def test_the_blocks_run(document, reader, capsys):
+    for block in BLOCKS[document]:
+        try:
+            reader.run(block)
+        except Exception as error:
+            raise AssertionError(f"{block}: {type(error).__name__}: {error}\n{block.text}") from error
+        capsys.readouterr()
+
+
+def test_every_block_is_run_or_said_not_to_be():
+    used = set()
+    for block in (block for blocks in BLOCKS.values() for block in blocks):
+        if block.is_python or block.is_shell:
+            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: what is {block.info!r}?"
+            continue
+        found = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
+        assert found, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
+        used |= found
+    assert used == SHOWN.keys(), f"SHOWN names blocks that are gone: {SHOWN.keys() - used}"
+
+
+def test_what_is_not_run_is_there():
+    commands = [" ".join(words) for path in DOCUMENTS.values() for words in inline_commands(path)]
+    commands += [" ".join(w) for blocks in BLOCKS.values() for b in blocks if b.is_shell for w in commands_of(b)]
+    for start in NOT_RUN:
+        assert any(command.startswith(start) for command in commands), (
+            f"NOT_RUN names {start!r}, which no document has"
+        )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_in_sentences_are_what_their_parsers_take(document, reader):
+    for words in inline_commands(DOCUMENTS[document]):
+        if len(words) > 2 or words[0] in ("make", "pip"):
+            reader.check(words)
+        elif words != ["accelerate", "launch"]:
+            reader.program(words)  # named only: it must be there
