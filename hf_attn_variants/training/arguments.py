@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,7 @@ from accelerate.utils import LoggerType
 from transformers.trainer_utils import SchedulerType
 
 __all__ = [
-    "add_data_arguments",
-    "add_hub_arguments",
-    "add_model_arguments",
-    "add_output_arguments",
-    "add_training_arguments",
+    "add_shared_arguments",
     "check_arguments",
     "prepare_output_dir",
     "resume_fingerprint",
@@ -52,7 +49,22 @@ RESUME_ARGUMENTS = (
 )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser, model_required: bool = True, packed: bool = False) -> None:
+    """Adds what every training script takes: model, data, training, output, Hub.
+
+    Args:
+        parser: Gets the arguments, after the script's own.
+        model_required: False where the script can also train from scratch.
+        packed: Whether rows are blocks of a stream of text, all of one length.
+    """
+    _add_model_arguments(parser, model_required)
+    _add_data_arguments(parser, packed)
+    _add_training_arguments(parser)
+    _add_output_arguments(parser)
+    _add_hub_arguments(parser)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
     """Adds which checkpoint is trained and how it is built; not `required`: the script can train from scratch."""
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -69,7 +81,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) 
     )
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, packed: bool = False) -> None:
+def _add_data_arguments(parser: argparse.ArgumentParser, packed: bool) -> None:
     """Adds how rows become batches; `packed`: rows are blocks of a stream of text, all of one length."""
     group = parser.add_argument_group("data")
     group.add_argument(
@@ -97,7 +109,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, packed: bool = False) ->
     )
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the optimiser, its schedule and the length of training."""
     group = parser.add_argument_group("training")
     group.add_argument(
@@ -180,7 +192,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds where results go, what is logged and how a run resumes."""
     group = parser.add_argument_group("output")
     group.add_argument("--output_dir", required=True, help="Folder for the model, its results and the checkpoints.")
@@ -208,7 +220,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disable_tqdm", action="store_true", help="No progress bars.")
 
 
-def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_hub_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds where the trained model is pushed."""
     group = parser.add_argument_group("hub")
     group.add_argument("--push_to_hub", action="store_true", help="Push the final model.")
@@ -355,6 +367,11 @@ def prepare_output_dir(args: argparse.Namespace, write: bool = True) -> None:
         ) from error
 
 
-def resume_fingerprint(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that a resumed run must share with the interrupted one, by name (see `TrainState`)."""
-    return {name: getattr(args, name) for name in RESUME_ARGUMENTS if hasattr(args, name)}
+def resume_fingerprint(args: argparse.Namespace, own: Iterable[str] = ()) -> dict[str, Any]:
+    """The arguments that a resumed run must share with the interrupted one, by name (see `TrainState`).
+
+    Args:
+        args: The run's.
+        own: Names of further ones, which only this script has.
+    """
+    return {name: getattr(args, name) for name in (*own, *RESUME_ARGUMENTS) if hasattr(args, name)}

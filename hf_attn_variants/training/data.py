@@ -1,5 +1,6 @@
 """Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,13 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-__all__ = ["EpochSampler", "create_eval_dataloader", "create_stream_dataloader", "create_train_dataloader"]
+__all__ = [
+    "EpochSampler",
+    "create_eval_dataloader",
+    "create_stream_dataloader",
+    "create_train_dataloader",
+    "prepare_train_dataloader",
+]
 
 
 class EpochSampler(Sampler[int]):
@@ -78,6 +85,35 @@ def create_train_dataloader(
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def prepare_train_dataloader(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    rows: Dataset,
+    collate: Callable[[list], Any],
+    lengths: Callable[[], Sequence[int]],
+) -> tuple[DataLoader | list, EpochSampler]:
+    """Makes the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
+
+    Args:
+        args: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
+        accelerator: The run's.
+        rows: Examples by index; without any (a run that only evaluates) there are no batches.
+        collate: See `create_train_dataloader`.
+        lengths: Gives the length of each row; called where rows are grouped by it.
+    """
+    batch_size = args.per_device_train_batch_size
+    sampler = EpochSampler(
+        max(len(rows), 1),
+        args.seed,
+        lengths() if args.group_by_length else None,
+        batch_size * accelerator.num_processes,
+    )
+    if not len(rows):
+        return [], sampler
+    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
+    return accelerator.prepare(loader), sampler
 
 
 def create_stream_dataloader(

@@ -1,6 +1,5 @@
 """The one training loop of every script: accelerate distributes, the objective says what is learned."""
 
-import argparse
 import itertools
 import math
 import signal
@@ -8,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ from hf_attn_variants.training.checkpoints import (
     save_checkpoint,
 )
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
+from hf_attn_variants.training.loop_settings import LoopSettings
 from hf_attn_variants.training.outputs import BAD_BATCH_PREFIX
 from hf_attn_variants.training.tracking import RunLog, progress_bar
 
-__all__ = ["LoopSettings", "Objective", "TrainingLoop", "total_training_steps"]
+__all__ = ["Objective", "TrainingLoop"]
 
 
 @dataclass(frozen=True)
@@ -45,63 +45,6 @@ class Objective:
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """How long and in what rhythm a run trains; the fields are the scripts' flags of the same names.
-
-    Attributes:
-        greater_is_better: Whether `metric_for_best_model` is to be raised.
-        keep_best: Keep the weights of the best evaluation and end with them.
-        fingerprint: Further settings that a resumed run must share (see `TrainState`).
-    """
-
-    output_dir: str
-    total_steps: int
-    max_train_minutes: float | None = None
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float = 1.0
-    logging_steps: int = 10
-    eval_steps: int | None = None
-    checkpointing_steps: int | str | None = None
-    save_total_limit: int | None = None
-    resume_from_checkpoint: str | None = None
-    early_stopping_patience: int | None = None
-    metric_for_best_model: str | None = None
-    greater_is_better: bool = True
-    keep_best: bool = False
-    disable_tqdm: bool = False
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, **others: Any) -> "LoopSettings":
-        """Takes the fields that `args` has from it and the rest from `others`."""
-        names = cls.__dataclass_fields__.keys() - others.keys()
-        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **others)
-
-
-def total_training_steps(
-    batches_per_epoch: int | None, accumulation: int, epochs: float, max_steps: int | None
-) -> int:
-    """Counts the optimiser steps of a run.
-
-    Args:
-        batches_per_epoch: Batches each process sees in an epoch; None for a stream of unknown length.
-        accumulation: Batches a step; the last step of an epoch may have fewer.
-        epochs: Epochs, a fraction allowed.
-        max_steps: Overrides `epochs`.
-
-    Raises:
-        ValueError: The length is unknown and no maximum is given.
-    """
-    if max_steps is not None:
-        return max_steps
-    if epochs == 0:
-        return 0
-    if batches_per_epoch is None:
-        raise ValueError("a stream has no length: give --max_train_steps")
-    return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
 class TrainingLoop:
@@ -340,6 +283,32 @@ class TrainingLoop:
             }
         )
         state.window_loss, state.window_steps = 0.0, 0
+
+    def results(self, samples: int, unit: str = "samples", units: int | None = None) -> dict[str, Any]:
+        """What every script reports of its training.
+
+        Args:
+            samples: Training examples there are.
+            unit: What its speed is counted in.
+            units: How many of them were trained on; None: the examples that the loop counted.
+
+        Returns:
+            "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (seconds in
+            training steps, without evaluation and checkpoints), "train_<unit>_per_second", "best_step" and
+            "num_parameters".
+        """
+        state = self.state
+        units = state.examples if units is None else units
+        return {
+            "train_loss": state.loss_total / state.step if state.step else None,
+            "epoch": round(self.epochs_done(), 4),
+            "steps": state.step,
+            "train_samples": samples,
+            "train_runtime": round(state.train_seconds, 3),
+            f"train_{unit}_per_second": round(units / state.train_seconds, 2) if state.train_seconds else None,
+            "best_step": state.best_step,
+            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+        }
 
     def epochs_done(self) -> float:
         """Epochs trained, with the fraction of the current one where its length is known."""

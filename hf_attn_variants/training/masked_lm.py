@@ -4,7 +4,7 @@ Letters: b examples, n tokens an example, m masked tokens of a batch, V tokens o
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_attn_variants.training.loop import Objective
@@ -23,7 +23,6 @@ from hf_attn_variants.training.trainable import named_attentions
 
 __all__ = [
     "GATE_COST",
-    "MaskedBlocks",
     "MaskedLMEvaluator",
     "MaskedLMPreparation",
     "attention_zeroed",
@@ -86,7 +85,7 @@ class MaskedLMPreparation:
         if missing:
             raise ValueError(f"the tokenizer has no {', '.join(missing)}: masked-LM pretraining needs one")
         self.length, self.probability, self.seed = length, probability, seed
-        self.num_special = 2
+        self.block_length, self.separator = length - 2, self.sep_id
         self.starts = word_starts(tokenizer) if whole_words else None
         self.special = np.zeros(len(tokenizer), dtype=bool)
         # Not `all_special_ids`: some tokenizers count punctuation among them.
@@ -97,7 +96,7 @@ class MaskedLMPreparation:
         """Masks a block.
 
         Args:
-            block: Token ids, at most n - 2.
+            block: Token ids, at most `block_length`: n - 2.
             key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
 
         Returns:
@@ -130,19 +129,6 @@ class MaskedLMPreparation:
         replaced = np.where(fate < MASKED_SHARE, self.mask_id, generator.choice(self.ordinary_ids, len(ids)))
         inputs = np.where(chosen & (fate < RANDOM_BOUND), replaced, ids)
         return inputs, np.where(chosen, ids, IGNORED)
-
-
-class MaskedBlocks(Dataset):
-    """Held-out blocks with masks that are the same at every evaluation, and in every run of one seed."""
-
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: MaskedLMPreparation):
-        self.blocks, self.prepare = blocks, prepare
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.prepare(self.blocks[index], (0, index))
 
 
 def masked_lm_objective(head: nn.Module) -> Objective:

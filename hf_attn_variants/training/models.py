@@ -86,7 +86,7 @@ def _broken_checkpoint_as_value_error(source: str) -> Iterator[None]:
 
 
 def load_config(args: argparse.Namespace) -> PreTrainedConfig:
-    """Reads a checkpoint's config and applies `--dropout_rate` (`args`: see `arguments.add_model_arguments`).
+    """Reads a checkpoint's config and applies `--dropout_rate` (`args`: see `arguments.add_shared_arguments`).
 
     Raises:
         OSError: There is none.

@@ -5,6 +5,7 @@ import math
 import re
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
@@ -12,7 +13,14 @@ from transformers.optimization import AdafactorSchedule
 
 from hf_attn_variants.modeling.variant_mixins import NO_WEIGHT_DECAY
 
-__all__ = ["create_optimizer", "create_scheduler", "no_decay_names", "parameter_groups", "warmup_steps"]
+__all__ = [
+    "create_optimizer",
+    "create_scheduler",
+    "no_decay_names",
+    "parameter_groups",
+    "prepare_training",
+    "warmup_steps",
+]
 
 NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
 NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
@@ -104,3 +112,38 @@ def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace,
         raise ValueError(
             f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}"
         ) from error
+
+
+def prepare_training(
+    args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, total_steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
+    """Makes the optimiser and the schedule, and has accelerate prepare them together with the model.
+
+    Args:
+        args: See `create_optimizer` and `create_scheduler`.
+        accelerator: The run's.
+        model: The model.
+        total_steps: Optimiser steps of the whole run.
+
+    Returns:
+        The three as `TrainingLoop` takes them.
+
+    Raises:
+        ValueError: The schedule's settings do not fit the run.
+    """
+    optimizer = create_optimizer(model, args)
+    scheduler = create_scheduler(optimizer, args, total_steps)
+    if accelerator.is_fsdp2:
+        _name_sharded_layers(accelerator, model)
+    return accelerator.prepare(model, optimizer, scheduler)
+
+
+def _name_sharded_layers(accelerator: Accelerator, model: nn.Module) -> None:
+    # accelerate shards the layers of `_no_split_modules`, and the input embeddings by themselves: torch refuses those
+    # where a layer that is already sharded holds them, as BertEmbeddings does.
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.transformer_cls_names_to_wrap is not None:
+        return
+    embeddings = model.get_input_embeddings()
+    holders = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
+    plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holders)

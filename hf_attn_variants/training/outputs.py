@@ -1,11 +1,13 @@
-"""What a finished run leaves: the model, its predictions, a push to the Hub."""
+"""What a finished run leaves: results and curves, the model, its predictions, a push to the Hub."""
 
 import argparse
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from huggingface_hub import HfApi
@@ -15,8 +17,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.training.checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
+from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
-__all__ = ["check_hub_access", "push_folder", "remove_earlier_run", "save_model", "save_predictions"]
+__all__ = [
+    "check_hub_access",
+    "publish_results",
+    "push_folder",
+    "remove_earlier_run",
+    "save_model",
+    "save_predictions",
+]
 
 RESULTS_FILE = "all_results.json"
 CURVES_FILE = "training_curves.png"
@@ -55,7 +65,8 @@ def save_model(
         temporary = Path(output_dir) / ".tmp-model"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            accelerator.unwrap_model(model).save_pretrained(temporary, state_dict=weights)
+            with _as_own_class(accelerator.unwrap_model(model)) as unwrapped:
+                unwrapped.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
         except Exception as error:  # safetensors has its own error for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
@@ -65,6 +76,19 @@ def save_model(
             os.replace(path, Path(output_dir) / path.name)
         temporary.rmdir()
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _as_own_class(model: nn.Module) -> Iterator[nn.Module]:
+    from torch.distributed.fsdp import FSDPModule
+
+    # FSDP2 makes a class for a model it shards, and what would be saved as the model's code is torch's.
+    sharded = type(model)
+    model.__class__ = next(found for found in sharded.__mro__ if not issubclass(found, FSDPModule))
+    try:
+        yield model
+    finally:
+        model.__class__ = sharded
 
 
 def save_predictions(path: str | Path, indices: Iterable[str], predictions: Iterable[str]) -> None:
@@ -92,6 +116,27 @@ def check_hub_access(args: argparse.Namespace) -> None:
             f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
             "run `hf auth login` or give --hub_token"
         ) from error
+
+
+def publish_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:
+    """Writes `all_results.json` and `training_curves.png`, and pushes the folder where that was asked for.
+
+    Called on the main process, when model and predictions are in the output folder.
+
+    Args:
+        args: Of `arguments.add_shared_arguments`.
+        results: What `all_results.json` begins with.
+        metrics: Names of the dev metrics to draw, without "eval_".
+        title: Above the curves; the seed is added.
+
+    Raises:
+        ValueError, OSError: A file could not be written, or the folder not be pushed.
+    """
+    folder = Path(args.output_dir)
+    save_results(folder / RESULTS_FILE, results, args)
+    plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {args.seed}")
+    if args.push_to_hub:
+        print(f"pushed to {push_folder(args)}")
 
 
 def push_folder(args: argparse.Namespace) -> str:

@@ -9,18 +9,16 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset
-from torch import nn
-from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import LOG_FILE, find_checkpoint
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
-from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
+from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
 from hf_attn_variants.training.glue import TASKS, GlueTask, format_prediction, get_task
 from hf_attn_variants.training.glue_data import GlueSplit, hash_rows, load_ax, load_glue, tokenize_split
-from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
 from hf_attn_variants.training.models import (
     LabelMap,
     check_max_length,
@@ -29,9 +27,8 @@ from hf_attn_variants.training.models import (
     load_config,
     load_tokenizer,
 )
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
-from hf_attn_variants.training.session import open_accelerator, start_trackers
-from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+from hf_attn_variants.training.optimization import prepare_training
+from hf_attn_variants.training.session import open_session, start_run
 
 __all__ = ["main", "parse_args"]
 
@@ -67,11 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     task.add_argument(
         "--skip_predict", action="store_true", help="Do not predict the test split (and AX, after MNLI)."
     )
-    arguments.add_model_arguments(parser)
-    arguments.add_data_arguments(parser)
-    arguments.add_training_arguments(parser)
-    arguments.add_output_arguments(parser)
-    arguments.add_hub_arguments(parser)
+    arguments.add_shared_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -93,11 +86,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     arguments.check_arguments(args)
     task = get_task(args.task_name)
     _check_metric(args, task)
-    if args.resume_from_checkpoint:
-        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    arguments.prepare_output_dir(args, write=False)
-    outputs.check_hub_access(args)
-    with open_accelerator(args) as accelerator:
+    with open_session(args) as accelerator:
         return _run(args, task, accelerator)
 
 
@@ -121,19 +110,19 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     model, label_map = load_classifier(args, config, task.labels)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=args.pad_to_multiple_of)
-    train_loader, sampler = _train_loader(args, accelerator, splits["train"], tokenizer, collate, label_map)
+    train = _training_rows(args, accelerator, splits["train"], tokenizer, label_map)
+    train_loader, sampler = prepare_train_dataloader(
+        args, accelerator, train.remove_columns("length"), collate, lengths=lambda: train["length"]
+    )
     eval_sets = [
         _eval_set(args, accelerator, task, splits[name], tokenizer, collate)
         for name in task.eval_splits
         if name in splits
     ]
-    train_loader = accelerator.prepare(train_loader)
     total_steps = total_training_steps(
         len(train_loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
     )
-    optimizer = create_optimizer(model, args)
-    scheduler = create_scheduler(optimizer, args, total_steps)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
     evaluator = GlueEvaluator(accelerator, model, eval_sets, label_map, args.disable_tqdm)
     settings = _loop_settings(args, task, total_steps, splits["train"])
     loop = TrainingLoop(
@@ -147,14 +136,11 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
-    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
-        outputs.remove_earlier_run(args.output_dir)
-    accelerator.wait_for_everyone()
-    start_trackers(args, accelerator)
+    start_run(args, accelerator)
     state = loop.run()
     if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
         evaluator()
-    results = _results(args, model, evaluator, loop, len(splits["train"]))
+    results = _results(args, evaluator, loop, len(splits["train"]))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     test_sets = [_eval_set(args, accelerator, test_task, split, tokenizer, collate) for test_task, split in tests]
     _write_predictions(args, accelerator, evaluator, test_sets)
@@ -183,19 +169,15 @@ def _load_splits(
 
 
 def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, train: GlueSplit) -> LoopSettings:
-    metric = (args.metric_for_best_model or task.main_metric).removeprefix("eval_")
     return LoopSettings.from_args(
         args,
-        total_steps=total_steps,
-        metric_for_best_model=metric,
-        greater_is_better=not metric.startswith("loss"),
-        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
-        fingerprint={
+        total_steps,
+        default_metric=task.main_metric,
+        greater_is_better=lambda metric: not metric.startswith("loss"),
+        data={
             "task_name": task.name,
             "training examples": len(train),
             "hash of the training data": hash_rows(train),
-            **arguments.resume_fingerprint(args),
-            "warm-up steps": warmup_steps(args, total_steps),
         },
     )
 
@@ -207,25 +189,17 @@ def _tokenize(
         return tokenize_split(split, tokenizer, max_length)
 
 
-def _train_loader(
+def _training_rows(
     args: argparse.Namespace,
     accelerator: Accelerator,
     split: GlueSplit,
     tokenizer: PreTrainedTokenizerBase,
-    collate: DataCollatorWithPadding,
     label_map: LabelMap,
-) -> tuple[DataLoader, EpochSampler]:
+) -> Dataset:
     data = _tokenize(accelerator, split, tokenizer, args.max_length)
     if label_map.to_task != tuple(sorted(label_map.to_task)):
         data = data.map(lambda row: {"label": label_map.to_model[row["label"]]})
-    batch_size = args.per_device_train_batch_size
-    sampler = EpochSampler(
-        len(data), args.seed, data["length"] if args.group_by_length else None, batch_size * accelerator.num_processes
-    )
-    loader = create_train_dataloader(
-        data.remove_columns("length"), sampler, batch_size, collate, args.seed, args.dataloader_num_workers
-    )
-    return loader, sampler
+    return data
 
 
 def _eval_set(
@@ -251,23 +225,15 @@ def _eval_set(
 
 
 def _results(
-    args: argparse.Namespace, model: nn.Module, evaluator: GlueEvaluator, loop: TrainingLoop, train_samples: int
+    args: argparse.Namespace, evaluator: GlueEvaluator, loop: TrainingLoop, train_samples: int
 ) -> dict[str, Any]:
-    state = loop.state
     eval_rows = sum(len(eval_set.split) for eval_set in evaluator.sets)
     return {
         **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
         "eval_samples": eval_rows,
         "eval_runtime": round(evaluator.seconds, 3),
         "eval_samples_per_second": round(eval_rows / max(evaluator.seconds, 1e-9), 2),
-        "train_loss": state.loss_total / state.step if state.step else None,
-        "epoch": round(loop.epochs_done(), 4),
-        "steps": state.step,
-        "train_samples": train_samples,
-        "train_runtime": round(state.train_seconds, 3),
-        "train_samples_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
-        "best_step": state.best_step,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **loop.results(train_samples),
         "task_name": get_task(args.task_name).name,
         "seed": args.seed,
     }
@@ -288,20 +254,11 @@ def _write_predictions(
 
 
 def _write_outputs(args: argparse.Namespace, task: GlueTask, results: dict[str, Any]) -> None:
-    folder = Path(args.output_dir)
-    save_results(folder / outputs.RESULTS_FILE, results, args)
     names = [key.removeprefix("eval_") for key in results if key.startswith("eval_")]
     shown = [name for name in names if name.removesuffix("_mm") in (*task.metrics, "combined_score")]
-    plot_curves(
-        read_log(folder / LOG_FILE),
-        shown,
-        folder / outputs.CURVES_FILE,
-        f"{task.folder}: {Path(args.model_name_or_path).name}, seed {args.seed}",
-    )
-    if args.push_to_hub:
-        print(f"pushed to {outputs.push_folder(args)}")
+    outputs.publish_results(args, results, shown, f"{task.folder}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(f"{name} {results[f'eval_{name}']:.4f}" for name in shown)
     print(
         f"{task.folder} dev ({results['eval_samples']} rows): {scores}; {results['steps']} steps in "
-        f"{results['train_runtime']:.0f} s; results in {folder}"
+        f"{results['train_runtime']:.0f} s; results in {args.output_dir}"
     )

@@ -9,15 +9,15 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, find_checkpoint
-from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
-from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
+from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
+from hf_attn_variants.training.optimization import prepare_training
 from hf_attn_variants.training.seq2seq import (
     Decoder,
     GenerationSet,
@@ -36,8 +36,7 @@ from hf_attn_variants.training.seq2seq_data import (
 )
 from hf_attn_variants.training.seq2seq_model import load_seq2seq_config, load_seq2seq_model
 from hf_attn_variants.training.seq2seq_tasks import load_task
-from hf_attn_variants.training.session import open_accelerator, start_trackers
-from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+from hf_attn_variants.training.session import open_session, start_run
 from hf_attn_variants.training.uptraining_data import Collator, TextRows, hash_texts, pair_collator
 
 __all__ = ["main", "parse_args"]
@@ -72,11 +71,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     arguments.check_arguments(args)
     check_seq2seq_arguments(args)
-    if args.resume_from_checkpoint:
-        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    arguments.prepare_output_dir(args, write=False)
-    outputs.check_hub_access(args)
-    with open_accelerator(args) as accelerator:
+    with open_session(args) as accelerator:
         return _run(args, accelerator)
 
 
@@ -94,13 +89,11 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     model = load_seq2seq_model(args, config)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
     rows = TextRows(data.splits["train"].pairs()) if "train" in data.splits else TextRows([])
-    loader, sampler = _train_loader(args, accelerator, rows, collate)
+    loader, sampler = prepare_train_dataloader(args, accelerator, rows, collate, rows.lengths)
     total_steps = total_training_steps(
         len(loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
     )
-    optimizer = create_optimizer(model, args)
-    scheduler = create_scheduler(optimizer, args, total_steps)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
     decoder = _decoder(args, accelerator, model, tokenizer)
     sets = {
         name: _generation_set(args, accelerator, data.splits[name], collate)
@@ -130,12 +123,9 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=lambda epoch: (sampler.start_epoch(epoch), rows.start_epoch(epoch)),
     )
-    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
-        outputs.remove_earlier_run(args.output_dir)
-    accelerator.wait_for_everyone()
-    start_trackers(args, accelerator)
+    start_run(args, accelerator)
     loop.run()
-    results = _train_results(args, model, loop, rows)
+    results = {**loop.results(len(rows)), "seed": args.seed}
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     results = {**_evaluate(args, accelerator, decoder, evaluator, sets, data), **results, **data.results}
     if accelerator.is_main_process:
@@ -166,18 +156,6 @@ def _check_metric(args: argparse.Namespace, data: Seq2SeqData) -> None:
             raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
 
 
-def _train_loader(
-    args: argparse.Namespace, accelerator: Accelerator, rows: TextRows, collate: Collator
-) -> tuple[DataLoader | list, EpochSampler]:
-    batch_size = args.per_device_train_batch_size
-    lengths = rows.lengths() if args.group_by_length else None
-    sampler = EpochSampler(max(len(rows), 1), args.seed, lengths, batch_size * accelerator.num_processes)
-    if not len(rows):
-        return [], sampler
-    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
-    return accelerator.prepare(loader), sampler
-
-
 def _generation_set(
     args: argparse.Namespace, accelerator: Accelerator, split: Seq2SeqSplit, collate: Collator
 ) -> GenerationSet:
@@ -205,38 +183,14 @@ def _decoder(
 
 
 def _loop_settings(args: argparse.Namespace, total_steps: int, rows: TextRows, data: Seq2SeqData) -> LoopSettings:
-    metric = (args.metric_for_best_model or ("loss" if args.eval_loss_only else data.main_metric)).removeprefix(
-        "eval_"
-    )
     return LoopSettings.from_args(
         args,
-        total_steps=total_steps,
-        metric_for_best_model=metric,
-        greater_is_better=metric != "loss",
-        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
-        fingerprint={
-            "training examples": len(rows),
-            "hash of the training data": hash_texts(rows.texts),
-            **{name: getattr(args, name) for name in RESUME_ARGUMENTS},
-            **arguments.resume_fingerprint(args),
-            "warm-up steps": warmup_steps(args, total_steps),
-        },
+        total_steps,
+        default_metric="loss" if args.eval_loss_only else data.main_metric,
+        greater_is_better=lambda metric: metric != "loss",
+        data={"training examples": len(rows), "hash of the training data": hash_texts(rows.texts)},
+        resume_arguments=RESUME_ARGUMENTS,
     )
-
-
-def _train_results(args: argparse.Namespace, model: nn.Module, loop: TrainingLoop, rows: TextRows) -> dict[str, Any]:
-    state = loop.state
-    return {
-        "train_loss": state.loss_total / state.step if state.step else None,
-        "epoch": round(loop.epochs_done(), 4),
-        "steps": state.step,
-        "train_samples": len(rows),
-        "train_runtime": round(state.train_seconds, 3),
-        "train_samples_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
-        "best_step": state.best_step,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seed": args.seed,
-    }
 
 
 def _evaluate(
@@ -281,21 +235,13 @@ def _write_predictions(
 
 
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
-    folder = Path(args.output_dir)
-    save_results(folder / outputs.RESULTS_FILE, results, args)
     name = Path(args.model_name_or_path).name if args.model_name_or_path else f"new {args.model_type}"
-    plot_curves(
-        read_log(folder / LOG_FILE),
-        [] if args.eval_loss_only else list(data.metric_names),
-        folder / outputs.CURVES_FILE,
-        f"text to text: {name}, seed {args.seed}",
-    )
-    if args.push_to_hub:
-        print(f"pushed to {outputs.push_folder(args)}")
+    metrics = [] if args.eval_loss_only else list(data.metric_names)
+    outputs.publish_results(args, results, metrics, f"text to text: {name}")
     for prefix, split in (("eval_", "dev"), ("test_", "test")):
         if f"{prefix}samples" in results:
             print(f"{split} ({results[f'{prefix}samples']} rows): {_scores(args, results, prefix, data)}")
-    print(f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {folder}")
+    print(f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {args.output_dir}")
 
 
 def _scores(args: argparse.Namespace, results: dict[str, Any], prefix: str, data: Seq2SeqData) -> str:

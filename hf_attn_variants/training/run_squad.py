@@ -8,8 +8,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForQuestionAnswering,
     PreTrainedConfig,
@@ -19,12 +17,13 @@ from transformers import (
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, find_checkpoint
-from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
-from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
 from hf_attn_variants.training.models import enable_gradient_checkpointing, load_config, load_model, load_tokenizer
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
-from hf_attn_variants.training.session import open_accelerator, start_trackers
+from hf_attn_variants.training.optimization import prepare_training
+from hf_attn_variants.training.session import open_session, start_run
 from hf_attn_variants.training.squad import QuestionSet, SpanSettings, SquadEvaluator, span_objective
 from hf_attn_variants.training.squad_arguments import check_squad_arguments, parse_args
 from hf_attn_variants.training.squad_data import (
@@ -42,7 +41,6 @@ from hf_attn_variants.training.squad_features import (
     window_collator,
 )
 from hf_attn_variants.training.squad_predictions import Prediction, nbest_entries
-from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
 __all__ = ["main", "parse_args"]
 
@@ -70,11 +68,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     arguments.check_arguments(args)
     check_squad_arguments(args)
-    if args.resume_from_checkpoint:
-        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    arguments.prepare_output_dir(args, write=False)
-    outputs.check_hub_access(args)
-    with open_accelerator(args) as accelerator:
+    with open_session(args) as accelerator:
         return _run(args, accelerator)
 
 
@@ -89,13 +83,12 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     collate = window_collator(tokenizer, args.pad_to_multiple_of)
     train = splits.get("train", [])
     train_windows = _windows(args, config, tokenizer, train, for_training=True)
-    loader, sampler = _train_loader(args, accelerator, train_windows, collate)
+    rows = WindowRows(train_windows)
+    loader, sampler = prepare_train_dataloader(args, accelerator, rows, collate, rows.lengths)
     total_steps = total_training_steps(
         len(loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
     )
-    optimizer = create_optimizer(model, args)
-    scheduler = create_scheduler(optimizer, args, total_steps)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
     sets = {
         name: _question_set(args, accelerator, name, splits[name], config, tokenizer, collate)
         for name in ("dev", "test")
@@ -116,14 +109,11 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
-    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
-        outputs.remove_earlier_run(args.output_dir)
-    accelerator.wait_for_everyone()
-    start_trackers(args, accelerator)
+    start_run(args, accelerator)
     state = loop.run()
     if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
         evaluator()
-    results = _results(args, model, evaluator, loop, len(train), len(train_windows))
+    results = _results(args, evaluator, loop, len(train), len(train_windows))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     found = {"dev": evaluator.predictions}
     if "test" in sets:
@@ -179,18 +169,6 @@ def _windows(
     )
 
 
-def _train_loader(
-    args: argparse.Namespace, accelerator: Accelerator, windows: list[Window], collate: Any
-) -> tuple[DataLoader | list, EpochSampler]:
-    rows, batch_size = WindowRows(windows), args.per_device_train_batch_size
-    lengths = rows.lengths() if args.group_by_length else None
-    sampler = EpochSampler(max(len(rows), 1), args.seed, lengths, batch_size * accelerator.num_processes)
-    if not len(rows):
-        return [], sampler
-    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
-    return accelerator.prepare(loader), sampler
-
-
 def _question_set(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -214,46 +192,26 @@ def _span_settings(args: argparse.Namespace) -> SpanSettings:
 
 
 def _loop_settings(args: argparse.Namespace, total_steps: int, train: list[Question]) -> LoopSettings:
-    metric = (args.metric_for_best_model or "f1").removeprefix("eval_")
     return LoopSettings.from_args(
         args,
-        total_steps=total_steps,
-        metric_for_best_model=metric,
-        greater_is_better=metric != "loss",
-        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
-        fingerprint={
-            "training examples": len(train),
-            "hash of the training data": hash_questions(train),
-            **{name: getattr(args, name) for name in RESUME_ARGUMENTS},
-            **arguments.resume_fingerprint(args),
-            "warm-up steps": warmup_steps(args, total_steps),
-        },
+        total_steps,
+        default_metric="f1",
+        greater_is_better=lambda metric: metric != "loss",
+        data={"training examples": len(train), "hash of the training data": hash_questions(train)},
+        resume_arguments=RESUME_ARGUMENTS,
     )
 
 
 def _results(
-    args: argparse.Namespace,
-    model: nn.Module,
-    evaluator: SquadEvaluator,
-    loop: TrainingLoop,
-    train_samples: int,
-    train_windows: int,
+    args: argparse.Namespace, evaluator: SquadEvaluator, loop: TrainingLoop, train_samples: int, train_windows: int
 ) -> dict[str, Any]:
-    state = loop.state
     return {
         **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
         "eval_samples": len(evaluator.data.questions),
         "eval_windows": len(evaluator.data.windows),
         "eval_runtime": round(evaluator.seconds, 3),
-        "train_loss": state.loss_total / state.step if state.step else None,
-        "epoch": round(loop.epochs_done(), 4),
-        "steps": state.step,
-        "train_samples": train_samples,
+        **loop.results(train_samples, unit="windows"),
         "train_windows": train_windows,
-        "train_runtime": round(state.train_seconds, 3),
-        "train_windows_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
-        "best_step": state.best_step,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seed": args.seed,
     }
 
@@ -272,20 +230,11 @@ def _write_predictions(args: argparse.Namespace, split: str, predictions: list[P
 
 
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    folder = Path(args.output_dir)
-    save_results(folder / outputs.RESULTS_FILE, results, args)
     shown = [name for name in SHOWN_METRICS if f"eval_{name}" in results]
     version = "SQuAD v2.0" if args.version_2_with_negative else "SQuAD v1.1"
-    plot_curves(
-        read_log(folder / LOG_FILE),
-        shown,
-        folder / outputs.CURVES_FILE,
-        f"{version}: {Path(args.model_name_or_path).name}, seed {args.seed}",
-    )
-    if args.push_to_hub:
-        print(f"pushed to {outputs.push_folder(args)}")
+    outputs.publish_results(args, results, shown, f"{version}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown)
     print(
         f"{version} dev ({results['eval_samples']} questions, {results['eval_windows']} windows): {scores}; "
-        f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {folder}"
+        f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {args.output_dir}"
     )

@@ -41,11 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_text_arguments(parser)
     _add_decoding_arguments(parser)
     add_scratch_arguments(parser)
-    arguments.add_model_arguments(parser, required=False)
-    arguments.add_data_arguments(parser)
-    arguments.add_training_arguments(parser)
-    arguments.add_output_arguments(parser)
-    arguments.add_hub_arguments(parser)
+    arguments.add_shared_arguments(parser, model_required=False)
     parser.set_defaults(learning_rate=3e-4)
     return parser.parse_args(argv)
 

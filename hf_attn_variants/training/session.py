@@ -1,4 +1,4 @@
-"""The accelerator of a script's run, and the trackers it logs to."""
+"""The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,18 +7,27 @@ from contextlib import contextmanager
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_attn_variants.training import arguments
+from hf_attn_variants.training import arguments, outputs
+from hf_attn_variants.training.checkpoints import find_checkpoint
 
-__all__ = ["open_accelerator", "start_trackers"]
+__all__ = ["open_session", "start_run"]
 
 
 @contextmanager
-def open_accelerator(args: argparse.Namespace) -> Iterator[Accelerator]:
+def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
     """Makes the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
 
     Args:
-        args: Of `arguments.add_training_arguments` and `add_output_arguments`.
+        args: Of `arguments.add_shared_arguments`, checked.
+
+    Raises:
+        ValueError, OSError: The checkpoint to resume from is not there, the output folder is not free or cannot be
+            written to, or the Hub would not take the result.
     """
+    if args.resume_from_checkpoint:
+        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    arguments.prepare_output_dir(args, write=False)
+    outputs.check_hub_access(args)
     accelerator = Accelerator(
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
@@ -39,8 +48,15 @@ def open_accelerator(args: argparse.Namespace) -> Iterator[Accelerator]:
         GradientState._reset_state()
 
 
-def start_trackers(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Starts the trackers of `--with_tracking` with the run's arguments, its Hub token left out."""
+def start_run(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
+
+    Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
+    nothing. The trackers get the run's arguments, its Hub token left out.
+    """
+    if args.overwrite_output_dir and accelerator.is_main_process:
+        outputs.remove_earlier_run(args.output_dir)
+    accelerator.wait_for_everyone()
     if args.with_tracking:
         values = {
             k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"

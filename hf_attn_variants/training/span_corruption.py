@@ -5,7 +5,7 @@ examples, n input tokens, t target tokens.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.training.masked_lm import attention_zeroed, gate_results
@@ -22,7 +22,6 @@ from hf_attn_variants.training.tracking import progress_bar
 from hf_attn_variants.training.uptraining_data import IGNORED_LABEL
 
 __all__ = [
-    "CorruptedBlocks",
     "SpanCorruption",
     "SpanCorruptionEvaluator",
     "block_length",
@@ -110,6 +109,7 @@ class SpanCorruption:
         self.eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         if self.eos_id is None or self.pad_id is None:
             raise ValueError("the tokenizer has no end or no padding token: span corruption needs both")
+        self.separator = self.eos_id
         self.density, self.mean_span, self.seed = density, mean_span, seed
         self.block_length = block_length(max_length, density, mean_span)
         self.input_length, self.target_length = corrupted_lengths(self.block_length, density, mean_span)
@@ -170,19 +170,6 @@ class SpanCorruption:
 
 def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
-
-
-class CorruptedBlocks(Dataset):
-    """Held-out blocks with spans that are the same at every evaluation, and in every run of one seed."""
-
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: SpanCorruption):
-        self.blocks, self.prepare = blocks, prepare
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.prepare(self.blocks[index], (0, index))
 
 
 class SpanCorruptionEvaluator:

@@ -54,11 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     task.add_argument("--n_best_size", type=int, default=20, help="Answers in the n-best file (default: %(default)s).")
     task.add_argument("--max_answer_length", type=int, default=30, help="Tokens of an answer (default: %(default)s).")
-    arguments.add_model_arguments(parser)
-    arguments.add_data_arguments(parser)
-    arguments.add_training_arguments(parser)
-    arguments.add_output_arguments(parser)
-    arguments.add_hub_arguments(parser)
+    arguments.add_shared_arguments(parser)
     parser.set_defaults(max_length=384)
     return parser.parse_args(argv)
 

@@ -11,7 +11,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -23,11 +22,11 @@ from transformers import (
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.conversion.source import copy_side_files, resolve_source, side_files
 from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import LOG_FILE, find_checkpoint
-from hf_attn_variants.training.data import EpochSampler, create_eval_dataloader, create_train_dataloader
+from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
 from hf_attn_variants.training.distillation import Teacher, check_teacher
 from hf_attn_variants.training.errors import NonFiniteLossError
-from hf_attn_variants.training.loop import LoopSettings, TrainingLoop, total_training_steps
+from hf_attn_variants.training.loop import TrainingLoop
+from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
 from hf_attn_variants.training.models import (
     DROPOUT_FIELDS,
     check_max_length,
@@ -38,9 +37,9 @@ from hf_attn_variants.training.models import (
     resolve_architecture,
     set_dropout,
 )
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, warmup_steps
-from hf_attn_variants.training.session import open_accelerator, start_trackers
-from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
+from hf_attn_variants.training.optimization import prepare_training
+from hf_attn_variants.training.session import open_session, start_run
+from hf_attn_variants.training.tracking import read_log
 from hf_attn_variants.training.trainable import add_lora, freeze_unused, merge_lora, select_trainable
 from hf_attn_variants.training.uptraining_arguments import (
     check_architecture,
@@ -79,11 +78,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     arguments.check_arguments(args)
     check_uptraining_arguments(args)
-    if args.resume_from_checkpoint:
-        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    arguments.prepare_output_dir(args, write=False)
-    outputs.check_hub_access(args)
-    with open_accelerator(args) as accelerator:
+    with open_session(args) as accelerator:
         return _run(args, accelerator)
 
 
@@ -106,11 +101,9 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     model.to(accelerator.device)
     _look_at_data(args, accelerator, model, objective, data)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
-    loader, sampler = _train_loader(args, accelerator, data)
+    loader, sampler = prepare_train_dataloader(args, accelerator, data.train, data.collate, data.train.lengths)
     total_steps = _total_steps(args, len(loader))
-    optimizer = create_optimizer(model, args)
-    scheduler = create_scheduler(optimizer, args, total_steps)
-    wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    wrapped, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
     evaluator = _evaluator(args, accelerator, wrapped, objective, data, tokenizer)
     settings = _loop_settings(args, total_steps, data, weights)
     loop = TrainingLoop(
@@ -124,10 +117,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=lambda epoch: (sampler.start_epoch(epoch), data.train.start_epoch(epoch)),
     )
-    if args.overwrite_output_dir and accelerator.is_main_process:  # only now: all that the new run needs was loaded
-        outputs.remove_earlier_run(args.output_dir)
-    accelerator.wait_for_everyone()
-    start_trackers(args, accelerator)
+    start_run(args, accelerator)
     if not args.resume_from_checkpoint:
         _evaluate_before(evaluator, loop)
     state = loop.run()
@@ -232,18 +222,6 @@ def _look_at_data(
         logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
 
 
-def _train_loader(
-    args: argparse.Namespace, accelerator: Accelerator, data: UptrainingData
-) -> tuple[DataLoader, EpochSampler]:
-    batch_size = args.per_device_train_batch_size
-    lengths = data.train.lengths() if args.group_by_length else None
-    sampler = EpochSampler(len(data.train), args.seed, lengths, batch_size * accelerator.num_processes)
-    loader = create_train_dataloader(
-        data.train, sampler, batch_size, data.collate, args.seed, args.dataloader_num_workers
-    )
-    return accelerator.prepare(loader), sampler
-
-
 def _total_steps(args: argparse.Namespace, batches_per_epoch: int) -> int:
     steps = args.max_train_steps
     if args.alpha is not None:
@@ -279,15 +257,13 @@ def _evaluator(
 def _loop_settings(
     args: argparse.Namespace, total_steps: int, data: UptrainingData, weights: TermWeights
 ) -> LoopSettings:
-    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
     return LoopSettings.from_args(
         args,
-        total_steps=total_steps,
+        total_steps,
+        default_metric="loss",
+        greater_is_better=lambda metric: metric in GREATER_IS_BETTER,
         eval_steps=args.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS)),
-        metric_for_best_model=metric,
-        greater_is_better=metric in GREATER_IS_BETTER,
-        keep_best=args.metric_for_best_model is not None or args.early_stopping_patience is not None,
-        fingerprint={
+        data={
             "objective": args.objective,
             "teacher": args.teacher,
             "weights of the terms": asdict(weights),
@@ -297,8 +273,6 @@ def _loop_settings(
             "source_prefix": args.source_prefix,
             "training examples": len(data.train),
             "hash of the training data": hash_texts(data.train.texts),
-            **arguments.resume_fingerprint(args),
-            "warm-up steps": warmup_steps(args, total_steps),
         },
     )
 
@@ -322,21 +296,13 @@ def _results(
     loop: TrainingLoop,
     data: UptrainingData,
 ) -> dict[str, Any]:
-    state = loop.state
     before = next((record for record in read_log(loop.log.path) if record["step"] == 0), {})
     return {
         **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
         **{f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")},
         "eval_samples": len(data.held_out),
         "eval_runtime": round(evaluator.seconds, 3),
-        "train_loss": state.loss_total / state.step if state.step else None,
-        "epoch": round(loop.epochs_done(), 4),
-        "steps": state.step,
-        "train_samples": len(data.train),
-        "train_runtime": round(state.train_seconds, 3),
-        "train_samples_per_second": round(state.examples / state.train_seconds, 2) if state.train_seconds else None,
-        "best_step": state.best_step,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **loop.results(len(data.train)),
         "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "objective": args.objective,
         "seed": args.seed,
@@ -357,23 +323,14 @@ def _copy_side_files(args: argparse.Namespace) -> None:
 
 
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    folder = Path(args.output_dir)
-    save_results(folder / outputs.RESULTS_FILE, results, args)
     names = [name for name in (*GREATER_IS_BETTER, *TERMS) if f"eval_{name}" in results]
     shown = [name for name in names if name in GREATER_IS_BETTER] or names
-    plot_curves(
-        read_log(folder / LOG_FILE),
-        shown,
-        folder / outputs.CURVES_FILE,
-        f"{args.objective}: {Path(args.model_name_or_path).name}, seed {args.seed}",
-    )
-    if args.push_to_hub:
-        print(f"pushed to {outputs.push_folder(args)}")
+    outputs.publish_results(args, results, shown, f"{args.objective}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(
         f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
         for name in ("loss", *shown)
     )
     print(
         f"{args.objective} on {results['eval_samples']} held-out rows: {scores}; {results['steps']} steps in "
-        f"{results['train_runtime']:.0f} s; results in {folder}"
+        f"{results['train_runtime']:.0f} s; results in {args.output_dir}"
     )

@@ -43,11 +43,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_objective_arguments(parser)
     _add_text_arguments(parser)
-    arguments.add_model_arguments(parser)
-    arguments.add_data_arguments(parser)
-    arguments.add_training_arguments(parser)
-    arguments.add_output_arguments(parser)
-    arguments.add_hub_arguments(parser)
+    arguments.add_shared_arguments(parser)
     parser.set_defaults(max_length=64, learning_rate=1e-3, num_train_epochs=None, warmup_ratio=None)
     args = parser.parse_args(argv)
     if args.warmup_ratio is None:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_attn_variants.training.checkpoints import list_checkpoints
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError, run_script
-from hf_attn_variants.training.loop import LoopSettings, Objective, TrainingLoop, total_training_steps
+from hf_attn_variants.training.loop import Objective, TrainingLoop
+from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
 
 # Token-like objective: each row has `mask` items, so batches of equal rows weigh differently.
 OBJECTIVE = Objective(

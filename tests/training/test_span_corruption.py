@@ -6,8 +6,8 @@ import torch
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoTokenizer
 
+from hf_attn_variants.training.pretraining import PreparedBlocks
 from hf_attn_variants.training.span_corruption import (
-    CorruptedBlocks,
     SpanCorruption,
     block_length,
     corrupted_lengths,
@@ -80,7 +80,7 @@ def test_inputs_and_targets_together_are_the_text(tokenizer):
 def test_examples_are_a_function_of_seed_and_key_and_short_blocks_are_padded(tokenizer):
     prepare, other = SpanCorruption(tokenizer, 32, seed=3), SpanCorruption(tokenizer, 32, seed=4)
     words = np.arange(20, 20 + prepare.block_length)
-    same = CorruptedBlocks([words], prepare)[0], prepare(words, (0, 0))
+    same = PreparedBlocks([words], prepare)[0], prepare(words, (0, 0))
     assert all(np.array_equal(same[0][key], same[1][key]) for key in same[0])
     for changed in (prepare(words, (1, 0)), prepare(words, (0, 1)), other(words, (0, 0))):
         assert not np.array_equal(changed["input_ids"], same[0]["input_ids"])
