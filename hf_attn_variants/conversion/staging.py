@@ -70,15 +70,26 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
         if exists:
             _move_up(stage, output_dir)
         else:
-            if output_dir.is_dir():
-                output_dir.rmdir()  # only an empty one: what came in the meantime is not lost
-            os.rename(stage, output_dir)
+            _take_its_place(stage, output_dir)
     except BaseException:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
         for folder in created:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+        raise
+
+
+def _take_its_place(stage: Path, folder: Path) -> None:
+    try:
+        if folder.is_dir():
+            folder.rmdir()  # only an empty one: what came in the meantime is not lost
+        os.rename(stage, folder)
+    except OSError as error:
+        if folder.exists():
+            raise FileExistsError(
+                f"another process made {str(folder)!r} in the meantime; give a new folder."
+            ) from error
         raise
 
 
