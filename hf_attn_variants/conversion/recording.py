@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,10 +116,16 @@ def recorded_inputs(
         try:
             for batch in tqdm(batches, desc=description, unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                model.base_model(**recorder.batch)
+                with suppress(_AllRecorded):
+                    model.base_model(**recorder.batch)
+                recorder.end_batch()
         finally:
             model.set_attn_implementation(implementation)
     return recorder.calls
+
+
+class _AllRecorded(Exception):
+    """Ends a forward pass that has nothing left to record."""
 
 
 class _Recorder:
@@ -127,6 +133,8 @@ class _Recorder:
 
     def __init__(self, model: PreTrainedModel, paths: Sequence[str]):
         self.batch: dict[str, torch.Tensor] = {}
+        self._calls_in_batch = 0
+        self._calls_expected: int | None = None  # as many as in the first batch
         self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
         # By the submodule that calls the attention function: path, site, and the linear maps of queries and keys.
         self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
@@ -149,6 +157,10 @@ class _Recorder:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def end_batch(self) -> None:
+        """Note how many calls a batch has."""
+        self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
 
     def _note_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._inputs[module] = args[0]
@@ -173,6 +185,9 @@ class _Recorder:
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
             bias = None if position_bias is None else position_bias[:1]
             self.calls[path].append(AttentionInputs(states, memory, attention_mask, bias, valid, factor, causal))
+            self._calls_in_batch += 1
+            if self._calls_in_batch == self._calls_expected:
+                raise _AllRecorded
         return eager_attention_forward(
             module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs
         )

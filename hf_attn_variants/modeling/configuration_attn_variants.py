@@ -22,6 +22,8 @@ TALKING_HEADS = (None, "logits", "weights", "both")
 TALKING_HEADS_INITS = ("identity", "random")
 # Each dynamic projection with the static projection that it is added to.
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
+# Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
+MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 10**6
 
 
 @dataclass(kw_only=True)
@@ -47,6 +49,8 @@ class AttnVariantConfigMixin:
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
     modeling_file: ClassVar[str] = ""
     auto_classes: ClassVar[dict[str, str]] = {}
+    layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
+    size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
 
     num_key_value_heads: int | None = None
     talking_heads: str | None = None
@@ -58,7 +62,13 @@ class AttnVariantConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own.
         kwargs.pop("model_type", None)
-        super().__post_init__(**kwargs)
+        if kwargs.get("num_labels") is not None:
+            _check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
+        try:
+            super().__post_init__(**kwargs)
+        except (AttributeError, LookupError, OverflowError, TypeError) as error:
+            # Upstream does not look at a value before it uses it.
+            raise ValueError(f"the configuration is wrong: {type(error).__name__}: {error}") from error
         self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 
@@ -68,6 +78,10 @@ class AttnVariantConfigMixin:
         Raises:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
+        for field in self.layer_fields:
+            _check_size(field, getattr(self, field), 0, MAX_LAYERS)
+        for field in self.size_fields:
+            _check_size(field, getattr(self, field), 1)
         heads = _checked_count("num_attention_heads", self.num_attention_heads)
         self._check_hidden_size(heads)
         for field in self.kv_heads_fields():
@@ -230,6 +244,8 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
     modeling_file = "modeling_attn_variant_albert"
+    layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
+    size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
     auto_classes = {
         "AutoModel": "AttnVariantAlbertModel",
         "AutoModelForMaskedLM": "AttnVariantAlbertForMaskedLM",
@@ -255,6 +271,8 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
+    layer_fields = ("num_layers", "num_decoder_layers")
+    size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
@@ -304,7 +322,15 @@ def _checked_count(field: str, value: int | None, default: int | None = None) ->
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
+    if value > MAX_HEADS:
+        raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
     return value
+
+
+def _check_size(field: str, value: int, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
+        raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
 
 
 def _check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:

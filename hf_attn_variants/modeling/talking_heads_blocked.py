@@ -20,7 +20,8 @@ from torch import Tensor
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
-FEWEST_ROWS = 64  # with fewer, the matrix products read keys and values more than they compute
+FEWEST_ROWS = 32  # with fewer, the matrix products read keys and values more than they compute
+ENOUGH_ROWS = 64  # where twice as many as fit into the cache are no more than this, they pay
 MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
 
 
@@ -106,7 +107,7 @@ class _Call:
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
         fitting = max(1, elements // (max(self.heads_in, self.heads, self.heads_out) * memory))
         size = min(batches, max(1, fitting // length) * self.threads)
-        rows = min(length, max(FEWEST_ROWS, fitting))
+        rows = min(length, max(FEWEST_ROWS, fitting, min(ENOUGH_ROWS, 2 * fitting)))
         rows = -(-length // -(-length // rows))  # even blocks
         number = 0
         for batch in range(0, batches, size):
@@ -287,8 +288,11 @@ def backward(
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
     d_logits_proj *= scaling
-    if call.parts > 1:
-        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
+    parts = call.parts
+    del call  # its buffers and copies
+    if parts > 1:
+        d_key = d_key.sum(0, keepdim=True)
+        d_value = d_value.sum(0, keepdim=True)
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
