@@ -347,7 +347,7 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index["weight_map"]
         files = list(dict.fromkeys(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not an index of shards ({type(error).__name__}: {error}).") from error
     for file in files:
         # A path in an index would let a checkpoint read, and its conversion write, outside its folder.
@@ -386,7 +386,7 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         }
         entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
         data_end = _checked_data_end(entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} has a corrupt header ({type(error).__name__}: {error}); download it again."
         ) from error

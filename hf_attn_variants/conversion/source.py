@@ -71,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
@@ -147,7 +147,7 @@ def _module_folders(folder: Path) -> set[str]:
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
         return {Path(module["path"]).as_posix() for module in modules if module["path"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

@@ -23,7 +23,7 @@ TALKING_HEADS_INITS = ("identity", "random")
 # Each dynamic projection with the static projection that it is added to.
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
-MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 10**6
+MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,8 @@ class AttnVariantConfigMixin:
             super().__post_init__(**kwargs)
         except (AttributeError, LookupError, OverflowError, TypeError) as error:
             # Upstream does not look at a value before it uses it.
-            raise ValueError(f"the configuration is wrong: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
         self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 

@@ -35,6 +35,15 @@ BAD_FIELDS = [
     ({"talking_heads_dynamic": ["x2l"]}, "talking_heads=None does not have"),
 ]
 
+# Fields of upstream's, which checks types at most.
+BAD_SIZES = [
+    ({"num_attention_heads": 2**16 + 1}, "`num_attention_heads` must be a whole number of heads, at most 65536"),
+    ({"num_hidden_layers": -1}, "must be a whole number, at least 0, at most 10000; got -1"),
+    ({"vocab_size": 0}, "`vocab_size` must be a whole number, at least 1; got 0"),
+    ({"num_labels": 10**9}, "`num_labels` must be a whole number, at least 0, at most 65536; got 1000000000"),
+    ({"id2label": 3}, "a field of the configuration has a value of the wrong kind"),
+]
+
 
 @ALL
 @pytest.mark.parametrize("fields, message", BAD_FIELDS, ids=lambda value: str(value)[:60])
@@ -50,6 +59,14 @@ def test_a_bad_value_given_while_loading_is_the_same_error(architecture, fields,
     architecture.upstream_config_class(**architecture.tiny).save_pretrained(tmp_path)
     with pytest.raises(ValueError) as error:
         architecture.config_class.from_pretrained(tmp_path, **fields)
+    assert message in str(error.value)
+
+
+@ALL
+@pytest.mark.parametrize("fields, message", BAD_SIZES, ids=str)
+def test_a_size_that_no_model_has_is_a_clear_error(architecture, fields, message):
+    with pytest.raises(ValueError) as error:
+        architecture.config_class(**(architecture.tiny | fields))
     assert message in str(error.value)
 
 
