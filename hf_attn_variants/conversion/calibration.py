@@ -23,7 +23,7 @@ __all__ = ["Calibration", "calibrate", "method_to_calibrate", "read_lines"]
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
-MAX_RECORDED_BYTES = 2 * 2**30
+MAX_RECORDED_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)
