@@ -11,8 +11,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, load_model
+from torch import nn
 
-__all__ = ["TrainState", "atomic_write", "find_checkpoint", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "TrainState",
+    "atomic_write",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 # Tied weights are saved once and tied again when they are loaded: accelerate's warning at each save says no more.
@@ -249,3 +259,19 @@ def load_checkpoint(
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this model: {error}") from error
     return state
+
+
+def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
+    """Gives a prepared model the weights of a safetensors file, each process its share. Called on every process."""
+    if not accelerator.is_fsdp2:
+        load_model(accelerator.unwrap_model(model), str(path))
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    held = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in load_file(path).items():  # of tied weights it has one
+            target, tensor = held[name], tensor.to(held[name].device)
+            if isinstance(target, DTensor):
+                tensor = distribute_tensor(tensor, target.device_mesh, target.placements)
+            target.copy_(tensor)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import save
-from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from hf_attn_variants.training.checkpoints import (
@@ -22,6 +21,7 @@ from hf_attn_variants.training.checkpoints import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
+    load_weights,
     save_checkpoint,
 )
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
@@ -151,7 +151,7 @@ class TrainingLoop:
         if state.window_steps:
             self._log_window()
         if settings.keep_best and state.best_step is not None:
-            load_model(self.accelerator.unwrap_model(self.model), str(Path(settings.output_dir) / BEST_MODEL_FILE))
+            load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
     def _run_epoch(self, bar: Any) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "no_decay_names",
     "parameter_groups",
     "prepare_training",
+    "sharded_layer_names",
     "warmup_steps",
 ]
 
@@ -134,16 +135,29 @@ def prepare_training(
     optimizer = create_optimizer(model, args)
     scheduler = create_scheduler(optimizer, args, total_steps)
     if accelerator.is_fsdp2:
-        _name_sharded_layers(accelerator, model)
+        _unite_tied_embeddings(model)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.transformer_cls_names_to_wrap is None:
+            plugin.transformer_cls_names_to_wrap = sorted(sharded_layer_names(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
-def _name_sharded_layers(accelerator: Accelerator, model: nn.Module) -> None:
-    # accelerate shards the layers of `_no_split_modules`, and the input embeddings by themselves: torch refuses those
-    # where a layer that is already sharded holds them, as BertEmbeddings does.
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.transformer_cls_names_to_wrap is not None:
-        return
+def _unite_tied_embeddings(model: nn.Module) -> None:
+    # torch shards a parameter in one group only: T5's three embeddings of one weight become one module.
+    embeddings = model.get_input_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is type(embeddings) and child.weight is embeddings.weight:
+                setattr(parent, name, embeddings)
+
+
+def sharded_layer_names(model: nn.Module) -> set[str]:
+    """Names the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
+    hold the input embeddings.
+
+    accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,
+    as BertEmbeddings would be.
+    """
     embeddings = model.get_input_embeddings()
     holders = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
-    plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holders)
+    return set(model._no_split_modules or ()) - holders

@@ -62,6 +62,9 @@ def save_model(
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
+        if accelerator.is_fsdp2:  # gathered, tied weights are tensors of their own
+            own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            weights = {name: tensor for name, tensor in weights.items() if name in own}
         temporary = Path(output_dir) / ".tmp-model"
         shutil.rmtree(temporary, ignore_errors=True)
         try:

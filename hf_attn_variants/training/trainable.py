@@ -30,7 +30,8 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
     Raises:
         ValueError: The architecture is none of this package's.
     """
-    sites = variant_model_class(type(model).__name__).attention_sites
+    # FSDP2 makes a class of this prefix for a model it shards.
+    sites = variant_model_class(type(model).__name__.removeprefix("FSDP")).attention_sites
     for path, module in model.base_model.named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):

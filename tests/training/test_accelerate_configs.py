@@ -1,0 +1,179 @@
+"""The configs of `accelerate_configs/`: accelerate reads them, and what they ask for trains like one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from fixtures.uptraining import make_t5, make_text
+from safetensors.torch import load_file
+
+import hf_attn_variants
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training import uptrain
+from hf_attn_variants.training.optimization import sharded_layer_names
+from hf_attn_variants.training.run_glue import main, parse_args
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "accelerate_configs"
+TYPES = {
+    "cpu": DistributedType.MULTI_GPU,
+    "single_gpu": DistributedType.NO,
+    "multi_gpu_ddp": DistributedType.MULTI_GPU,
+    "fsdp2": DistributedType.FSDP,
+    "deepspeed_zero2": DistributedType.DEEPSPEED,
+}
+
+
+def test_there_is_a_test_for_each_config():
+    assert {path.stem for path in CONFIGS.iterdir()} == TYPES.keys()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_accelerate_knows_every_key(name):
+    path = str(CONFIGS / f"{name}.yaml")
+    assert load_config_from_file(path).distributed_type == TYPES[name]  # raises for a key that it does not know
+    # Keys below fsdp_config and deepspeed_config it takes as they are: they must be options of its launcher.
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    settings = yaml.safe_load(Path(path).read_text())
+    for section in ("fsdp_config", "deepspeed_config"):
+        assert settings.get(section, {}).keys() <= known.keys()
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", path, "script.py"]))
+    assert args.use_fsdp == (name == "fsdp2") and args.use_deepspeed == (name == "deepspeed_zero2")
+    assert args.use_cpu == (name == "cpu") and args.mixed_precision == ("no" if name == "cpu" else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "layers"),
+    [
+        ("BertForSequenceClassification", {"num_hidden_layers": 1, "intermediate_size": 16}, {"BertLayer"}),
+        ("AlbertForSequenceClassification", {"num_hidden_layers": 1, "intermediate_size": 16}, set()),
+        ("T5ForConditionalGeneration", {"num_layers": 1, "d_ff": 16}, {"T5Block"}),
+    ],
+)
+def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
+    # Without fsdp_transformer_layer_cls_to_wrap they are those of `_no_split_modules`; ALBERT names none, since its
+    # layers share one set of weights, and is sharded as a whole.
+    model_class = getattr(hf_attn_variants, f"AttnVariant{name}")
+    model = model_class(model_class.config_class(vocab_size=50, **sizes))
+    assert sharded_layer_names(model) == layers
+    assert layers <= set(model._no_split_modules) and layers <= {type(module).__name__ for module in model.modules()}
+
+
+# accelerate turns FSDP off where it sees no accelerator: the processes are told that they have one.
+FSDP_ON_CPU = """
+import importlib, sys
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
+torch.set_num_threads(1)
+script = importlib.import_module(f"hf_attn_variants.training.{sys.argv[1]}")
+script.main(script.parse_args(sys.argv[2:]))
+"""
+
+
+def launch(config, script, *argv, **environment):
+    launcher = ["--config_file", CONFIGS / config, "--num_processes", 2, "--main_process_port", 0]
+    launcher += ["--mixed_precision", "no"]  # this CPU may have no bfloat16 instructions
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, script, *argv]
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def launch_fsdp(tmp_path):
+    (tmp_path / "fsdp_on_cpu.py").write_text(FSDP_ON_CPU)
+    return lambda *argv: launch("fsdp2.yaml", tmp_path / "fsdp_on_cpu.py", *argv, ACCELERATE_TORCH_DEVICE="cpu")
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def weights_are_close(one, other):
+    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert found.keys() == expected.keys()
+    return all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+
+
+def glue_flags(model, glue, out, batch_size, *more):
+    return [
+        "--model_name_or_path", model, "--task_name", "stsb", "--data_dir", glue / "STS-B", "--output_dir", out,
+        "--max_length", 48, "--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", 2,
+        "--max_train_steps", 6, "--dropout_rate", 0, "--logging_steps", 1, "--checkpointing_steps", 4,
+        "--skip_predict", "--disable_tqdm", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def variant(tiny_bert):
+    convert_checkpoint(tiny_bert, tiny_bert.parent / "variant", 2, talking_heads="both")
+    return tiny_bert.parent / "variant"
+
+
+@pytest.fixture(scope="module")
+def one_process(variant, glue, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "out"
+    main(parse_args([str(flag) for flag in glue_flags(variant, glue, out, 4, "--cpu")]))
+    return out
+
+
+def test_two_processes_on_cpus_train_like_one(variant, glue, one_process, tmp_path):
+    launch("cpu.yaml", ROOT / "scripts/run_glue.py", *glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
+    assert (tmp_path / "two/checkpoint-4/random_states_1.pkl").is_file()
+    assert len(losses(one_process)) == 6
+    assert losses(tmp_path / "two") == pytest.approx(losses(one_process), rel=1e-4)
+    assert weights_are_close(tmp_path / "two", one_process)
+
+
+def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glue, one_process, launch_fsdp, tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    launch_fsdp("run_glue", *glue_flags(variant, glue, whole, 2))
+    assert (whole / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share
+    assert losses(whole) == pytest.approx(losses(one_process), rel=1e-4)
+    assert weights_are_close(whole, one_process)
+    code = {path.name for path in one_process.glob("*.py")}
+    assert "modeling_attn_variant_bert.py" in code and {path.name for path in whole.glob("*.py")} == code
+    launch_fsdp("run_glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", whole / "checkpoint-4"))
+    assert losses(resumed) == losses(whole)
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_fsdp2_trains_a_t5_with_tied_embeddings_and_keeps_its_best_weights(launch_fsdp, tmp_path):
+    make_text(tmp_path)
+    source, target = tmp_path / "source.txt", tmp_path / "target.txt"
+    convert_checkpoint(make_t5(tmp_path / "t5"), tmp_path / "gqa", 2)
+
+    def flags(out, batch_size, *more):
+        pairs = ["--source_file", source, "--target_file", target]
+        pairs += ["--validation_source_file", source, "--validation_target_file", target]
+        return [
+            "--model_name_or_path", tmp_path / "gqa", "--objective", "seq2seq", *pairs, "--output_dir", out,
+            "--max_length", 16, "--per_device_train_batch_size", batch_size, "--max_train_steps", 4,
+            "--eval_steps", 2, "--learning_rate", 3e-3, "--trainable", "all", "--metric_for_best_model", "loss",
+            "--dropout_rate", 0, "--logging_steps", 1, "--disable_tqdm", *more,
+        ]  # fmt: skip
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = uptrain.main(uptrain.parse_args([str(flag) for flag in flags(one, 16, "--cpu")]))
+    launch_fsdp("uptrain", *flags(two, 8))
+    results = json.loads((two / "all_results.json").read_text())
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(one)) == 4
+    assert results["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
+    assert results["best_step"] == expected["best_step"] and weights_are_close(two, one)
