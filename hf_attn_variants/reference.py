@@ -80,7 +80,7 @@ def multihead_attention_one_query(
 def multihead_attention_sum(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """Multi-head attention of one query as a sum over heads, each projected by its own P_o[h] [d, v] (2003.02436, 3).
+    """Multi-head attention of one query as a sum over heads, each projected by its own P_o[h] (2003.02436, 3).
 
     Shapes as in `multihead_attention_one_query`, and the same result.
     """
