@@ -3,14 +3,16 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint
 
-__all__ = ["open_session", "start_run"]
+__all__ = ["configure_deepspeed", "open_session", "start_run"]
 
 
 @contextmanager
@@ -37,6 +39,8 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         rng_types=[],
     )
     try:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            configure_deepspeed(args, accelerator.state.deepspeed_plugin.deepspeed_config)
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             arguments.prepare_output_dir(args)
@@ -46,6 +50,25 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         # A second call in this process may want another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Gives DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
+
+    Args:
+        args: Reads `per_device_train_batch_size`, `max_grad_norm`, `gradient_accumulation_steps`.
+        config: Of accelerate's plugin; changed in place.
+
+    Raises:
+        ValueError: Gradients are to be accumulated; DeepSpeed would step after each batch.
+    """
+    if args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "--gradient_accumulation_steps: under DeepSpeed only 1; give a larger --per_device_train_batch_size, or "
+            "launch with accelerate_configs/fsdp2.yaml"
+        )
+    config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+    config["gradient_clipping"] = args.max_grad_norm
 
 
 def start_run(args: argparse.Namespace, accelerator: Accelerator) -> None:

@@ -20,6 +20,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training import uptrain
 from hf_attn_variants.training.optimization import sharded_layer_names
 from hf_attn_variants.training.run_glue import main, parse_args
+from hf_attn_variants.training.session import configure_deepspeed
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -65,6 +66,15 @@ def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
     model = model_class(model_class.config_class(vocab_size=50, **sizes))
     assert sharded_layer_names(model) == layers
     assert layers <= set(model._no_split_modules) and layers <= {type(module).__name__ for module in model.modules()}
+
+
+def test_deepspeed_gets_the_batch_size_and_refuses_what_it_would_do_otherwise():
+    config = {"gradient_clipping": 1.0}
+    flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--max_grad_norm", "0.5"]
+    configure_deepspeed(parse_args(flags), config)
+    assert config == {"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 32}
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps: under DeepSpeed only 1"):
+        configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
 # accelerate turns FSDP off where it sees no accelerator: the processes are told that they have one.
