@@ -1,0 +1,57 @@
+"""The ONNX benchmark: T5's decoding step in ONNX Runtime generates what the model generates; the script runs."""
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("onnx_latency")
+
+
+@pytest.mark.parametrize(
+    "kv_heads", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+@torch.no_grad()
+def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
+    torch.manual_seed(0)
+    step = benchmark.decoding_step(benchmark.T5_TINY, kv_heads)
+    model, new_tokens = step.model, 6
+    # tied to its random embeddings, so small a model would repeat one token
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.generation_config.eos_token_id = None
+    program = benchmark.export(step, benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step), 18)
+    session = benchmark.open_session(program, threads=1)
+    ids = torch.randint(5, 60, (3, 9))
+    mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 4 + [0] * 5])
+    expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    # the first two tokens by torch, whose cache the graph goes on with
+    start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
+    caches = (start.past_key_values.self_attention_cache, start.past_key_values.cross_attention_cache)
+    own, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)
+    assert source[0][0].shape == (3, kv_heads, 9, 8)
+    tokens = start.logits[:, -1:].argmax(-1)
+    for _ in range(new_tokens - 2):
+        inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": source}
+        logits, *flat = (torch.from_numpy(each) for each in session.run(None, benchmark.arrays(session, inputs)))
+        own = list(zip(flat[::2], flat[1::2], strict=True))
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
+
+
+@pytest.mark.slow
+def test_the_script_runs(benchmark, minilm, monkeypatch, tmp_path):
+    options = ["--tiny", "--rounds", "2", "--num_key_value_heads", "4", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["onnx_latency.py", "--model_name_or_path", str(minilm), *options])
+    benchmark.main(benchmark.parse_args())
+    rows = json.loads((tmp_path / "onnx_latency.json").read_text())["rows"]
+    assert [(row["opset"], row["attention_operators"]) for row in rows[:2]] == [(18, 0), (23, 6)]
+    assert len(rows) == 5 and all(row["largest_error"] < 1e-4 and row["milliseconds"] > 0 for row in rows)
