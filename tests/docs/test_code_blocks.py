@@ -226,6 +226,7 @@ def without_launcher(words: list[str]) -> list[str]:
         from accelerate.commands.launch import launch_command_parser
 
         args = launch_command_parser().parse_args(words[2:])
+        assert args.config_file is None or (ROOT / args.config_file).is_file(), f"no such file: {args.config_file}"
     elif words[0] == "torchrun":
         from torch.distributed.run import parse_args
 
