@@ -11,6 +11,7 @@ __all__ = ["COMMANDS", "main"]
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("hf_attn_variants.inspection.cost_command", "what a checkpoint costs with fewer key/value heads"),
+    "benchmark": ("hf_attn_variants.inspection.speed_command", "how fast it runs here with fewer key/value heads"),
     "convert": ("hf_attn_variants.conversion.command", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.training.uptrain", "train a converted checkpoint back to its quality"),
     "pretrain": ("hf_attn_variants.training.pretrain_mlm", "pretrain a BERT or ALBERT as a masked language model"),

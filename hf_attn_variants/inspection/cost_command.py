@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ def main(args: argparse.Namespace) -> Any:
         ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
     """
     from .cost_table import cost_table
+    from .tables import print_table
 
     config = read_checkpoint_config(args.checkpoint, args.revision, args.token)
     table = cost_table(
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> Any:
         return table
     header, rows = table_cells(table)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
-    _print_table(title, header, rows)
+    print_table(title, header, rows)
     for note in _notes(table):
         print(note)
     return table
@@ -132,30 +132,6 @@ def _notes(table: Any) -> list[str]:
     if table.current.kv_cache_bytes_per_token is None:
         notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
     return notes
-
-
-def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(title=title, title_justify="left")
-            for index, name in enumerate(header):
-                table.add_column(name, justify="right" if index else "left", overflow="fold")
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    print(title)
-    print("  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)).rstrip())
-    print("  ".join("-" * width for width in widths))
-    for row in rows:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first.strip().ljust(widths[0]), *others]))
 
 
 def _bytes(count: int) -> str:

@@ -1,0 +1,205 @@
+"""How fast a checkpoint would run on this machine as each variant that it could be: measured, not counted."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers import AutoConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..registration import variant_model_class
+from .cost_table import variant_config, variant_name
+
+__all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
+
+
+@dataclass(frozen=True)
+class VariantSpeed:
+    """One row.
+
+    Args:
+        name: what the attention is called; "upstream" is transformers' own class.
+        fields: of the configuration.
+        milliseconds: median over the rounds of one pass (of one generation, for an encoder-decoder).
+        all_milliseconds: each round's.
+        tokens_per_second: tokens read (generated) in it.
+        speedup: over the first row.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    milliseconds: float
+    all_milliseconds: list[float]
+    tokens_per_second: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Every row with what the figures hold for.
+
+    Args:
+        checkpoint: its name, as given.
+        architecture: the model's class.
+        work: "forward", a pass over batch_size x length tokens; or "generate", greedy decoding of `max_new_tokens`
+            from an encoder's output of `length` tokens.
+        batch_size, length, max_new_tokens, dtype, device: as given.
+        machine: processor, threads, load and versions.
+        rows: the variants, the baseline first.
+    """
+
+    checkpoint: str
+    architecture: str
+    work: str
+    batch_size: int
+    length: int
+    max_new_tokens: int | None
+    dtype: str
+    device: str
+    machine: dict[str, Any]
+    rows: list[VariantSpeed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def measure_speed(
+    config: Mapping[str, Any],
+    checkpoint: str = "",
+    kv_heads: Sequence[int] | None = None,
+    talking_heads: bool = True,
+    batch_size: int = 8,
+    length: int = 128,
+    max_new_tokens: int = 32,
+    rounds: int = 5,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> SpeedTable:
+    """Time a checkpoint's architecture with other heads, on random weights: speed does not depend on them.
+
+    The contestants run in turn, each round from another one on, so that what else the machine does hits all alike.
+
+    Args:
+        config: the checkpoint's config.json; of it, no weight is read.
+        checkpoint: its name, for the table.
+        kv_heads: numbers of key/value heads; None = all heads, 4, 2 and 1, as far as they divide. In a T5 they are the
+            decoder's.
+        talking_heads: whether talking heads are timed too.
+        batch_size: sequences at once.
+        length: tokens of each (of the source, for an encoder-decoder).
+        max_new_tokens: encoder-decoders: tokens to generate.
+        rounds: timings of each contestant; the median counts.
+        dtype, device: of the models.
+
+    Raises:
+        ValueError: for a configuration that makes no model here, or a number that does not fit it.
+    """
+    sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens, "rounds": rounds}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    current = variant_config(config)
+    positions = getattr(current, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+    decodes = bool(getattr(current, "is_encoder_decoder", False))
+    model_class = variant_model_class(current.auto_classes["AutoModelForSeq2SeqLM" if decodes else "AutoModel"])
+    contestants = dict(_contestants(config, current, model_class, kv_heads, talking_heads))
+    models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
+    work = _generation if decodes else _pass
+    runs = {name: work(model, batch_size, length, max_new_tokens) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    names = list(models)
+    for number in tqdm(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            seconds = _seconds(runs[name], device)
+            if number >= 0:
+                times[name].append(seconds * 1e3)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    tokens = batch_size * (max_new_tokens if decodes else length)
+    rows = [
+        VariantSpeed(
+            name=name,
+            fields=fields,
+            milliseconds=medians[name],
+            all_milliseconds=times[name],
+            tokens_per_second=tokens / medians[name] * 1e3,
+            speedup=medians[names[0]] / medians[name],
+        )
+        for name, (fields, _) in contestants.items()
+    ]
+    return SpeedTable(
+        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
+        max_new_tokens if decodes else None, dtype, device, _machine(device), rows,
+    )  # fmt: skip
+
+
+def _contestants(
+    config: Mapping[str, Any],
+    current: Any,
+    model_class: type,
+    kv_heads: Sequence[int] | None,
+    talking_heads: bool,
+) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
+    """Each name with the fields that make it and what builds it; the baseline first."""
+    if config["model_type"] != current.model_type:
+        upstream_class = getattr(transformers, model_class.__name__.removeprefix("AttnVariant"))
+        upstream = AutoConfig.for_model(**config)
+        yield "upstream", ({}, lambda: upstream_class(upstream))
+    heads = current.num_attention_heads
+    counts = sorted({heads, *(k for k in (4, 2, 1) if heads % k == 0)}) if kv_heads is None else kv_heads
+    variants = [{"num_key_value_heads": k} for k in sorted(set(counts), reverse=True)]
+    if talking_heads and current.talking_heads is None:
+        variants.append({"num_key_value_heads": current.num_key_value_heads, "talking_heads": "both"})
+    for fields in variants:
+        made = variant_config(config, **fields)
+        yield variant_name(made), (fields, lambda made=made: model_class(made))
+
+
+def _ready(model: Any, dtype: str, device: str) -> Any:
+    model = model.eval().to(device, getattr(torch, dtype))
+    if model.can_generate():
+        model.generation_config.eos_token_id = None  # random weights may end a text at any token
+    return model
+
+
+def _pass(model: Any, batch_size: int, length: int, max_new_tokens: int) -> Callable[[], Any]:
+    ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
+    return lambda: model(input_ids=ids)
+
+
+def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int) -> Callable[[], Any]:
+    states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
+    mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
+    output = BaseModelOutput(states)
+    return lambda: model.generate(
+        encoder_outputs=output, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1
+    )
+
+
+@torch.no_grad()
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def _machine(device: str) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
