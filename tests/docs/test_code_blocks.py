@@ -292,6 +292,27 @@ def test_the_blocks_run(document, reader, capsys):
         capsys.readouterr()
 
 
+def test_no_block_is_missed():
+    for name, path in DOCUMENTS.items():
+        fences = re.findall(r"^[ \t>]*(?:```|~~~)", path.read_text(encoding="utf-8"), re.M)
+        assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence is not one of a block that is run"
+
+
+def test_a_wrong_command_is_found(reader):
+    block = Block(
+        "docs/none.md", 1, "", "attn-variants convert --model_name_or_path bert --heads 4 --output_dir out\n"
+    )
+    with pytest.raises(AssertionError, match="not what its parser takes"):
+        reader.run(block)
+    with pytest.raises(AssertionError, match="no such program"):
+        reader.run(Block("docs/none.md", 1, "", "python scripts/none.py\n"))
+    with pytest.raises(AssertionError, match="nothing before it makes 'bert-gqa4'"):
+        reader.run(Block("README.md", 1, "", "attn-variants inspect bert-gqa4\n"))
+    with pytest.raises(ZeroDivisionError):
+        reader.run(Block("docs/none.md", 1, "python", "1 / 0\n"))
+    assert not Block("docs/none.md", 1, "", "some output\n").is_shell
+
+
 def test_every_block_is_run_or_said_not_to_be():
     used = set()
     for block in (block for blocks in BLOCKS.values() for block in blocks):
