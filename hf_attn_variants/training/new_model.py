@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,45 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from hf_attn_variants.registration import variant_config_class
 from hf_attn_variants.training.models import set_dropout
 
-__all__ = ["new_config", "new_masked_lm"]
+__all__ = ["add_scratch_arguments", "check_scratch_arguments", "new_config", "new_masked_lm"]
 
 VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
+SCRATCH_FLAGS = ("model_type", "config_overrides", *VARIANT_FIELDS)
+
+
+def add_scratch_arguments(parser: argparse.ArgumentParser, model_types: Sequence[str]) -> None:
+    """Adds what a model from scratch is like, of one of `model_types`; see `new_config`."""
+    group = parser.add_argument_group("from scratch (without --model_name_or_path)")
+    group.add_argument("--model_type", choices=model_types, help="The architecture.")
+    group.add_argument(
+        "--config_overrides",
+        metavar="FIELD=VALUE,...",
+        help="Config fields that differ from the architecture's defaults.",
+    )
+    group.add_argument(
+        "--num_key_value_heads", type=int, help="Key/value heads of a layer (T5: a decoder's); 1: multi-query."
+    )
+    group.add_argument("--talking_heads", choices=["logits", "weights", "both"], help="Projections across heads.")
+
+
+def check_scratch_arguments(args: argparse.Namespace) -> None:
+    """Checks that there is a checkpoint, or what a model from scratch needs, and not both.
+
+    Raises:
+        ValueError: There is neither, or both.
+    """
+    if args.model_name_or_path is None:
+        if args.model_type is None or args.tokenizer_name is None:
+            raise ValueError(
+                "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
+            )
+        return
+    for name in SCRATCH_FLAGS:
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name} is for a model from scratch; --model_name_or_path {args.model_name_or_path} has its own "
+                "(scripts/convert_checkpoint.py makes variants of it)"
+            )
 
 
 def new_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

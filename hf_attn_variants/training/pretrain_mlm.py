@@ -22,7 +22,12 @@ from hf_attn_variants.training.models import (
     load_model,
     load_tokenizer,
 )
-from hf_attn_variants.training.new_model import new_config, new_masked_lm
+from hf_attn_variants.training.new_model import (
+    add_scratch_arguments,
+    check_scratch_arguments,
+    new_config,
+    new_masked_lm,
+)
 from hf_attn_variants.training.pretraining import METRICS, PretrainingTask, pretrain
 from hf_attn_variants.training.session import open_session
 from hf_attn_variants.training.text_sources import add_text_arguments, check_text_arguments, open_text_sources
@@ -61,15 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--mlm_probability", type=float, default=0.15, help="Chance of a token to be masked; anew in every epoch."
     )
     masking.add_argument("--whole_word_mask", action="store_true", help="Mask words instead of tokens.")
-    scratch = parser.add_argument_group("from scratch (without --model_name_or_path)")
-    scratch.add_argument("--model_type", choices=MODEL_TYPES, help="The architecture.")
-    scratch.add_argument(
-        "--config_overrides",
-        metavar="FIELD=VALUE,...",
-        help="Config fields that differ from the architecture's defaults.",
-    )
-    scratch.add_argument("--num_key_value_heads", type=int, help="Key/value heads of a layer; 1: multi-query.")
-    scratch.add_argument("--talking_heads", choices=["logits", "weights", "both"], help="Projections across heads.")
+    add_scratch_arguments(parser, MODEL_TYPES)
     arguments.add_shared_arguments(parser, model_required=False, packed=True)
     return parser.parse_args(argv)
 
@@ -99,18 +96,7 @@ def _check_own_arguments(args: argparse.Namespace) -> None:
     check_text_arguments(args, METRICS)
     if not 0 < args.mlm_probability < 1:
         raise ValueError(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")
-    if args.model_name_or_path is None:
-        if args.model_type is None or args.tokenizer_name is None:
-            raise ValueError(
-                "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
-            )
-        return
-    for name in ("model_type", "config_overrides", "num_key_value_heads", "talking_heads"):
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"--{name} is for a model from scratch; --model_name_or_path {args.model_name_or_path} has its own "
-                "(scripts/convert_checkpoint.py makes variants of it)"
-            )
+    check_scratch_arguments(args)
 
 
 def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.models import check_max_length
+from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
 from hf_attn_variants.training.pretraining import METRICS, PretrainingTask, pretrain
 from hf_attn_variants.training.seq2seq import seq2seq_objective
-from hf_attn_variants.training.seq2seq_arguments import add_scratch_arguments, check_scratch_arguments
+from hf_attn_variants.training.seq2seq_arguments import MODEL_TYPES
 from hf_attn_variants.training.seq2seq_model import load_seq2seq_config, load_seq2seq_model
 from hf_attn_variants.training.session import open_session
 from hf_attn_variants.training.span_corruption import SpanCorruption, SpanCorruptionEvaluator
@@ -58,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=3.0,
         help="Mean length of the spans that are left out, in tokens (default: %(default)s).",
     )
-    add_scratch_arguments(parser)
+    add_scratch_arguments(parser, MODEL_TYPES)
     arguments.add_shared_arguments(parser, model_required=False, packed=True)
     return parser.parse_args(argv)
 

@@ -3,14 +3,14 @@
 import argparse
 
 from hf_attn_variants.training import arguments
+from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, check_text_metrics
 from hf_attn_variants.training.seq2seq_tasks import TEXT_TASKS
 
-__all__ = ["add_scratch_arguments", "check_scratch_arguments", "check_seq2seq_arguments", "parse_args"]
+__all__ = ["MODEL_TYPES", "check_seq2seq_arguments", "parse_args"]
 
 # Model types that can be trained from scratch.
 MODEL_TYPES = ("t5",)
-SCRATCH_FLAGS = ("model_type", "config_overrides", "num_key_value_heads", "talking_heads")
 SPLITS = ("train", "validation", "test")
 EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as text; a checkpoint's score):
   python scripts/run_seq2seq.py --model_name_or_path ./t5-gqa2 --source_file train.en.gz --target_file train.de.gz \\
@@ -40,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_text_arguments(parser)
     _add_decoding_arguments(parser)
-    add_scratch_arguments(parser)
+    add_scratch_arguments(parser, MODEL_TYPES)
     arguments.add_shared_arguments(parser, model_required=False)
     parser.set_defaults(learning_rate=3e-4)
     return parser.parse_args(argv)
@@ -96,19 +96,6 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval_loss_only", action="store_true", help="Decode only at the end; evaluate the loss while training."
     )
-
-
-def add_scratch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a T5 from scratch is like; see `seq2seq_model.load_seq2seq_config`."""
-    group = parser.add_argument_group("from scratch (without --model_name_or_path)")
-    group.add_argument("--model_type", choices=MODEL_TYPES, help="The architecture.")
-    group.add_argument(
-        "--config_overrides",
-        metavar="FIELD=VALUE,...",
-        help="Config fields that differ from the architecture's defaults.",
-    )
-    group.add_argument("--num_key_value_heads", type=int, help="Key/value heads of a decoder layer; 1: multi-query.")
-    group.add_argument("--talking_heads", choices=["logits", "weights", "both"], help="Projections across heads.")
 
 
 def check_seq2seq_arguments(args: argparse.Namespace) -> None:
@@ -168,23 +155,3 @@ def _check_data_flags(args: argparse.Namespace) -> None:
         raise ValueError("training needs --source_file and --target_file, or --train_file (or --num_train_epochs 0)")
     if from_files and only_evaluates and not any(d[s] for d in (has_parallel, has_table) for s in SPLITS[1:]):
         raise ValueError("--num_train_epochs 0 only evaluates: give --validation_source_file or --validation_file")
-
-
-def check_scratch_arguments(args: argparse.Namespace) -> None:
-    """Checks that there is a checkpoint, or what a model from scratch needs, and not both.
-
-    Raises:
-        ValueError: There is neither, or both.
-    """
-    if args.model_name_or_path is None:
-        if args.model_type is None or args.tokenizer_name is None:
-            raise ValueError(
-                "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
-            )
-        return
-    for name in SCRATCH_FLAGS:
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"--{name} is for a model from scratch; --model_name_or_path {args.model_name_or_path} has its own "
-                "(scripts/convert_checkpoint.py makes variants of it)"
-            )

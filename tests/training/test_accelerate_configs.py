@@ -144,12 +144,20 @@ def one_process(variant, glue, tmp_path_factory):
     return out
 
 
-def test_two_processes_on_cpus_train_like_one(variant, glue, one_process, tmp_path):
+def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(variant, glue, one_process, tmp_path):
     launch("cpu.yaml", ROOT / "scripts/run_glue.py", *glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
     assert (tmp_path / "two/checkpoint-4/random_states_1.pkl").is_file()
     assert len(losses(one_process)) == 6
     assert losses(tmp_path / "two") == pytest.approx(losses(one_process), rel=1e-4)
     assert weights_are_close(tmp_path / "two", one_process)
+    resume = ["--cpu", "--resume_from_checkpoint", tmp_path / "two/checkpoint-4"]
+    flags = glue_flags(variant, glue, tmp_path / "resumed", 2, *resume)
+    launch("cpu.yaml", ROOT / "scripts/run_glue.py", *flags)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "two")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match="processes was 2 and is 1"):
+        main(parse_args([str(flag) for flag in glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
 
 
 def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glue, one_process, launch_fsdp, tmp_path):
