@@ -51,8 +51,6 @@ NOT_RUN = {
     "python -m pytest": "is a run of other tests; that they are there is checked",
     "python benchmarks/": "takes minutes to hours",
 }
-# Blocks that do once more what an earlier one of their document did, by how they begin: run in a folder of their own.
-ALTERNATIVES = {("docs/conversion.md", "from hf_attn_variants import convert\n\nmodel = convert(")}
 # Local folders that a document may name before a command of it has made them; None: any.
 GIVEN: dict[str, set[str] | None] = {"README.md": {"t5-gqa2"}}
 # Names of Python blocks that the text around them introduces.
@@ -98,9 +96,6 @@ class Reader:
         self.shelf, self.monkeypatch, self.folder = shelf, monkeypatch, Path.cwd()
 
     def run(self, block: Block) -> None:
-        if any(block.document == document and block.text.startswith(start) for document, start in ALTERNATIVES):
-            Path("again").mkdir()
-            self.monkeypatch.chdir("again")
         if block.is_python:
             self.run_python(block)
         elif block.is_shell:
