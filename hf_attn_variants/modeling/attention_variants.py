@@ -112,7 +112,9 @@ def fused_attention(
     """
     length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     groups = heads // kv_heads
-    if length == 1 and query.device.type == "cpu" and query.shape[0] >= MATMUL_BATCH_SIZE:
+    on_cpu, exporting = query.device.type == "cpu", torch.compiler.is_exporting()
+    # An exported graph must serve every batch size: it may not depend on one.
+    if length == 1 and on_cpu and not exporting and query.shape[0] >= MATMUL_BATCH_SIZE:
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and key.shape[2] > length:

@@ -47,6 +47,17 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
 
 
+@torch.no_grad()
+def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
+    step = benchmark.decoding_step(benchmark.T5_TINY, 2)
+    step.model.set_attn_implementation("sdpa")
+    inputs, shapes = benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step)
+    program = torch.export.export(step, (), kwargs=inputs, dynamic_shapes=shapes).module()
+    for size in [(1, 5, 7), (9, 20, 3)]:
+        inputs = benchmark.step_inputs(step, size)
+        torch.testing.assert_close(program(**inputs)[0], step(**inputs)[0], atol=1e-4, rtol=0)
+
+
 @pytest.mark.slow
 def test_the_script_runs(benchmark, minilm, monkeypatch, tmp_path):
     options = ["--tiny", "--rounds", "2", "--num_key_value_heads", "4", "--output_dir", str(tmp_path)]
