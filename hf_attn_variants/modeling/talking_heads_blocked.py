@@ -20,8 +20,9 @@ from torch import Tensor
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
-FEWEST_ROWS = 32  # with fewer, the matrix products read keys and values more than they compute
-ENOUGH_ROWS = 64  # where twice as many as fit into the cache are no more than this, they pay
+# Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
+# so up to 64 may be four times what fits into the cache.
+ROWS = (512, 256, 128, 64, 48, 32)
 MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
 
 
@@ -92,7 +93,7 @@ class _Call:
         batches, _, length, _ = self.query.shape
         if batches > 1 or self.is_causal:  # the keys that a causal block reads are those up to its last row
             return 1
-        most = min(self.threads, MOST_PARTS, length // FEWEST_ROWS)
+        most = min(self.threads, MOST_PARTS, length // ROWS[-1])
         return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
     def split(self, tensor: Tensor | None) -> Tensor | None:
@@ -107,8 +108,8 @@ class _Call:
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
         fitting = max(1, elements // (max(self.heads_in, self.heads, self.heads_out) * memory))
         size = min(batches, max(1, fitting // length) * self.threads)
-        rows = min(length, max(FEWEST_ROWS, fitting, min(ENOUGH_ROWS, 2 * fitting)))
-        rows = -(-length // -(-length // rows))  # even blocks
+        most = max(fitting, min(64, 4 * fitting))
+        rows = length if length <= fitting else next((rows for rows in ROWS if rows <= most), ROWS[-1])
         number = 0
         for batch in range(0, batches, size):
             for row in range(0, length, rows):

@@ -59,7 +59,7 @@ def _seed_and_small_blocks(monkeypatch):
     torch.manual_seed(0)
     # Several blocks of rows, and several sequences of which the last block has fewer, at the sizes of these tests.
     monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 200)
-    monkeypatch.setattr(talking_heads_blocked, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(talking_heads_blocked, "ROWS", (3, 2))
     monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 700)
 
 
