@@ -65,6 +65,8 @@ class _Call:
         if self.parts > 1:
             self.query, self.mask, self.bias = (self.split(t) for t in (self.query, self.mask, self.bias))
             self.key, self.value = (t.repeat(self.parts, 1, 1, 1) for t in (self.key, self.value))
+        elif self.query.shape[0] > 1:  # models hand over [b, m, h, d] transposed, which each block would copy anew
+            self.key, self.value = self.key.contiguous(), self.value.contiguous()
         dtype = self.query.dtype
         self.heads_in, self.kv_heads, self.value_heads = self.query.shape[1], self.key.shape[1], self.value.shape[1]
         self.heads = self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
