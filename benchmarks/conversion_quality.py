@@ -221,19 +221,22 @@ def table(rows: Sequence[Row], subject: Any, metric: str) -> str:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw quality against key/value heads: a panel for each model and number of steps, a line a method.
 
-    Steps that were measured at one number of heads only are in the tables alone.
+    Steps that were measured at one number of heads only, or not of every model, are in the tables alone.
     """
     subjects = [subject for subject in SUBJECTS.values() if any(row["model"] == subject.name for row in rows)]
-    measured = {(row["steps"], row["num_key_value_heads"]) for row in rows if row["method"] != MULTI_HEAD}
-    budgets = [steps for steps, found in Counter(steps for steps, _ in sorted(measured)).items() if found > 1]
+    names = ("model", "steps", "num_key_value_heads")
+    measured = {tuple(row[name] for name in names) for row in rows if row["method"] != MULTI_HEAD}
+    lines = Counter((model, steps) for model, steps, _ in measured)
+    budgets = sorted({steps for _, steps in lines})
+    budgets = [steps for steps in budgets if all(lines[subject.name, steps] > 1 for subject in subjects)]
     figure = Figure(figsize=(5 * len(subjects), 1.0 + 3.4 * len(budgets)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(budgets), len(subjects), squeeze=False, sharey="col")
     for (line, steps), (column, subject) in itertools.product(enumerate(budgets), enumerate(subjects)):
         mine = [row for row in rows if row["model"] == subject.name]
         _draw(grid[line][column], mine, subject, steps)
-    lines = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), fontsize=8)
+    drawn = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), fontsize=8)
     figure.savefig(path.with_name(f".tmp-{path.name}"), dpi=120, format="png")
     path.with_name(f".tmp-{path.name}").replace(path)
 
