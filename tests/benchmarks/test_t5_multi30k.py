@@ -1,0 +1,71 @@
+"""The comparison of attentions on Multi30k: its models, its defaults and its table."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+from transformers import T5Config, T5ForConditionalGeneration
+
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDERS = ["--data_dir", "d", "--work_dir", "w"]
+
+
+@pytest.fixture
+def comparison(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("t5_multi30k")
+
+
+def test_each_variant_has_a_name_and_a_folder_of_its_own(comparison):
+    for variants in comparison.VARIANTS.values():
+        assert len({comparison._slug(variant.name) for variant in variants}) == len(variants) == 8
+
+
+def test_fewer_key_value_heads_have_as_many_parameters(comparison):
+    def parameters(model):
+        fields = comparison.SHAPE | {"num_heads": model.heads, "d_kv": comparison.WIDTH // model.heads}
+        fields |= {"d_ff": model.feed_forward, "num_key_value_heads": model.kv_heads, "vocab_size": 100}
+        return AttnVariantT5ForConditionalGeneration(AttnVariantT5Config(**fields)).num_parameters()
+
+    multi_head, *grouped = comparison.VARIANTS["scratch"][:3]
+    for model in grouped:
+        assert parameters(model) == pytest.approx(parameters(multi_head), rel=2e-3)
+
+
+def test_each_start_needs_its_folder(comparison, capsys):
+    for start, needed in (("scratch", "--tokenizer"), ("finetune", "--model")):
+        with pytest.raises(SystemExit):
+            comparison.parse_args([start, *FOLDERS])
+        assert f"{start} needs {needed}" in capsys.readouterr().err
+
+
+def test_an_unknown_variant_is_refused_and_the_known_ones_named(comparison, capsys):
+    with pytest.raises(SystemExit):
+        comparison.parse_args(["finetune", *FOLDERS, "--model", "m", "--variants", "MHX"])
+    assert "MHX" in (message := capsys.readouterr().err) and "both, identity" in message
+
+
+def test_a_converted_variant_is_made_once(comparison, tmp_path):
+    config = T5Config(d_model=16, num_heads=4, d_kv=4, d_ff=8, num_layers=1, vocab_size=20)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    args = argparse.Namespace(model=str(tmp_path / "source"), work_dir=tmp_path)
+    variant = comparison.ConvertedModel("both", "random")
+    flags = variant.flags(args)
+    made = Path(flags[1], "model.safetensors").stat().st_mtime_ns
+    assert variant.flags(args) == flags and Path(flags[1], "model.safetensors").stat().st_mtime_ns == made
+    assert comparison.ConvertedModel().flags(args) == ["--model_name_or_path", args.model]
+
+
+def test_the_table_has_means_and_ranges_and_only_metrics_that_all_runs_have(comparison):
+    rows = [
+        {"variant": "MHA", "seed": seed, "dev_loss": loss, "test_bleu": 30.0, "num_parameters": 2_000_000}
+        for seed, loss in ((0, 2.0), (1, 3.0))
+    ]
+    assert comparison.table(rows).splitlines() == [
+        "| | dev ln(PPL) | test BLEU, greedy | parameters |",
+        "| --- | --- | --- | --- |",
+        "| MHA | 2.500 (2.000 to 3.000) | 30.0 | 2.000 M |",
+    ]
