@@ -1,0 +1,20 @@
+"""The Triton kernels compile for GPUs that are not here, from the launches that the package would make."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.backends.nvidia")
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_both_kernels_compile_for_hopper_and_fit(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("triton_resources")
+    launches = dict(benchmark.launches(torch.bfloat16, 64, (12, 12, 12), mask="boolean"))
+    assert list(launches) == ["forward", "backward"]
+    for launch in launches.values():
+        found = benchmark.resources(launch, 90)
+        assert 0 < found["registers"] <= 255 and found["shared_bytes"] <= 1024 * benchmark.SHARED_KIB[90]
