@@ -14,6 +14,9 @@ from .modeling.configuration_attn_variants import (
 __all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
 
 PREFIX = "AttnVariant"
+# mT5's classes are T5's under another name; T5's own head had another name before transformers 4.
+SAME_CLASSES = {"MT5": "T5"}
+FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 # A new architecture is one row.
 ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
@@ -37,6 +40,11 @@ def supported_model_types() -> list[str]:
     return [name for row in ARCHITECTURES for name in (*row.upstream_model_types, row.model_type)]
 
 
+def supported_architectures() -> list[str]:
+    """Return the names of upstream's classes that have a variant, without mT5's."""
+    return sorted({name.removeprefix(PREFIX) for row in ARCHITECTURES for name in row.auto_classes.values()})
+
+
 def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
     """Return the configuration class for an upstream or variant `model_type`.
 
@@ -51,18 +59,21 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
 
 
 def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]:
-    """Return our class for an upstream or variant class name, "BertForMaskedLM" for example.
+    """Return our class for an upstream or variant class name, "BertForMaskedLM" or "MT5EncoderModel" for example.
 
     Raises:
         ValueError: if there is none.
     """
-    name = PREFIX + architecture.removeprefix(PREFIX)
+    name = architecture.removeprefix(PREFIX)
+    name = FORMER_NAMES.get(name, name)
+    for other, ours in SAME_CLASSES.items():
+        if name.startswith(other):
+            name = ours + name.removeprefix(other)
     for row in ARCHITECTURES:
-        model_class = getattr(_modeling_module(row), name, None)
-        if name in _modeling_module(row).__all__:
-            return model_class
-    known = ", ".join(sorted({name for row in ARCHITECTURES for name in row.auto_classes.values()}))
-    raise ValueError(f"Architecture {architecture!r} is not supported; supported are {known}.")
+        if PREFIX + name in _modeling_module(row).__all__:
+            return getattr(_modeling_module(row), PREFIX + name)
+    known = ", ".join(supported_architectures())
+    raise ValueError(f"Architecture {architecture!r} is not supported; supported are transformers' {known}.")
 
 
 def _modeling_module(config_class: type[AttnVariantConfigMixin]):

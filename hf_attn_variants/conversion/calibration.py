@@ -56,6 +56,8 @@ class Calibration:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.texts, str) and not len(self.texts):
+            raise ValueError("a calibration needs `texts`; the list is empty.")
         pairs = not isinstance(self.texts, str) and all(isinstance(text, tuple) for text in self.texts)
         texts = [text for pair in self.texts for text in pair] if pairs else self.texts
         if isinstance(self.texts, str) or not all(isinstance(text, str) and text.strip() for text in texts):

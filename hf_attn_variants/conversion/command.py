@@ -92,7 +92,8 @@ def main(args: argparse.Namespace) -> ConversionReport:
     text = {name: options.pop(name) for name in names}
     report = convert_checkpoint(calibration=_calibration(seed=args.seed, **text), **options)
     print(report.summary())
-    print(f'Next: fine-tune it with scripts/run_glue.py --model_name_or_path "{report.output_dir}" ...')
+    task = "seq2seq" if report.architecture.endswith("ForConditionalGeneration") else "glue"
+    print(f'Next: attn-variants {task} --model_name_or_path "{report.output_dir}" ...')
     return report
 
 
@@ -113,6 +114,8 @@ def _calibration(
         if calibration_target_file is not None:
             raise ValueError("--calibration_target_file needs --calibration_file, the sources of its lines.")
         return None
+    if calibration_size < 1:
+        raise ValueError(f"--calibration_size must be at least 1; got {calibration_size}.")
     texts = read_lines(calibration_file)
     targets = None if calibration_target_file is None else read_lines(calibration_target_file)
     if targets is not None and len(targets) != len(texts):

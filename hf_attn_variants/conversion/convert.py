@@ -150,7 +150,11 @@ def load_converted(
     token: str | bool | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Read a checkpoint and return it as a converted model, without writing anything; arguments as for `convert`."""
+    """Read a checkpoint and return it as a converted model, without writing anything; arguments as for `convert`.
+
+    The model has one dtype, `dtype` or that of its config.json, as `from_pretrained` gives it; tensors of several ones
+    stay as they are in a folder alone.
+    """
     method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)

@@ -27,9 +27,18 @@ class ModelReader:
     """The tensors of a model in memory, as they are: `read` returns the parameter's own memory."""
 
     def __init__(self, model: nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
+            )
         self._tensors = dict(model.named_parameters(remove_duplicate=False))
         self.entries = {}
         for name, tensor in self._tensors.items():
+            if ".lora_" in name or ".base_layer." in name:
+                raise ValueError(
+                    f"the model holds an adapter ({name!r}): merge it first (peft's `merge_and_unload`), or convert "
+                    "the model without it and train the adapter on the converted one."
+                )
             if tensor.device.type == "meta":
                 raise ValueError(f"{name!r} is not in memory (device meta): load the model without offloading first.")
             self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -72,8 +81,13 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Give a converted model the state that is no parameter: mode, attention kernel, generation settings."""
+    """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
     converted.train(model.training)
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            vars(converted.get_submodule(name)).update(
+                gradient_checkpointing=True, _gradient_checkpointing_func=module._gradient_checkpointing_func
+            )
     implementation = model.config._attn_implementation
     converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
     if getattr(model, "generation_config", None) is not None:

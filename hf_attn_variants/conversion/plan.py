@@ -165,6 +165,7 @@ def make_plan(
         for site, path, module in target.named_attentions()
     ]
     _check_nothing_unclaimed(target, modules, entries)
+    _check_all_used(model_class.__name__, config_class, given, new_config, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -287,6 +288,19 @@ def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
     return HeadCounts(query, keys, values, output, target.attention_head_dim)
 
 
+def _check_all_used(
+    name: str, config_class: type, given: Mapping[str, Any], config: Any, modules: list[AttentionModule]
+) -> None:
+    # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
+    used = {module.site.kv_heads_field for module in modules}
+    asked = [each for each in config_class.kv_heads_fields() if each in given]
+    if asked and used.isdisjoint(asked):
+        known = " or ".join(f"`{each}`" for each in config_class.kv_heads_fields() if each in used)
+        raise ValueError(f"`{asked[0]}` is of attentions that {name} does not have: give {known}.")
+    if config.talking_heads is None and (useless := [each for each in TALKING_FIELDS if each in given]):
+        raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")
+
+
 def _check_nothing_unclaimed(
     target: torch.nn.Module, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
@@ -301,7 +315,7 @@ def _check_nothing_unclaimed(
     if unclaimed:
         shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
         raise ValueError(
-            f"the checkpoint holds {len(unclaimed)} attention tensors that a {type(target).__name__} with its "
+            f"the checkpoint holds {len(unclaimed)} attention tensors that {type(target).__name__} with its "
             f"config.json does not have: {shown}; check the number of layers and `architectures`."
         )
 

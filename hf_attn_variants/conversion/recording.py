@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,11 @@ class _Recorder:
         """Record while the block runs."""
         maps = [linear for _, _, *linears in self._modules.values() for linear in linears]
         hooks = [linear.register_forward_pre_hook(self._note_input) for linear in maps]
-        # Registered by name because that is how upstream finds a function and the mask that it needs.
-        AttentionInterface.register(RECORDING, self._attention)
-        AttentionMaskInterface.register(RECORDING, eager_mask)
+        token = _RECORDER.set(self)
         try:
             yield
         finally:
+            _RECORDER.reset(token)
             for hook in hooks:
                 hook.remove()
 
@@ -165,7 +165,7 @@ class _Recorder:
     def _note_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         self._inputs[module] = args[0]
 
-    def _attention(
+    def attention(
         self,
         module: nn.Module,
         query: torch.Tensor,
@@ -176,6 +176,7 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention function of upstream's interface: notes what it is called with, and answers as "eager"."""
         if module in self._modules:
             path, site, query_map, key_map = self._modules[module]
             states, memory = self._inputs[query_map], self._inputs[key_map]
@@ -191,3 +192,16 @@ class _Recorder:
         return eager_attention_forward(
             module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs
         )
+
+
+# The recorder of the conversion that runs in this thread; none is kept when it is over.
+_RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
+
+
+def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _RECORDER.get().attention(*args, **kwargs)
+
+
+# Registered by name because that is how upstream finds a function and the mask that it needs.
+AttentionInterface.register(RECORDING, _recording_attention)
+AttentionMaskInterface.register(RECORDING, eager_mask)

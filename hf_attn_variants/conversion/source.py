@@ -47,6 +47,8 @@ def resolve_source(
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
     """
     name = os.fspath(model_name_or_path)
+    if not name:
+        raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -96,6 +98,9 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
 
     Returns:
         The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
+
+    Raises:
+        OSError: if one to copy is a link that leads nowhere.
     """
     modules = _module_folders(folder)
     read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, *weight_files}
@@ -115,6 +120,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
             if relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES):
                 travels = False
+            if travels and not (folder / path).exists():
+                raise FileNotFoundError(f"{folder / path} is a link to a file that is not there: mend or remove it.")
             (copied if travels else left_out).append(path)
     return sorted(copied), sorted(left_out)
 

@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .source import CONFIG_NAME
 
@@ -51,7 +54,7 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
 
 @contextmanager
 def staged_folder(output_dir: Path) -> Iterator[Path]:
-    """Give a folder to fill; what it holds is `output_dir` at the end, or vanishes on an error or Ctrl-C.
+    """Give a folder to fill; what it holds is `output_dir` at the end, or vanishes on an error, Ctrl-C or SIGTERM.
 
     A new folder is filled beside its place and renamed. An existing empty one may be a mount point or somebody's
     working directory, or lie where nothing else may be written: it stays, a hidden folder inside it is filled, and the
@@ -66,11 +69,12 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         stage.chmod(0o777 & ~umask)  # mkdtemp's folders are private; the result is an ordinary one
-        yield stage
-        if exists:
-            _move_up(stage, output_dir)
-        else:
-            _take_its_place(stage, output_dir)
+        with _sigterm_unwinds():
+            yield stage
+            if exists:
+                _move_up(stage, output_dir)
+            else:
+                _take_its_place(stage, output_dir)
     except BaseException:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
@@ -78,6 +82,24 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM, which batch schedulers send, unwind the stack as Ctrl-C does, unless somebody handles it."""
+    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)  # what a shell says of a process that a signal ended
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _take_its_place(stage: Path, folder: Path) -> None:

@@ -118,9 +118,9 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return variant_config_class(config.get("model_type", "")).from_upstream(dict(config), **fields)
 
 
-def variant_name(config: Any) -> str:
+def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     """Return what the attention of a variant configuration is called: "MHA", "GQA-4", "MQA + talking heads"..."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads = config.num_attention_heads, getattr(config, field)
     name = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
     if config.talking_heads is None:
         return name
@@ -156,9 +156,10 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
-    variants: list[dict[str, Any]] = [{"num_key_value_heads": k} for k in _kv_head_counts(current)]
+    field = _kv_heads_field(model_class, current)
+    variants: list[dict[str, Any]] = [{field: k} for k in _kv_head_counts(current)]
     if current.talking_heads is None:
-        variants.append({"num_key_value_heads": current.num_key_value_heads, "talking_heads": "both"})
+        variants.append({field: getattr(current, field), "talking_heads": "both"})
     rows = []
     for fields in variants:
         made = variant_config(config, **fields)
@@ -168,7 +169,7 @@ def cost_table(
         lengths = {"self": length, "decoder": length, "cross": source_length}
         rows.append(
             VariantCost(
-                name=variant_name(made),
+                name=variant_name(made, field),
                 fields=fields,
                 current=all(getattr(current, name) == value for name, value in fields.items()),
                 convertible=_convertible(current, made),
@@ -279,6 +280,13 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
         total += sum(parameter.numel() for each in maps for parameter in each.parameters())
         total += sum(parameter.numel() for parameter in module.get_submodule(site.mixes).parameters(recurse=False))
     return total
+
+
+def _kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
+    """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
+    with _configuration_errors(), torch.device("meta"):
+        used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
+    return next((name for name in config.kv_heads_fields() if name in used), "num_key_value_heads")
 
 
 def _kv_head_counts(config: Any) -> list[int]:

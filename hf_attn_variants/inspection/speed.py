@@ -110,8 +110,8 @@ def measure_speed(
     positions = getattr(current, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"`length` is {length}; the model has {positions} positions.")
-    decodes = bool(getattr(current, "is_encoder_decoder", False))
-    model_class = variant_model_class(current.auto_classes["AutoModelForSeq2SeqLM" if decodes else "AutoModel"])
+    decodes = current.is_encoder_decoder
+    model_class = variant_model_class(current.auto_classes[_auto_class(current)])
     contestants = dict(_contestants(config, current, model_class, kv_heads, talking_heads))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
     work = _generation if decodes else _pass
@@ -142,6 +142,10 @@ def measure_speed(
     )  # fmt: skip
 
 
+def _auto_class(config: Any) -> str:
+    return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModel"
+
+
 def _contestants(
     config: Mapping[str, Any],
     current: Any,
@@ -151,9 +155,9 @@ def _contestants(
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != current.model_type:
-        upstream_class = getattr(transformers, model_class.__name__.removeprefix("AttnVariant"))
+        auto_class = getattr(transformers, _auto_class(current))
         upstream = AutoConfig.for_model(**config)
-        yield "upstream", ({}, lambda: upstream_class(upstream))
+        yield "upstream", ({}, lambda: auto_class.from_config(upstream))
     heads = current.num_attention_heads
     counts = sorted({heads, *(k for k in (4, 2, 1) if heads % k == 0)}) if kv_heads is None else kv_heads
     variants = [{"num_key_value_heads": k} for k in sorted(set(counts), reverse=True)]

@@ -266,7 +266,8 @@ def _mix_heads(
     # [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to [b, j, n, m]: one small matmul over all positions.
     if proj is None:
         return heads
-    mixed = (proj.transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
+    # The projections may be kept in float32 beside a model in half precision.
+    mixed = (proj.to(heads.dtype).transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
     if by_query is not None:
         mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)
     if by_memory is not None:

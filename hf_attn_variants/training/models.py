@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_attn_variants.registration import PREFIX, variant_model_class
+from hf_attn_variants.registration import FORMER_NAMES, PREFIX, variant_model_class
 
 __all__ = [
     "LabelMap",
@@ -32,6 +32,7 @@ __all__ = [
     "load_tokenizer",
     "resolve_architecture",
     "set_dropout",
+    "too_long",
 ]
 
 logger = logging.getLogger(__name__)
@@ -152,13 +153,21 @@ def check_max_length(
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
         raise ValueError(f"--max_length must be at least {special + 1} ({special} special tokens), got {max_length}")
-    limits = {
-        "the model has {} positions": getattr(config, "max_position_embeddings", None),
-        "the tokenizer allows {} tokens": tokenizer.model_max_length,
-    }
-    for text, limit in limits.items():
-        if limit is not None and max_length > limit:
-            raise ValueError(f"--max_length {max_length} is too long: {text.format(limit)}")
+    if message := too_long(max_length, config, tokenizer):
+        raise ValueError(f"--max_length {max_length} is too long: {message}")
+
+
+def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Says what a text of `length` tokens does not fit into; None: it fits.
+
+    T5 has no positions to run out of: its tokenizer's limit is the length that it was pretrained with.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if length > positions:
+        return f"the model has {positions} positions"
+    return f"the tokenizer allows {tokenizer.model_max_length} tokens" if length > tokenizer.model_max_length else None
 
 
 def load_classifier(
@@ -261,7 +270,7 @@ def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
         return AutoModel
     if names[0].startswith(PREFIX):
         return variant_model_class(names[0])
-    found = getattr(transformers, names[0], None)
+    found = getattr(transformers, FORMER_NAMES.get(names[0], names[0]), None)
     if found is None:
         raise ValueError(f"{source}: transformers has no architecture {names[0]!r}, which its config.json names")
     return found

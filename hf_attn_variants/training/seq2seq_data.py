@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_attn_variants.training.models import too_long
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, score_texts
 from hf_attn_variants.training.uptraining_data import read_columns, read_lines, read_pairs
 
@@ -162,17 +163,12 @@ def check_seq2seq_lengths(
     if config.decoder_start_token_id is None:
         raise ValueError(f"{args.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
     special = tokenizer.num_special_tokens_to_add()
-    limits = {
-        "the model has {} positions": getattr(config, "max_position_embeddings", None),
-        "the tokenizer allows {} tokens": tokenizer.model_max_length,
-    }
     for name in ("max_length", "max_target_length"):
         value = getattr(args, name)
         if value < special + 1:
             raise ValueError(f"--{name} must be at least {special + 1} ({special} special tokens), got {value}")
-        for text, limit in limits.items():
-            if limit is not None and value > limit:
-                raise ValueError(f"--{name} {value} is too long: {text.format(limit)}")
+        if message := too_long(value, config, tokenizer):
+            raise ValueError(f"--{name} {value} is too long: {message}")
 
 
 def warn_of_cuts(

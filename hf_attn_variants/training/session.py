@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import datasets
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint
@@ -44,12 +46,31 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             arguments.prepare_output_dir(args)
-        yield accelerator
+        with _library_bars(not args.disable_tqdm):
+            yield accelerator
     finally:
         accelerator.end_training()
         # A second call in this process may want another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@contextmanager
+def _library_bars(wanted: bool) -> Iterator[None]:
+    """Leave out the bars of datasets (tokenising) and transformers (loading, saving) where none are wanted."""
+    if wanted:
+        yield
+        return
+    had = not datasets.are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had[0]:
+            datasets.enable_progress_bars()
+        if had[1]:
+            transformers_logging.enable_progress_bar()
 
 
 def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ RowKey = tuple[int, int]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 IGNORED_LABEL = -100
 COMPRESSED_SUFFIX = ".gz"
+MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
 TABLE_SUFFIXES = (".csv", ".json", ".jsonl")
 # Held out of the training text where no validation file is given: this share, and no more than that many.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
@@ -88,10 +89,14 @@ def _open_text(path: Path) -> TextIO:
 
 
 def _lines(path: Path) -> Iterator[str]:
+    for line in _whole_lines(path):
+        yield line.rstrip("\r\n")
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
     with _open_text(path) as file:
         try:
-            for line in file:
-                yield line.rstrip("\r\n")
+            yield from file
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -172,8 +177,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
         )
     if suffix == ".csv":
-        with _open_text(path) as file:
-            yield from csv.DictReader(file)
+        csv.field_size_limit(MAX_FIELD)
+        reader = csv.DictReader(_whole_lines(path))
+        try:
+            yield from reader
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
         return
     lines = (line for line in _lines(path) if line.strip())
     first = next(lines, "")

@@ -1,6 +1,9 @@
 """Conversion on calibration text: the closed form, the fit, and what is refused."""
 
+import gc
 import gzip
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,7 +173,29 @@ def test_targets_are_generated_where_none_are_given_and_the_source_is_not_change
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_nothing_of_the_source_outlives_a_conversion():
+    model = bert()
+    weight = weakref.ref(model.encoder.layer[0].attention.self.query.weight)
+    converted = convert_model(model, 2, calibration=calibration(), copy=True)
+    del model
+    gc.collect()
+    assert weight() is None and converted.config.num_key_value_heads == 2
+
+
+def test_conversions_in_two_threads_do_not_meet():
+    def work(model):
+        return convert_model(model, 1, calibration=calibration())
+
+    alone = work(bert())
+    models = [bert() for _ in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        for model in pool.map(work, models):
+            assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
+
+
 def test_refusals():
+    with pytest.raises(ValueError, match="needs `texts`; the list is empty"):
+        Calibration([])
     with pytest.raises(ValueError, match="needs calibration text"):
         convert_model(bert(), 2, "calibrated")
     with pytest.raises(ValueError, match="looks at no text"):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -117,11 +118,13 @@ def test_pooling_a_grouped_checkpoint_further(make_source, tmp_path):
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_every_head_loads_under_its_own_class(architecture, head, tmp_path):
     architecture.upstream_model(head).save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", 4)
+    alone = head in ("T5EncoderModel", "T5ForTokenClassification")
+    field = "encoder_num_key_value_heads" if alone else "num_key_value_heads"
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **{field: 4})
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     model, info = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.config.num_key_value_heads == 4
+    assert getattr(model.config, field) == 4
     assert model.config.architectures == [f"AttnVariant{head}"]
 
 
@@ -457,7 +460,10 @@ def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are bert"),
         ({"model_type": None}, "has no `model_type`"),
-        ({"architectures": ["BertForEverything"]}, "'BertForEverything' is not supported; supported are AttnVariant"),
+        (
+            {"architectures": ["BertForEverything"]},
+            "'BertForEverything' is not supported; supported are transformers' AlbertForMaskedLM",
+        ),
         ({"num_attention_heads": 7}, "must divide `hidden_size`"),
         ({"num_attention_heads": 8, "hidden_size": 96}, r"has shape \[48, 48\]"),
         ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'; it has"),
@@ -670,6 +676,30 @@ def test_what_came_into_the_folder_in_the_meantime_is_not_lost(tmp_path):
         (stage / "config.json").write_text("ours")
         (tmp_path / "config.json").write_text("theirs")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+
+
+def test_sigterm_leaves_no_half_written_folder(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped, staged_folder(tmp_path / "out") as stage:
+        (stage / "model.safetensors").write_text("x")
+        os.kill(os.getpid(), signal.SIGTERM)
+        (stage / "config.json").write_text("never reached")
+    assert stopped.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_link_that_leads_nowhere_is_named(make_source, tmp_path):
+    source = make_source()
+    (source / "vocab.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"vocab.txt is a link to a file that is not there"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, make_source):
+    monkeypatch.chdir(make_source())
+    with pytest.raises(FileNotFoundError, match="empty name"):
+        convert_checkpoint("", tmp_path / "out", 4)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

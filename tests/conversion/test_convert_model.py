@@ -1,5 +1,6 @@
 """Models in memory, and checkpoints straight into models."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -8,6 +9,7 @@ from architectures import HEAD_IDS, HEADS
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training.models import enable_gradient_checkpointing
 
 from .conftest import BERT
 
@@ -22,8 +24,10 @@ def run(model, **kwargs):
 def test_every_head_in_memory_equals_its_checkpoint(architecture, head, tmp_path):
     model = architecture.upstream_model(head)
     model.save_pretrained(tmp_path / "source")
-    in_memory = convert(model, 4)
-    from_path = convert(tmp_path / "source", num_key_value_heads=4, method="mean")
+    alone = head in ("T5EncoderModel", "T5ForTokenClassification")
+    heads = {"encoder_num_key_value_heads" if alone else "num_key_value_heads": 4}
+    in_memory = convert(model, **heads)
+    from_path = convert(tmp_path / "source", method="mean", **heads)
     assert type(in_memory) is type(from_path) is getattr(hf_attn_variants, f"AttnVariant{head}")
     expected = from_path.state_dict()
     assert in_memory.state_dict().keys() == expected.keys()
@@ -69,8 +73,11 @@ def test_state_that_is_no_parameter_goes_along():
     model.generation_config.max_new_tokens = 3
     model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
     model.resize_token_embeddings(70)
+    enable_gradient_checkpointing(model)
     model.get_input_embeddings().weight.requires_grad_(False)
     converted = convert(model, 2)
+    assert all(layer.gradient_checkpointing for layer in converted.bert.encoder.layer)
+    converted(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
     assert converted.training and "eager" in converted.config._attn_implementation
     assert converted.generation_config.max_new_tokens == 3
     assert not converted.get_input_embeddings().weight.requires_grad
@@ -112,6 +119,14 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         nowhere = transformers.BertModel(transformers.BertConfig(**BERT.tiny))
     with pytest.raises(ValueError, match="is not in memory"):
         convert(nowhere, 4)
+    with pytest.raises(ValueError, match="a Linear is no transformers model"):
+        convert(torch.nn.Linear(3, 3), 1)
+    adapted = BERT.upstream_model("BertModel")
+    adapted.add_adapter(peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match=r"holds an adapter .* merge it first"):
+        convert(adapted, 4)
+    with pytest.raises(ValueError, match="`talking_heads_init` is of talking heads: give `talking_heads`"):
+        convert(BERT.upstream_model("BertModel"), talking_heads_init="random")
     gpt = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10))
     with pytest.raises(ValueError, match="'gpt2' is not supported"):
         convert(gpt, 1)

@@ -122,6 +122,15 @@ def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads, batch)
     )
 
 
+def test_projections_in_float32_mix_heads_in_half_precision():
+    query, key, value = (torch.randn(1, 4, 5, 8, dtype=torch.float16) for _ in range(3))
+    mixes = {"logits_proj": torch.eye(4), "weights_proj": torch.eye(4)}
+    output, weights = attention_with_weights(query, key, value, scaling=0.5, **mixes)
+    assert output.dtype == weights.dtype == torch.float16
+    plain, _ = attention_with_weights(query, key, value, scaling=0.5)
+    torch.testing.assert_close(output, plain)
+
+
 @pytest.mark.parametrize("function", [attention_with_weights, fused_attention])
 @pytest.mark.parametrize("k", [4, 2, 1])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def test_training_lowers_the_loss_and_leaves_all_outputs(run, t5):
     assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((run.out / "config.json").read_text())
     assert config["num_key_value_heads"] == 2 and config["model_type"] == "attn_variant_t5"
+
+
+def test_t5_has_no_positions_to_run_out_of_and_prints_no_bars_where_none_are_wanted(run, t5, tmp_path, capfd):
+    folder = shutil.copytree(t5, tmp_path / "short")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 10}))
+    run("--max_train_steps", 1, model=folder)  # sources of up to 16 tokens
+    assert "it/s" not in (said := capfd.readouterr().err) and "%|" not in said
 
 
 def test_predictions_are_the_models_in_the_rows_order(run, t5, source):

@@ -96,11 +96,21 @@ def test_tables_give_their_columns(write, name, text):
         ("rows.json", "[1]", "must hold JSON objects, got int"),
         ("rows.jsonl", "", "is empty"),
         ("rows.csv", "en,de\n,\n", "is empty"),
+        ("rows.csv", b"en,de\n\xff,x\n", "is not UTF-8"),
     ],
 )
 def test_other_tables_are_refused(write, name, text, message):
     with pytest.raises(ValueError, match=message):
         read_columns([write(name, text)], ("en", "de"))
+
+
+def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
+    document = "word " * 40_000
+    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
+    path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(OSError, match=r"rows.csv.gz is no whole gzip file"):
+        read_columns([path], ("en", "de"))
 
 
 def test_the_last_rows_are_held_out():
