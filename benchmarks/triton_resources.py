@@ -26,7 +26,7 @@ OUTPUT = ROOT / "benchmarks/results/triton_resources.json"
 # Shared memory that one block may ask for, KiB, by compute capability: A100, consumer Ampere, Ada, Hopper
 # (CUDA C++ programming guide, "technical specifications per compute capability").
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
-HEADS = [(12, 12, 12), (64, 64, 64), (8, 16, 12)]
+HEADS = [(12, 12, 12), (32, 32, 32), (64, 64, 64), (8, 16, 12)]
 LENGTHS = [512, 8192]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -192,6 +192,9 @@ def _forward_settings(call: _Call) -> dict:
     one_block = block * call.widest() <= budget
     block = block if one_block else max(16, budget // 2 // call.widest())
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
+    if _spills(call):
+        block, warps = min(block, 32), 8
+        one_block = block >= call.memory
     stages = 1 if exact or many_loads else 2
     return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": stages}
 
@@ -199,7 +202,13 @@ def _forward_settings(call: _Call) -> dict:
 def _backward_settings(call: _Call) -> dict:
     exact = call.query.dtype == torch.float32
     block = min(max(16, triton.next_power_of_2(call.memory)), max(16, (512 if exact else 2048) // call.widest()))
-    return {"BLOCK": block, "num_warps": 4, "num_stages": 1 if exact else 2}
+    return {"BLOCK": block, "num_warps": 8 if _spills(call) else 4, "num_stages": 1 if exact else 2}
+
+
+def _spills(call: _Call) -> bool:
+    # Exact float32 mixes of 64 heads unroll into more than a thread's registers: up to 7 KB of stack at four warps
+    # (benchmarks/triton_resources.py). Smaller blocks and eight warps hold them.
+    return call.query.dtype == torch.float32 and call.widest() > 32
 
 
 def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ HEADS = {  # h_k, h, h_v, key heads, value heads
     "all different": (6, 5, 4, 2, 2),
     "own value heads": (3, 4, 6, 3, 6),
     "more than sixteen": (17, 3, 20, 17, 20),
+    "more than thirty-two": (33, 3, 36, 33, 36),
 }
 MIXES = ["both", "logits", "weights", "none"]
 if INTERPRETED:
@@ -159,6 +160,11 @@ def test_equals_the_specification_over_lengths(backend, n, m, kind):
     device = _device(backend)
     mask, causal, added = make_mask(kind, n=n, m=m, device=device)
     compare(backend, make_inputs("all different", n=n, m=m, device=device), mask, causal, added)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_heads_in_several_blocks_of_keys(backend):
+    compare(backend, make_inputs("more than thirty-two", n=2, m=70, device=_device(backend)))
 
 
 @pytest.fixture
