@@ -149,6 +149,10 @@ def make_plan(
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, dtype)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
+    if model_class.config_class is not config_class:
+        raise ValueError(
+            f"the source's configuration is wrong: a {architecture} has no `model_type` {config['model_type']!r}."
+        )
     with _source_errors(config_file, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
         if not isinstance(source_config.dtype, torch.dtype | None):

@@ -180,7 +180,8 @@ def cost_table(
                 kv_cache_bytes=None if cache is None else batch_size * sum(lengths[s] * n for s, n in cache.items()),
             )
         )
-    return CostTable(checkpoint, model_class.__name__, batch_size, length, source_length, dtype, rows)
+    architecture = (config.get("architectures") or [model_class.__name__])[0]
+    return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
 
 
 @contextmanager

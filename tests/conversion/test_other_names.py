@@ -84,6 +84,13 @@ def test_the_encoder_alone_has_heads_of_its_own_field(tmp_path):
     assert convert(model, encoder_num_key_value_heads=1).num_parameters() == rows["MQA"].parameters
 
 
+def test_a_class_of_another_architecture_is_named(tmp_path, edit_config):
+    transformers.T5Model(transformers.T5Config(**TINY)).save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["BertModel"])
+    with pytest.raises(ValueError, match="a BertModel has no `model_type` 't5'"):
+        convert(tmp_path, 2)
+
+
 def test_an_unknown_architecture_is_answered_with_upstreams_names():
     with pytest.raises(ValueError, match=r"transformers' AlbertForMaskedLM, .*, T5Model"):
         variant_model_class("BartModel")
