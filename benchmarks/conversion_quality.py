@@ -221,14 +221,17 @@ def table(rows: Sequence[Row], subject: Any, metric: str) -> str:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw quality against key/value heads: a panel for each model and number of steps, a line a method.
 
-    Steps that were measured at one number of heads only, or not of every model, are in the tables alone.
+    Models and steps that were measured at one number of heads only, and steps that were not measured of every model,
+    are in the tables alone.
     """
-    subjects = [subject for subject in SUBJECTS.values() if any(row["model"] == subject.name for row in rows)]
     names = ("model", "steps", "num_key_value_heads")
     measured = {tuple(row[name] for name in names) for row in rows if row["method"] != MULTI_HEAD}
     lines = Counter((model, steps) for model, steps, _ in measured)
     budgets = sorted({steps for _, steps in lines})
+    subjects = [each for each in SUBJECTS.values() if any(lines[each.name, steps] > 1 for steps in budgets)]
     budgets = [steps for steps in budgets if all(lines[subject.name, steps] > 1 for subject in subjects)]
+    if not budgets or not subjects:
+        return
     figure = Figure(figsize=(5 * len(subjects), 1.0 + 3.4 * len(budgets)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(budgets), len(subjects), squeeze=False, sharey="col")

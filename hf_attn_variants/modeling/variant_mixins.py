@@ -183,9 +183,12 @@ class AttnVariantModelMixin:
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _become(module, self.variant_classes[type(module)])
-        for site, _, module in self.named_attentions():
-            _install_variant(site, module, config)
+        resized = [module for site, _, module in self.named_attentions() if _install_variant(site, module, config)]
         self.post_init()
+        # T5 draws projections by a rule of the attention that they are in, which upstream leaves out for classes
+        # outside transformers where that has no parameter of its own: new Linears would be drawn with deviation 1.
+        for module in resized:
+            self._init_weights(module)
 
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
         """Yield each attention with its site and its path inside the base model."""
@@ -234,24 +237,30 @@ def _become(module: nn.Module, variant: type) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
-def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> None:
+def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> bool:
+    """Give an attention its heads and new parameters; say whether a projection was replaced by one of another size."""
     head_dim, heads = config.attention_head_dim, config.num_attention_heads
     kv_heads = getattr(config, site.kv_heads_field)
     kv_value_heads = config.num_value_heads if kv_heads == heads else kv_heads
-    _resize(module, site.key, out_features=kv_heads * head_dim)
-    _resize(module, site.value, out_features=kv_value_heads * head_dim)
-    _resize(module, site.output, in_features=config.num_value_heads * head_dim)
+    resized = [
+        _resize(module, site.key, out_features=kv_heads * head_dim),
+        _resize(module, site.value, out_features=kv_value_heads * head_dim),
+        _resize(module, site.output, in_features=config.num_value_heads * head_dim),
+    ]
     attention = module.get_submodule(site.mixes)
     query, key = module.get_submodule(site.query), module.get_submodule(site.key)
     attention.install_variant(config, kv_heads, query.in_features, key.in_features)
+    return any(resized)
 
 
-def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> None:
+def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
     old = module.get_submodule(path)
     size = (in_features or old.in_features, out_features or old.out_features)
-    if size != (old.in_features, old.out_features):
-        like = {"dtype": old.weight.dtype, "device": old.weight.device}
-        module.set_submodule(path, nn.Linear(*size, bias=old.bias is not None, **like))
+    if size == (old.in_features, old.out_features):
+        return False
+    like = {"dtype": old.weight.dtype, "device": old.weight.device}
+    module.set_submodule(path, nn.Linear(*size, bias=old.bias is not None, **like))
+    return True
 
 
 def _check_implementation(config: Any, implementation: Any) -> None:

@@ -231,6 +231,26 @@ def test_initial_projections(architecture, init):
 
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
+def test_new_projections_are_drawn_as_upstreams(architecture, variant):
+    head = BASE[architecture.name]
+    torch.manual_seed(0)
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(variant))
+    upstream = getattr(transformers, head)(architecture.upstream_config_class(**architecture.tiny)).base_model
+    for site, path, module in model.named_attentions():
+        for role in ("query", "key", "value", "output"):
+            name = getattr(site, role)
+            drawn, expected = module.get_submodule(name), upstream.get_submodule(f"{path}.{name}")
+            deviation = drawn.weight.std().item()
+            assert deviation == pytest.approx(expected.weight.std().item(), rel=0.35), f"{path}.{name}"
+            assert drawn.bias is None or not drawn.bias.any()
+        for name, embedding in module.named_modules():
+            if name.endswith("relative_attention_bias"):
+                expected = upstream.get_submodule(f"{path}.{name}").weight.std().item()
+                assert embedding.weight.std().item() == pytest.approx(expected, rel=0.35)
+
+
+@EVERY_ARCHITECTURE
+@EVERY_VARIANT
 def test_the_same_seed_gives_the_same_model(architecture, variant):
     first, second = (architecture.model(BASE[architecture.name], variant).state_dict() for _ in range(2))
     assert all(second[name].equal(tensor) for name, tensor in first.items())
