@@ -41,7 +41,7 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
         "parameters",
         "relative error of logits",
         "x2l_proj",
-        "run_glue.py",
+        "attn-variants glue",
         str(tmp_path / "out"),
     ):
         assert text in printed
