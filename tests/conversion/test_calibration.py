@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.conversion import Calibration, convert_model
+from hf_attn_variants.conversion import Calibration, command, convert_model
 from hf_attn_variants.conversion.calibration import read_lines
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 
@@ -208,6 +208,13 @@ def test_refusals():
         calibration(target_texts=["one"])
     with pytest.raises(ValueError, match="talking heads"):
         convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
+    flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
+    with pytest.raises(ValueError, match=f"--calibration_size must be at least 1; got {size}"):
+        command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
 def test_files_that_are_no_text(tmp_path):
