@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "program_name"]
 
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
     return run_script(lambda: command.main(options))
+
+
+def program_name(script: str) -> str:
+    """Return how a user calls what `scripts/<script>` does: as that, or as a subcommand that is being run."""
+    return sys.argv[0] if sys.argv[0].startswith("attn-variants ") else f"python scripts/{script}"
 
 
 def _parser() -> argparse.ArgumentParser:

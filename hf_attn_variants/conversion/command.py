@@ -4,6 +4,7 @@ import argparse
 import random
 from collections.abc import Sequence
 
+from ..cli import program_name
 from .calibration import Calibration, read_lines
 from .convert import DTYPES, convert_checkpoint
 from .methods import METHODS
@@ -13,15 +14,15 @@ __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
 example:
-  python scripts/convert_checkpoint.py --model_name_or_path google-bert/bert-base-uncased \\
+  %(prog)s --model_name_or_path google-bert/bert-base-uncased \\
       --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
-  python scripts/run_glue.py --model_name_or_path bert-base-gqa4 --task_name sst2 --output_dir bert-base-gqa4-sst2
 """
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
+        prog=program_name("convert_checkpoint.py"),
         description="Convert a multi-head checkpoint into a grouped-query, multi-query or talking-heads one, in "
         "little memory. A grouped checkpoint can be grouped further, or expanded back without loss.",
         epilog=EXAMPLE,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_attn_variants.cli import program_name
+
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
 example (--dry_run lists what would go up, and shows the card):
-  python scripts/push_to_hub.py --model_name_or_path bert-gqa4 --repo_id me/bert-gqa4 --private \\
+  %(prog)s --model_name_or_path bert-gqa4 --repo_id me/bert-gqa4 --private \\
       --base_model google-bert/bert-base-uncased --license apache-2.0 --dry_run
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
@@ -19,6 +21,7 @@ Everything goes up in one commit, or nothing does. A repeated push changes nothi
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
+        prog=program_name("push_to_hub.py"),
         description="Push a checkpoint folder to the Hub: model, tokenizer, code files, generation config and a model "
         "card that is filled from what was really run.",
         epilog=EXAMPLE,

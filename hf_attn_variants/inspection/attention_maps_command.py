@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_attn_variants.cli import program_name
+
 if TYPE_CHECKING:
     from .attention_maps import TextMaps
 
@@ -19,9 +21,9 @@ MOST_TOKENS = 64
 
 EXAMPLE = """\
 example:
-  python scripts/visualize_attention.py --model_name_or_path bert-talking-sst2 --output_dir maps \\
+  %(prog)s --model_name_or_path bert-talking-sst2 --output_dir maps \\
       --text "The plot is thin, but the actors carry it."
-  python scripts/visualize_attention.py --model_name_or_path google-t5/t5-small --output_dir t5-maps \\
+  %(prog)s --model_name_or_path google-t5/t5-small --output_dir t5-maps \\
       --text "translate English to German: The house is small." --target_text "Das Haus ist klein."
 """
 
@@ -29,6 +31,7 @@ example:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
+        prog=program_name("visualize_attention.py"),
         description="Draw what every head of a checkpoint attends to in one text, before and after the talking-heads "
         f"projections, and the projections themselves: a PNG for each attention and one {HTML_FILE}.",
         epilog=EXAMPLE,

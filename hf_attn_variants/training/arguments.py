@@ -99,7 +99,9 @@ def _add_data_arguments(parser: argparse.ArgumentParser, packed: bool) -> None:
     group.add_argument("--per_device_eval_batch_size", type=int, default=64, help="The same, in evaluation.")
     if not packed:
         group.add_argument(
-            "--group_by_length", action="store_true", help="Batches of examples of like length: less padding."
+            "--group_by_length",
+            action="store_true",
+            help="Batches of examples of like length, in random order: less padding.",
         )
         group.add_argument(
             "--pad_to_multiple_of", type=int, help="Pad each batch to a multiple of N tokens (8 suits tensor cores)."

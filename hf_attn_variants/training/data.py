@@ -20,7 +20,7 @@ __all__ = [
 
 
 class EpochSampler(Sampler[int]):
-    """Shuffles example indices by (seed, epoch), optionally with examples of like length side by side.
+    """Shuffles example indices by (seed, epoch), optionally in batches of examples of like length.
 
     It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is
     not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
@@ -50,9 +50,19 @@ class EpochSampler(Sampler[int]):
         # Two seeds a small step apart must not share orders an epoch apart.
         seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
         generator = torch.Generator().manual_seed(seed)
-        if self.group_lengths is not None:
-            return iter(get_length_grouped_indices(self.group_lengths, self.batch_size, generator=generator))
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+        if self.group_lengths is None:
+            return iter(torch.randperm(self.length, generator=generator).tolist())
+        indices = get_length_grouped_indices(self.group_lengths, self.batch_size, generator=generator)
+        return iter(self._shuffle_batches(indices, generator))
+
+    def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
+        # They come from long to short, fifty at a time, and a model would learn long and forget short texts in turns.
+        # The longest stays first, for memory that is not enough to be missed at once, and an incomplete one last.
+        size = self.batch_size
+        batches = [indices[start : start + size] for start in range(0, len(indices), size)]
+        order = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
+        order = [0, *order.tolist(), *([len(batches) - 1] if len(indices) % size and len(batches) > 1 else [])]
+        return [index for number in order for index in batches[number]]
 
 
 def create_train_dataloader(

@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.masked_lm import (
     MaskedLMEvaluator,
@@ -39,7 +40,7 @@ MODEL_TYPES = ("albert", "bert")
 RESUME_ARGUMENTS = ("mlm_probability", "whole_word_mask")
 
 EPILOG = """example (a small ALBERT from scratch, on gzip shards of text whose articles an empty line separates):
-  python scripts/pretrain_mlm.py --model_type albert --tokenizer_name albert/albert-base-v2 \\
+  %(prog)s --model_type albert --tokenizer_name albert/albert-base-v2 \\
       --config_overrides hidden_size=256,num_hidden_layers=4,num_attention_heads=8,intermediate_size=1024 \\
       --train_file wikipedia/train-*.txt.gz --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
       --max_train_steps 10000 --learning_rate 1e-3 --num_warmup_steps 500 --eval_steps 1000 --output_dir runs/albert
@@ -56,6 +57,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
+        prog=program_name("pretrain_mlm.py"),
         description="Pretrain a BERT or ALBERT as a masked language model, from scratch or from a checkpoint.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.models import check_max_length
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
@@ -25,7 +26,7 @@ __all__ = ["main", "parse_args"]
 RESUME_ARGUMENTS = ("noise_density", "mean_noise_span_length")
 
 EPILOG = """example (a small multi-query T5 from scratch, on gzip shards; an empty line separates their articles):
-  python scripts/pretrain_span_corruption.py --model_type t5 --tokenizer_name google-t5/t5-small \\
+  %(prog)s --model_type t5 --tokenizer_name google-t5/t5-small \\
       --config_overrides d_model=256,d_kv=32,d_ff=1024,num_layers=4,num_heads=8 --num_key_value_heads 1 \\
       --train_file wikipedia/train-*.txt.gz --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
       --optim adafactor --adafactor_scale_parameter --learning_rate 1e-2 --lr_scheduler_type inverse_sqrt \\
@@ -44,6 +45,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
+        prog=program_name("pretrain_span_corruption.py"),
         description="Pretrain a T5 by span corruption, from scratch or from a checkpoint.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
@@ -35,7 +36,7 @@ __all__ = ["main", "parse_args"]
 logger = logging.getLogger(__name__)
 
 EPILOG = """example (STS-B from a folder of TSVs, on the CPU):
-  python scripts/run_glue.py --model_name_or_path ./minilm-gqa4 --task_name stsb --data_dir glue/STS-B \\
+  %(prog)s --model_name_or_path ./minilm-gqa4 --task_name stsb --data_dir glue/STS-B \\
       --output_dir runs/stsb --num_train_epochs 3 --learning_rate 5e-5 --group_by_length --cpu
 
 Without --data_dir the task is read from nyu-mll/glue on the Hub. --output_dir gets the model, all_results.json,
@@ -48,6 +49,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
+        prog=program_name("run_glue.py"),
         description="Fine-tune and evaluate a sequence classifier on a GLUE task.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,6 +2,7 @@
 
 import argparse
 
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, check_text_metrics
@@ -13,12 +14,12 @@ __all__ = ["MODEL_TYPES", "check_seq2seq_arguments", "parse_args"]
 MODEL_TYPES = ("t5",)
 SPLITS = ("train", "validation", "test")
 EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as text; a checkpoint's score):
-  python scripts/run_seq2seq.py --model_name_or_path ./t5-gqa2 --source_file train.en.gz --target_file train.de.gz \\
+  %(prog)s --model_name_or_path ./t5-gqa2 --source_file train.en.gz --target_file train.de.gz \\
       --validation_source_file val.en.gz --validation_target_file val.de.gz --max_length 64 --num_beams 1 4 \\
       --group_by_length --output_dir runs/en-de
-  python scripts/run_seq2seq.py --model_name_or_path google-t5/t5-small --task_name stsb --data_dir glue/STS-B \\
+  %(prog)s --model_name_or_path google-t5/t5-small --task_name stsb --data_dir glue/STS-B \\
       --max_target_length 8 --output_dir runs/t5-stsb
-  python scripts/run_seq2seq.py --model_name_or_path runs/en-de --validation_source_file val.en.gz \\
+  %(prog)s --model_name_or_path runs/en-de --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --num_train_epochs 0 --output_dir runs/en-de-scores
 
 Rows come from parallel text (--source_file and --target_file, line by line), from tables (--train_file with
@@ -33,7 +34,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
-        prog="run_seq2seq.py",
+        prog=program_name("run_seq2seq.py"),
         description="Train and evaluate an encoder-decoder on text to text: translation, summarisation, GLUE, SQuAD.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

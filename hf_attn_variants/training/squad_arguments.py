@@ -3,13 +3,14 @@
 import argparse
 import math
 
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.squad_metrics import METRIC_NAMES
 
 __all__ = ["check_squad_arguments", "parse_args"]
 
 EPILOG = """example (SQuAD v1.1 from its JSON files, on the CPU):
-  python scripts/run_squad.py --model_name_or_path ./minilm-gqa4 --train_file squad/train-v1.1.json \\
+  %(prog)s --model_name_or_path ./minilm-gqa4 --train_file squad/train-v1.1.json \\
       --validation_file squad/dev-v1.1.json --max_length 256 --num_train_epochs 1 --group_by_length \\
       --output_dir runs/squad --cpu
 
@@ -25,7 +26,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
-        prog="run_squad.py",
+        prog=program_name("run_squad.py"),
         description="Fine-tune and evaluate extractive question answering on SQuAD v1.1 or v2.0.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedConfig
 
+from hf_attn_variants.cli import program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.trainable import TRAINABLE, check_trainable
 from hf_attn_variants.training.uptraining_objective import TermWeights
@@ -17,16 +18,16 @@ OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding")
 TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
 WARMUP_RATIO = 0.05
 EPILOG = """examples (a BERT of 4 key/value heads, drawn towards the model that it was converted from; a T5 likewise):
-  python scripts/uptrain.py --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
+  %(prog)s --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
       --train_file wikipedia/train-00000.txt.gz --output_dir runs/minilm-gqa4 --group_by_length --cpu
-  python scripts/uptrain.py --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
+  %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
 
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
 distribution over the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the
 teacher's sentence embeddings. For a classification task, use scripts/run_glue.py.
-Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 % of
+Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 %% of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
 --output_dir gets the whole checkpoint (model, code, tokenizer, the source's side files), all_results.json,
 train_log.jsonl and training_curves.png.
@@ -36,7 +37,7 @@ An interrupted run goes on exactly where it was: repeat the command with --resum
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line (`sys.argv` without an argument)."""
     parser = argparse.ArgumentParser(
-        prog="uptrain.py",
+        prog=program_name("uptrain.py"),
         description="Continue training a converted checkpoint to restore its quality.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

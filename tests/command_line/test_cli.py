@@ -45,7 +45,9 @@ def test_every_command_has_its_own_help(name, capsys):
     assert callable(module.main)
     with pytest.raises(SystemExit) as stopped:
         cli.main([name, "--help"])
-    assert stopped.value.code == 0 and "usage:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0 and f"usage: attn-variants {name} " in printed
+    assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
 
 
 def test_an_unknown_command_is_refused(capsys):

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -26,6 +28,17 @@ def test_length_groups_cut_padding_and_keep_every_example():
     first = list(grouped)
     grouped.start_epoch(1)
     assert list(grouped) != first
+
+
+@pytest.mark.parametrize("count", [3, 8, 12, 200, 203])
+def test_length_groups_come_in_no_order_of_length(count):
+    lengths = torch.randint(1, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    order = list(EpochSampler(count, seed=1, group_lengths=lengths, batch_size=8))
+    assert sorted(order) == list(range(count)) and lengths[order[0]] == max(lengths)
+    longest = [max(lengths[i] for i in order[start : start + 8]) for start in range(0, count, 8)]
+    # As transformers groups them the batches of 25 would fall from the longest to the shortest.
+    assert count < 200 or sum(after > before for before, after in itertools.pairwise(longest)) >= 8
+    assert count < 200 or max(longest[len(longest) // 2 :]) > 50
 
 
 def test_iterating_leaves_the_global_random_state_alone():
