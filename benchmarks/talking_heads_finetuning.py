@@ -1,43 +1,41 @@
 """Fine-tunes one checkpoint with multi-head attention and with every kind of talking heads, equal steps, two seeds.
 
-The runs, their flags and the table are those of `glue_variants.py`; a run that is finished in the work folder is kept,
-so that the comparison can be made in pieces.
+The runs, their flags and the table are those of `finetuned_variants.py`; a run that is finished in the work folder is
+kept, so that the comparison can be made in pieces.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import glue_variants
+import finetuned_variants
+from finetuned_variants import Variant
 
 PLACES = ("both", "logits", "weights")
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "MHA": None,
+VARIANTS = {
+    "MHA": Variant(),
     **{
-        f"{place}, {init}": {"talking_heads": place, "talking_heads_init": init}
+        f"{place}, {init}": Variant({"talking_heads": place, "talking_heads_init": init})
         for init in ("identity", "random")
         for place in PLACES
     },
-    "both, identity, dynamic": {
-        "talking_heads": "both",
-        "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"],
-    },
+    "both, identity, dynamic": Variant(
+        {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]}
+    ),
 }
 DEFAULTS = ["--tasks", "sst2", "cola", "stsb", "--seeds", "42", "43"]
-OUTPUT = str(glue_variants.ROOT / "benchmarks/results/talking_heads_finetuning.json")
+OUTPUT = str(finetuned_variants.ROOT / "benchmarks/results/talking_heads_finetuning.json")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`: the flags of `glue_variants.py` with this comparison's defaults."""
+    """Read the command line, or `argv`: the flags of `finetuned_variants.py` with this comparison's defaults."""
     given = sys.argv[1:] if argv is None else list(argv)
-    return glue_variants.parse_args([*DEFAULTS, "--output", OUTPUT, *given])
+    return finetuned_variants.parse_args([*DEFAULTS, "--output", OUTPUT, *given], VARIANTS)
 
 
 def main(args: argparse.Namespace) -> None:
     """Run what is not there yet, write the JSON and print the table."""
-    glue_variants.VARIANTS = VARIANTS
-    glue_variants.main(args)
+    finetuned_variants.main(args, VARIANTS)
 
 
 if __name__ == "__main__":

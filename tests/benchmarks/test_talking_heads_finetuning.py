@@ -17,14 +17,14 @@ def comparison(monkeypatch):
 
 
 def test_variants_are_valid_and_have_folders_of_their_own(comparison):
-    configs = [hf_attn_variants.AttnVariantBertConfig(**(fields or {})) for fields in comparison.VARIANTS.values()]
+    configs = [hf_attn_variants.AttnVariantBertConfig(**variant.fields) for variant in comparison.VARIANTS.values()]
     kinds = {(c.talking_heads, c.talking_heads_init, bool(c.talking_heads_dynamic)) for c in configs}
-    slugs = {importlib.import_module("glue_variants")._slug(name) for name in comparison.VARIANTS}
+    slugs = {importlib.import_module("finetuned_variants").slug(name) for name in comparison.VARIANTS}
     assert len(kinds) == len(slugs) == len(comparison.VARIANTS) == 8
 
 
 def test_defaults_are_two_seeds_on_three_tasks_and_can_be_changed(comparison):
-    folders = ["--model", "m", "--glue_dir", "g", "--work_dir", "w"]
+    folders = ["--model", "m", "--data_dir", "d", "--work_dir", "w"]
     args = comparison.parse_args(folders)
     assert (args.tasks, args.seeds) == (["sst2", "cola", "stsb"], [42, 43])
     assert Path(args.output).name == "talking_heads_finetuning.json"

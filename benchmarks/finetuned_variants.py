@@ -1,0 +1,246 @@
+"""Fine-tunes one checkpoint and its attention variants on GLUE tasks and SQuAD, and tabulates the dev metrics.
+
+Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, distilled ones trained on
+further lines by `scripts/uptrain.py` with the source as teacher), each run is `scripts/run_glue.py` or
+`scripts/run_squad.py`. A run that is finished in the work folder is kept, so that this can be made in pieces.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EPILOG = """examples:
+  python benchmarks/finetuned_variants.py --model MINILM --data_dir ../shared/data --work_dir WORK --jobs 2 --threads 1
+  python benchmarks/finetuned_variants.py --model MINILM --data_dir ../shared/data --work_dir WORK --tasks squad \\
+      --variants MHA "GQA-4 (calibrated, distilled)" "GQA-4 (mean)" """
+CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
+DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
+RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
+RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of the comparison.
+
+    Args:
+        fields: What `convert_checkpoint` is given; none is the source itself.
+        distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    distilled_from: str | None = None
+
+
+VARIANTS = {
+    "MHA": Variant(),
+    "GQA-4 (calibrated, distilled)": Variant(distilled_from="GQA-4 (calibrated)"),
+    "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
+    "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
+    "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
+    "MQA (mean)": Variant({"num_key_value_heads": 1}),
+    "talking heads (identity)": Variant({"talking_heads": "both"}),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One data set: its title, epochs, dev metrics, and its script with the files it reads and its other flags."""
+
+    title: str
+    epochs: int
+    metrics: tuple[str, ...]
+    script: str
+    files: Mapping[str, str]
+    flags: tuple[str, ...]
+
+
+def _glue(title: str, epochs: int, *metrics: str) -> Task:
+    flags = ("--max_length", "128", "--skip_predict")
+    return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, flags)
+
+
+SQUAD_FILES = {"train_file": "squad/train-v1.1.subset.json", "validation_file": "squad/dev-v1.1.json"}
+TASKS = {
+    "sst2": _glue("SST-2", 1, "accuracy"),
+    "cola": _glue("CoLA", 3, "matthews_correlation"),
+    "stsb": _glue("STS-B", 1, "pearson", "spearmanr"),
+    "qnli": _glue("QNLI", 1, "accuracy"),
+    "mnli": _glue("MNLI", 1, "accuracy"),
+    "wnli": _glue("WNLI", 3, "accuracy"),
+    "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, ("--max_length", "256")),
+}
+
+
+def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="Folder of a multi-head checkpoint.")
+    parser.add_argument("--data_dir", type=Path, required=True, help="Folder of glue/, squad/ and wikipedia/.")
+    parser.add_argument(
+        "--work_dir", type=Path, required=True, help="Where checkpoints and runs go; finished runs in it are kept."
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--variants", nargs="+", choices=list(variants), default=list(variants), metavar="VARIANT")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
+    parser.add_argument("--threads", type=int, help="CPU threads of each run.")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--max_train_steps", type=int, help="Shorter runs, to try the script.")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/finetuned_variants.json")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
+    """Convert, run what is not there yet, write the JSON and print the table."""
+    checkpoints = {name: make_checkpoint(args, name, variants) for name in args.variants}
+    # Tasks in the order given, so that a table begins to fill before the long ones end.
+    runs = [(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda run: _run(args, checkpoints[run[2]], *run), runs))
+    rows = [_row(args.work_dir, *run) for run in runs]
+    first = json.loads((_folder(args.work_dir, *runs[0]) / "all_results.json").read_text())
+    result = {
+        "model": args.model.name,
+        "device": _device(),
+        "commands": {name: " ".join(_command(args, name, "SEED", "CHECKPOINT", "OUTPUT_DIR")) for name in args.tasks},
+        "versions": first["versions"],
+        "runs": rows,
+    }
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return a Markdown table: variants by task metrics, mean and (with several seeds) range."""
+    rows = list(rows)
+    columns = [(t, metric) for t in dict.fromkeys(row["task"] for row in rows) for metric in TASKS[t].metrics]
+    lines = ["| | " + " | ".join(f"{TASKS[t].title} {metric}" for t, metric in columns) + " |"]
+    lines.append("| --- " * (len(columns) + 1) + "|")
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        cells = []
+        for t, metric in columns:
+            values = [row[metric] for row in rows if (row["variant"], row["task"]) == (name, t)]
+            spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def slug(name: str) -> str:
+    """Return a variant's name as a folder's."""
+    return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
+
+
+def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, Variant]) -> Path:
+    """Convert the source, or distil another variant, unless the work folder has the result already."""
+    from hf_attn_variants.conversion import Calibration, convert_checkpoint
+
+    variant, folder = variants[name], args.work_dir / "checkpoints" / slug(name)
+    if variant == Variant():
+        return args.model
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if variant.distilled_from is not None:
+            _distil(args, make_checkpoint(args, variant.distilled_from, variants), folder)
+            return folder
+        fields = dict(variant.fields)
+        if fields.get("method") == "calibrated":
+            texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
+            fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
+        convert_checkpoint(args.model, folder, **fields)
+    return folder
+
+
+def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -> list[str]:
+    from conversion_subjects import sample_lines
+
+    return sample_lines(sorted((args.data_dir / "wikipedia").glob("train-*.txt.gz")), count, seed, **limits)
+
+
+def _distil(args: argparse.Namespace, start: Path, folder: Path) -> None:
+    lines = folder.with_name(f"{folder.name}.txt")
+    # uptrain.py holds a twentieth out.
+    texts = _wikipedia(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
+    lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    command = [sys.executable, str(ROOT / "scripts/uptrain.py"), "--model_name_or_path", str(start)]
+    command += ["--teacher", str(args.model), "--objective", "distill", "--train_file", str(lines)]
+    command += ["--max_length", str(DISTILLATION_LENGTH), "--per_device_train_batch_size", str(DISTILLATION_BATCH)]
+    command += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
+    command += ["--group_by_length", "--disable_tqdm", "--output_dir", str(folder)]
+    subprocess.run(command, check=True, env=_environment(args))
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    return dict(os.environ) | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
+
+
+def _folder(work: Path, task: str, seed: int, name: str) -> Path:
+    return work / "runs" / f"{slug(name)}-{task}-{seed}"
+
+
+def _command(args: argparse.Namespace, name: str, seed: Any, checkpoint: Any, output_dir: Any) -> list[str]:
+    task = TASKS[name]
+    command = [f"scripts/{task.script}", "--model_name_or_path", str(checkpoint), "--output_dir", str(output_dir)]
+    command += ["--task_name", name] if task.script == "run_glue.py" else []
+    for flag, path in task.files.items():
+        command += [f"--{flag}", str(args.data_dir / path)]
+    command += [*task.flags, "--num_train_epochs", str(task.epochs), *RECIPE, "--seed", str(seed)]
+    command += ["--mixed_precision", args.mixed_precision]
+    return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else [])
+
+
+def _run(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name: str) -> None:
+    folder = _folder(args.work_dir, task, seed, name)
+    if (folder / "all_results.json").is_file():
+        _check_finished(args, folder, task)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    with open(folder.with_suffix(".log"), "w") as log:
+        script, *flags = _command(args, task, seed, checkpoint, folder)
+        command = [sys.executable, str(ROOT / script), *flags]
+        status = subprocess.run(command, stdout=log, stderr=log, env=_environment(args)).returncode
+    if status:
+        raise SystemExit(f"{name} on {task}, seed {seed}, failed: see {folder.with_suffix('.log')}")
+    print(f"{name} on {task}, seed {seed}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _check_finished(args: argparse.Namespace, folder: Path, task: str) -> None:
+    used = json.loads((folder / "all_results.json").read_text())["arguments"]
+    wanted = {"max_train_steps": args.max_train_steps, "num_train_epochs": TASKS[task].epochs}
+    wanted |= {"learning_rate": 1e-4, "per_device_train_batch_size": 32}
+    different = {key: used[key] for key, value in wanted.items() if used[key] != value}
+    if different or (used["mixed_precision"] or "no") != args.mixed_precision:
+        raise SystemExit(f"{folder} holds a run with other settings {different or used['mixed_precision']}: remove it")
+
+
+def _row(work: Path, task: str, seed: int, name: str) -> dict[str, Any]:
+    found = json.loads((_folder(work, task, seed, name) / "all_results.json").read_text())
+    kept = {metric: found[f"eval_{metric}"] for metric in TASKS[task].metrics}
+    kept |= {key: found[key] for key in ("train_loss", "steps", "train_runtime", "num_parameters")}
+    return {"variant": name, "task": task, "seed": seed, **kept}
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main(parse_args())
