@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_attn_variants.training.loop import Objective
+from hf_attn_variants.training.models import vocabulary_size
 from hf_attn_variants.training.tracking import progress_bar
 from hf_attn_variants.training.trainable import named_attentions
 
@@ -54,7 +55,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Raises:
         ValueError: The vocabulary marks neither.
     """
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
         return np.array([not token.startswith("##") for token in tokens])
     if any(token.startswith("▁") for token in tokens):
@@ -87,7 +88,7 @@ class MaskedLMPreparation:
         self.length, self.probability, self.seed = length, probability, seed
         self.block_length, self.separator = length - 2, self.sep_id
         self.starts = word_starts(tokenizer) if whole_words else None
-        self.special = np.zeros(len(tokenizer), dtype=bool)
+        self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
         # Not `all_special_ids`: some tokenizers count punctuation among them.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)

@@ -33,6 +33,7 @@ __all__ = [
     "resolve_architecture",
     "set_dropout",
     "too_long",
+    "vocabulary_size",
 ]
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,17 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
-    if config is not None and len(tokenizer) > config.vocab_size:
+    if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer of {source} has {len(tokenizer)} tokens and the model only {config.vocab_size}; "
+            f"the tokenizer of {source} has {size} tokens and the model only {config.vocab_size}; "
             "give its own with --tokenizer_name"
         )
     return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns how many rows an embedding of its tokens needs: more than there are tokens if their numbers have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_attn_variants.registration import variant_config_class
-from hf_attn_variants.training.models import set_dropout
+from hf_attn_variants.training.models import set_dropout, vocabulary_size
 
 __all__ = ["add_scratch_arguments", "check_scratch_arguments", "new_config", "new_masked_lm"]
 
@@ -66,7 +66,7 @@ def new_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
     variant = {name: getattr(args, name) for name in VARIANT_FIELDS if getattr(args, name) is not None}
     default = variant_config_class(args.model_type)() if variant else AutoConfig.for_model(args.model_type)
     fields = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,

@@ -85,7 +85,7 @@ def test_a_bad_flag_is_status_2(source, tmp_path, option):
 def test_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    last_lines = capsys.readouterr().out.strip().splitlines()[-4:]
+    last_lines = capsys.readouterr().out.strip().splitlines()[-3:]
     assert last_lines[0] == "example:" and "convert_checkpoint.py" in last_lines[1]
 
 

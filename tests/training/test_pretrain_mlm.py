@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -15,6 +18,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    PreTrainedTokenizerFast,
 )
 
 from hf_attn_variants import AttnVariantAlbertForMaskedLM, AttnVariantBertForMaskedLM
@@ -29,6 +33,8 @@ from hf_attn_variants.training.masked_lm import (
     shuffle_positions,
     word_starts,
 )
+from hf_attn_variants.training.models import vocabulary_size
+from hf_attn_variants.training.new_model import new_config
 from hf_attn_variants.training.pretrain_mlm import main, parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
@@ -126,6 +132,22 @@ def test_whole_words_are_masked_whole(tokenizer, blocks):
                 whole += 1
         parts += (chosen[1:] != chosen[:-1]).sum()
     assert whole > 500 and parts > 500
+
+
+def test_a_vocabulary_may_have_gaps(tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "talk", "##ing", "heads"]
+    vocabulary = {piece: 3 * i for i, piece in enumerate(pieces)}  # as where a trainer saw a piece twice
+    raw = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    raw.pre_tokenizer = Whitespace()
+    names = dict(zip(("pad", "unk", "cls", "sep", "mask"), pieces, strict=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **{f"{name}_token": v for name, v in names.items()})
+    ids = np.array(tokenizer("talking heads", add_special_tokens=False)["input_ids"])
+    assert ids.tolist() == [15, 18, 21] and vocabulary_size(tokenizer) == 22
+    assert word_starts(tokenizer)[ids].tolist() == [True, False, True]
+    prepare = MaskedLMPreparation(tokenizer, 8, 0.9, seed=0, whole_words=True)
+    assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
+    args = parse_args(["--tokenizer_name", str(tmp_path), "--output_dir", str(tmp_path), *scratch()])
+    assert new_config(args, tokenizer).vocab_size == 22
 
 
 def test_words_of_sentencepiece(shared_data):
