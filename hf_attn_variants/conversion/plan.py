@@ -204,7 +204,8 @@ def _source_errors(config_file: str | os.PathLike | None, *explained: type[Excep
     try:
         yield
     except explained as error:
-        raise ValueError(f"the source's configuration is wrong{where}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the source's configuration is wrong{where}: {reason}") from error
     except (ValueError, OSError):
         raise
     except Exception as error:

@@ -125,7 +125,7 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns how many rows an embedding of its tokens needs: more than there are tokens if their numbers have gaps."""
+    """Returns how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
