@@ -82,7 +82,9 @@ def read_lines(path: str | os.PathLike) -> list[str]:
     """
     path = Path(path).expanduser()
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        # A carriage return inside a line ends no line: the lines of a second file belong to these.
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             lines = [line.strip() for line in file]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error

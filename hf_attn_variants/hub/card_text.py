@@ -186,6 +186,8 @@ def training_text(results: Mapping[str, Any]) -> dict[str, Any]:
     if results.get("train_runtime"):
         parts.append(f"{results['train_runtime']:,.0f} s")
     arguments = results.get("arguments") or {}
+    if arguments.get("max_train_steps") is not None:
+        arguments = {name: value for name, value in arguments.items() if name != "num_train_epochs"}
     rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
     return {
         "sentence": f"{', '.join(parts)}." if parts else "",

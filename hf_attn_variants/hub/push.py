@@ -36,7 +36,7 @@ TRAINING_FILES = (
     "events.out.tfevents.*",
     "best_model.safetensors",
     "bad_batch-*",
-    "predictions_*.tsv",
+    "predictions_*",
 )
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (REPORT_NAME, RESULTS_NAME)

@@ -30,6 +30,7 @@ SCHEDULES = [name.value for name in SchedulerType if name.value not in UNSUPPORT
 RESUME_ARGUMENTS = (
     "model_name_or_path",
     "tokenizer_name",
+    "attn_implementation",  # where there is dropout, each draws its own
     "dropout_rate",
     "max_length",
     "per_device_train_batch_size",

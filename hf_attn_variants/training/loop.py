@@ -101,6 +101,9 @@ class TrainingLoop:
         # Whether any process wants to stop: known to all after the next step's exchange of counts.
         self._stopping = False
         self._deadline = math.inf
+        self._saved_step: int | None = None
+        # The step whose weights were evaluated last, by this process; 0: before training.
+        self.evaluated_step: int | None = None
         try:
             self._has_length = len(dataloader) > 0
         except TypeError:  # a dataloader over a stream has __len__ and raises in it
@@ -141,18 +144,34 @@ class TrainingLoop:
             with self._noticing_sigterm():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
+                self._raise_if_terminated()
         finally:
             bar.close()
-        if self._terminated:
-            raise TerminatedError(
-                f"SIGTERM: stopped after step {state.step} with a checkpoint in {settings.output_dir}; go on from it "
-                "with --resume_from_checkpoint latest"
-            )
-        if state.window_steps:
+        if state.window_steps or self._pending:
             self._log_window()
         if settings.keep_best and state.best_step is not None:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
+
+    def scores_are_current(self) -> bool:
+        """Whether the last evaluation was of the weights that `run` ended with: the last ones, or the best."""
+        best = self.state.best_step if self.settings.keep_best else None
+        return self.evaluated_step == (self.state.step if best is None else best)
+
+    def _raise_if_terminated(self) -> None:
+        # One process that was sent SIGTERM ends them all; it may have come after the last step's exchange.
+        count = torch.tensor(int(self._terminated), device=self.accelerator.device)
+        if not int(self.accelerator.reduce(count, "sum")):
+            return
+        if self.state.step and self._saved_step != self.state.step:
+            self._save_checkpoint()
+        folder = self.settings.output_dir
+        raise TerminatedError(
+            f"SIGTERM: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
+            "--resume_from_checkpoint latest"
+            if self.state.step
+            else "SIGTERM: stopped before the first step"
+        )
 
     def _run_epoch(self, bar: Any) -> None:
         settings, state = self.settings, self.state
@@ -326,6 +345,7 @@ class TrainingLoop:
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()
+        self.evaluated_step = state.step
         self.log.write(
             {
                 "step": state.step,
@@ -359,9 +379,14 @@ class TrainingLoop:
 
     def _maybe_checkpoint(self, epoch_ended: bool) -> None:
         if self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping:
-            self._look_at_losses()
-            self.state.position = self._position.tolist() if self._position is not None else None
-            save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
+            self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        self._look_at_losses()
+        if self._position is not None:
+            self.state.position = self._position.tolist()
+        save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
+        self._saved_step = self.state.step
 
 
 def _groups(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:

@@ -11,6 +11,9 @@ from hf_attn_variants.training.optimization import warmup_steps
 
 __all__ = ["LoopSettings", "total_training_steps"]
 
+# What else decides the weights a run ends with where the best of its evaluations are kept.
+BEST_WEIGHTS_ARGUMENTS = ("eval_steps", "max_eval_samples", "validation_file", "validation_source_file")
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -65,14 +68,15 @@ class LoopSettings:
             ValueError: The warm-up is longer than the run.
         """
         metric = (args.metric_for_best_model or default_metric).removeprefix("eval_")
+        keep_best = args.metric_for_best_model is not None or args.early_stopping_patience is not None
         fields = {
             "total_steps": total_steps,
             "metric_for_best_model": metric,
             "greater_is_better": greater_is_better(metric),
-            "keep_best": args.metric_for_best_model is not None or args.early_stopping_patience is not None,
+            "keep_best": keep_best,
             "fingerprint": {
                 **data,
-                **resume_fingerprint(args, resume_arguments),
+                **resume_fingerprint(args, (*resume_arguments, *(BEST_WEIGHTS_ARGUMENTS if keep_best else ()))),
                 "warm-up steps": warmup_steps(args, total_steps),
             },
             **others,

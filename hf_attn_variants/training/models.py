@@ -136,6 +136,7 @@ def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in tokenizer.model_input_names:
         tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
 
 
 def _learned_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -179,7 +179,7 @@ def pretrain(
     results = {**loop.results(state.examples, "tokens", tokens), "train_tokens": tokens, **task.results}
     results |= {"epoch": state.epoch, "seed": args.seed}
     if evaluator is not None:
-        if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+        if not loop.scores_are_current():
             evaluator()
         results = {**_dev_results(evaluator), **results}
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)

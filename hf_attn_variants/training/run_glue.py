@@ -87,14 +87,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     arguments.check_arguments(args)
     task = get_task(args.task_name)
-    _check_metric(args, task)
+    _check_metric(args, task, len(task.eval_splits))
     with open_session(args) as accelerator:
         return _run(args, task, accelerator)
 
 
-def _check_metric(args: argparse.Namespace, task: GlueTask) -> None:
+def _check_metric(args: argparse.Namespace, task: GlueTask, dev_sets: int) -> None:
     known = {"loss", *task.metrics, *(["combined_score"] if len(task.metrics) > 1 else [])}
-    if len(task.eval_splits) > 1:
+    if dev_sets > 1:
         known |= {f"{name}_mm" for name in known}
     if args.metric_for_best_model is not None and args.metric_for_best_model.removeprefix("eval_") not in known:
         raise ValueError(
@@ -108,6 +108,7 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     give_token_types(tokenizer, config)
     check_max_length(args.max_length, config, tokenizer, pair=len(task.text_columns) == 2)
     splits, tests = _load_splits(args, task)
+    _check_metric(args, task, len(task.eval_splits.keys() & splits.keys()))
     set_seed(args.seed)
     model, label_map = load_classifier(args, config, task.labels)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
@@ -139,8 +140,8 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         start_epoch=sampler.start_epoch,
     )
     start_run(args, accelerator)
-    state = loop.run()
-    if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+    loop.run()
+    if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(splits["train"]))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)

@@ -21,7 +21,13 @@ from hf_attn_variants.training.checkpoints import atomic_write
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
-from hf_attn_variants.training.models import enable_gradient_checkpointing, load_config, load_model, load_tokenizer
+from hf_attn_variants.training.models import (
+    enable_gradient_checkpointing,
+    give_token_types,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from hf_attn_variants.training.optimization import prepare_training
 from hf_attn_variants.training.session import open_session, start_run
 from hf_attn_variants.training.squad import QuestionSet, SpanSettings, SquadEvaluator, span_objective
@@ -75,8 +81,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     config = load_config(args)
     tokenizer = load_tokenizer(args, config)
+    give_token_types(tokenizer, config)
     check_squad_lengths(args, config, tokenizer)
     splits = _load_splits(args, accelerator)
+    _check_metric(args, splits["dev"])
     set_seed(args.seed)
     model = _model(args, config)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
@@ -110,8 +118,8 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         start_epoch=sampler.start_epoch,
     )
     start_run(args, accelerator)
-    state = loop.run()
-    if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+    loop.run()
+    if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(train), len(train_windows))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
@@ -141,6 +149,14 @@ def _load_splits(args: argparse.Namespace, accelerator: Accelerator) -> dict[str
             check_unanswerable(path or f"the Hub's {flag} split", splits[name], args.version_2_with_negative)
     limits = {"train": args.max_train_samples, "dev": args.max_eval_samples}
     return {name: questions[: limits.get(name)] for name, questions in splits.items()}
+
+
+def _check_metric(args: argparse.Namespace, dev: list[Question]) -> None:
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
+    for prefix, answered in (("HasAns_", True), ("NoAns_", False)):
+        if metric.startswith(prefix) and not any(bool(question.answers) == answered for question in dev):
+            kind = "an answer" if answered else "no answer"
+            raise ValueError(f"--metric_for_best_model {metric!r}: no question of the dev split has {kind}")
 
 
 def _model(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:

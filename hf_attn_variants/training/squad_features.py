@@ -129,7 +129,8 @@ def make_windows(
                 encoded["offset_mapping"][i],
             )
             if batch[row].answers:
-                window = _with_answer(window, batch[row].answers[0])
+                is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
+                window = _with_answer(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
     if cut:
         long = "%d of %d questions have more than --max_query_length %d tokens and are cut"
@@ -164,14 +165,20 @@ def _window(
     return Window(question, input_ids, token_type_ids, first, np.array(offsets[first : last + 1], dtype=np.int32))
 
 
-def _with_answer(window: Window, answer: Answer) -> Window:
+def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+    """Mark the answer, unless the window's edge cuts it; `is_first`, `is_last`: of the context's windows."""
     begins, ends = window.offsets[:, 0], window.offsets[:, 1]
     # Tokens that share a character with the answer; one that is empty (SentencePiece's lone space) shares none.
-    inside = np.flatnonzero((begins < answer.start + len(answer.text)) & (ends > answer.start) & (ends > begins))
-    # Spaces belong to no token.
+    filled = np.flatnonzero(ends > begins)
+    inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
+    if not len(inside):
+        return window
+    # Spaces, soft hyphens and accents of their own may belong to no token: only at an edge are characters cut off.
     spaces = len(answer.text) - len(answer.text.lstrip())
     behind = answer.start + len(answer.text.rstrip())
-    if not len(inside) or begins[inside[0]] > answer.start + spaces or ends[inside[-1]] < behind:
+    if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
+        return window
+    if not is_last and inside[-1] == filled[-1] and ends[inside[-1]] < behind:
         return window
     first, last = (int(window.context_begin + i) for i in (inside[0], inside[-1]))
     return replace(window, start=first, end=last)

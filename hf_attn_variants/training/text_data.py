@@ -82,10 +82,10 @@ class TextFile:
                     size += len(line)
                     if blank or size >= MAX_ARTICLE_BYTES:
                         if lines:
-                            yield begin, b"".join(lines).decode()
+                            yield begin, _decode(lines, begin)
                         begin, lines, size = begin + size, [], 0
                 if lines:
-                    yield begin, b"".join(lines).decode()
+                    yield begin, _decode(lines, begin)
         except UnicodeDecodeError as error:
             raise OSError(f"{self.path}: not UTF-8 text ({error.reason} in the article at byte {begin})") from error
         except (OSError, EOFError, zlib.error) as error:
@@ -93,6 +93,10 @@ class TextFile:
 
     def _open(self) -> IO[bytes]:
         return gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+
+
+def _decode(lines: list[bytes], offset: int) -> str:
+    return b"".join(lines).decode("utf-8" if offset else "utf-8-sig")
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,9 @@ def library_versions() -> dict[str, str]:
 def save_results(path: str | Path, results: dict[str, Any], args: argparse.Namespace) -> None:
     """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
     arguments = {key: value for key, value in vars(args).items() if key != "hub_token"}
+    source = arguments.get("model_name_or_path")
+    if source is not None and not Path(source).is_absolute() and Path(source).is_dir():
+        arguments["model_name_or_path"] = f"./{source}"  # "runs/bert" would read like a Hub id elsewhere
     record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": library_versions()}
     atomic_write(path, json.dumps(_finite(record), indent=2, default=str) + "\n")
 

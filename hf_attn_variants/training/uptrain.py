@@ -120,8 +120,8 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     start_run(args, accelerator)
     if not args.resume_from_checkpoint:
         _evaluate_before(evaluator, loop)
-    state = loop.run()
-    if not evaluator.metrics or (settings.keep_best and state.best_step != state.step):
+    loop.run()
+    if not loop.scores_are_current():
         evaluator()
     results = _results(args, model, evaluator, loop, data)
     for name, value in own_dropout.items():
@@ -286,6 +286,7 @@ def _evaluate_before(evaluator: UptrainingEvaluator, loop: TrainingLoop) -> None
         raise NonFiniteLossError(
             f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no numbers"
         )
+    loop.evaluated_step = 0
     loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
 

@@ -80,21 +80,21 @@ class TextRows(Dataset):
         return TextRows([self.texts[i] for i in order])
 
 
-def _open_text(path: Path) -> TextIO:
+def _open_text(path: Path, newline: str) -> TextIO:
     if not path.is_file():
         raise OSError(f"{path}: no such file")
-    if path.suffix == COMPRESSED_SUFFIX:
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8-sig")
+    opened = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
+    return opened(path, "rt", encoding="utf-8-sig", newline=newline)
 
 
 def _lines(path: Path) -> Iterator[str]:
-    for line in _whole_lines(path):
+    # A carriage return inside a line, as crawled text has, ends no line: its twin in the other language has none.
+    for line in _whole_lines(path, newline="\n"):
         yield line.rstrip("\r\n")
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
-    with _open_text(path) as file:
+def _whole_lines(path: Path, newline: str) -> Iterator[str]:
+    with _open_text(path, newline) as file:
         try:
             yield from file
         except UnicodeDecodeError as error:
@@ -178,7 +178,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         )
     if suffix == ".csv":
         csv.field_size_limit(MAX_FIELD)
-        reader = csv.DictReader(_whole_lines(path))
+        reader = csv.DictReader(_whole_lines(path, newline=""))
         try:
             yield from reader
         except csv.Error as error:

@@ -86,6 +86,17 @@ def test_training_scores_become_the_model_index(folder):
     assert {result.metric_type: result.metric_value for result in again.eval_results} == metrics
 
 
+def test_what_was_not_used_is_not_told(folder):
+    arguments = RESULTS["arguments"] | {"task_name": "SST-2", "num_train_epochs": 3.0, "max_train_steps": 1200}
+    local = "./runs/bert-gqa4"  # as save_results writes a folder
+    (folder / "all_results.json").write_text(
+        json.dumps(RESULTS | {"arguments": arguments | {"model_name_or_path": local}})
+    )
+    text = str(model_card(folder, "me/bert-sst2"))
+    assert front_matter(text)["datasets"] == ["nyu-mll/glue"] and "base_model" not in front_matter(text)
+    assert "| max_train_steps | 1200 |" in text and "num_train_epochs" not in text
+
+
 def test_a_loss_is_a_score_only_where_there_is_no_other(folder):
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 2.5, "arguments": {}}))
     [result] = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
@@ -97,12 +108,16 @@ def test_a_loss_is_a_score_only_where_there_is_no_other(folder):
     [
         (
             {"eval_bleu": 30.0, "eval_bleu_beam4": 31.0, "test_bleu": 29.0, "eval_decode_tokens_per_second": 90.0}
-            | {"arguments": {"validation_file": "/data/multi30k/val.jsonl"}},
+            | {"arguments": {"validation_file": ["/data/multi30k/val.jsonl"], "test_source_file": "d/test2016.en.gz"}},
             {
                 ("val.jsonl", "validation", "bleu"),
                 ("val.jsonl", "validation", "bleu_beam4"),
-                ("val.jsonl", "test", "bleu"),
+                ("test2016.en.gz", "test", "bleu"),
             },
+        ),
+        (
+            {"eval_exact_match": 70.0, "arguments": {"task_name": "squad", "validation_file": ["clinical-dev.json"]}},
+            {("clinical-dev.json", "validation", "exact_match")},
         ),
         (
             {

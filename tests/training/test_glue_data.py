@@ -143,6 +143,14 @@ def test_pairs_have_token_types_where_the_model_tells_them_apart(glue, tiny_bert
     assert sum(tokenize_split(split, tokenizer, max_length=12)[0]["token_type_ids"]) > 0
 
 
+def test_token_types_stay_where_the_tokenizer_is_saved(shared_data, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
+    assert "token_type_ids" not in tokenizer("a text", "another")
+    give_token_types(tokenizer, AlbertConfig())
+    tokenizer.save_pretrained(tmp_path)
+    assert sum(AutoTokenizer.from_pretrained(tmp_path)("a text", "another")["token_type_ids"]) > 0
+
+
 def test_labels_and_submission_formats():
     assert parse_label(TASKS["qnli"], "not_entailment") == parse_label(TASKS["qnli"], "1") == 1
     assert format_prediction(TASKS["qnli"], 1) == "not_entailment"

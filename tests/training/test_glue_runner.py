@@ -156,6 +156,27 @@ def test_checkpoint_of_another_task_gets_a_new_head_with_a_warning(run, tmp_path
     assert "classifies 3 labels" in caplog.text and results["steps"] == 1
 
 
+def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run, glue, tmp_path):
+    shutil.copytree(glue / "MNLI", tmp_path / "mnli", ignore=shutil.ignore_patterns("*mismatched*"))
+    flags = ["--data_dir", tmp_path / "mnli", "--metric_for_best_model", "accuracy_mm"]
+    with pytest.raises(ValueError, match="'accuracy_mm': mnli has accuracy, loss"):
+        run("mnli", *flags)
+
+
+def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
+    # The clock ends the run in its first step, long before the first evaluation of a whole epoch.
+    first, out = run("cola", "--max_train_minutes", 1e-9, "--num_train_epochs", 2)
+    again, _ = run("cola", "--num_train_epochs", 0, model=out, output_dir=out.with_name("again"))
+    assert first["steps"] == 1 and first["eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-5)
+
+
+def test_a_resumed_run_keeps_what_chooses_its_best_weights(run):
+    flags = ["--metric_for_best_model", "loss", "--checkpointing_steps", 2, "--max_train_steps", 4]
+    run("stsb", *flags, "--eval_steps", 2)
+    with pytest.raises(ValueError, match="eval_steps"):
+        run("stsb", *flags, "--eval_steps", 3, "--resume_from_checkpoint", "latest")
+
+
 def test_early_stopping_ends_with_the_best_weights(run):
     # A zero learning rate never gets better: the first evaluation stays the best.
     results, out = run(

@@ -141,6 +141,53 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
     assert [(r["step"], r["loss"]) for r in log_of(cut)] == [(r["step"], r["loss"]) for r in log_of(whole)]
 
 
+def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
+    def evaluate():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"accuracy": 1.0}
+
+    with pytest.raises(TerminatedError, match="stopped after step 3 with a checkpoint"):
+        make_loop(tmp_path, evaluate=evaluate).run()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loop = make_loop(tmp_path, evaluate=lambda: {"accuracy": 1.0}, resume_from_checkpoint="latest")
+    assert loop.run().step == 3 and not loop.scores_are_current()
+
+
+def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
+    def evaluate_and_run_out_of_time():
+        stopped._deadline = 0.0
+        return {"a": 1.0}
+
+    (tmp_path / "stopped").mkdir()
+    stopped = make_loop(tmp_path / "stopped", total_steps=50, evaluate=evaluate_and_run_out_of_time, eval_steps=2)
+    stopped.run()
+    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.scores_are_current()
+    for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        (tmp_path / name).mkdir()
+        best = {"keep_best": True, "metric_for_best_model": "a", "greater_is_better": True}
+        found = iter(values)
+        loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
+        loop.run()
+        assert loop.scores_are_current() == current
+        AcceleratorState._reset_state(reset_partial_state=True)
+    last = make_loop(tmp_path / "down", evaluate=lambda: {"a": 1.0}, eval_steps=1)
+    last.run()
+    assert last.scores_are_current()
+
+
+def test_the_last_losses_are_looked_at_where_looking_is_put_off(tmp_path, monkeypatch):
+    loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=rows(20))
+    # As on a GPU, where losses are not looked at before a window is full.
+    monkeypatch.setattr(loop, "_maybe_log", lambda ended: loop._log_window() if loop.state.step % 3 == 0 else None)
+    loop.run()
+    assert [record["step"] for record in log_of(tmp_path)] == [3, 5] and not loop._pending
+    assert loop.results(20)["train_loss"] == pytest.approx(
+        (3 * log_of(tmp_path)[0]["loss"] + 2 * log_of(tmp_path)[1]["loss"]) / 5
+    )
+
+
 def test_sigterm_is_one_line_and_a_status(capsys):
     def main():
         raise TerminatedError("SIGTERM: stopped")

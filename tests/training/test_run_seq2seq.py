@@ -115,6 +115,11 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         data = load_seq2seq_data(args)
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
+    (folder / "test.jsonl").write_text(json.dumps({"pair": {"a": "one"}}) + "\n")  # its targets are not public
+    argv = ["--output_dir", "x", "--metrics", "bleu", *map(str, flags[-1])]
+    test = load_seq2seq_data(parse_args(argv)).splits["test"]
+    assert test.sources == ["one"] and test.references is None
+    (folder / "test.jsonl").unlink()
     args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
     with pytest.raises(ValueError, match=r"row 0: no text in column 'source'; its columns are pair.a, pair.b"):
         load_seq2seq_data(args)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from fixtures.squad import make_reader, write_questions
+from transformers import AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.run_squad import main, parse_args
@@ -48,6 +49,8 @@ def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
     nbest = load(run.out, "predictions_nbest_dev.json")
     assert {key: entries[0]["text"] for key, entries in nbest.items()} == predictions
     assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    inputs = set(AutoTokenizer.from_pretrained(run.out)("a question", "its context"))
+    assert inputs - {"attention_mask"} == {"input_ids", *(["token_type_ids"] if kind != "t5" else [])}
     config = load(run.out, "config.json")
     assert config["architectures"][0].startswith("AttnVariant") and config["num_key_value_heads"] == 2
     again = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("again"))
@@ -101,6 +104,13 @@ def test_bad_flags_fail_before_any_work(run, more, message):
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not (run.out / "all_results.json").exists()
+
+
+def test_a_metric_that_the_dev_split_cannot_give_is_refused_before_training(run, tmp_path):
+    flags = ["--metric_for_best_model", "NoAns_f1", "--version_2_with_negative"]
+    with pytest.raises(ValueError, match="'NoAns_f1': no question of the dev split has no answer"):
+        run(*flags)
+    assert not list(tmp_path.glob("out/*.jsonl"))
 
 
 def test_unanswerable_questions_need_the_flag(run, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from fixtures.squad import make_reader, write_questions
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.squad_data import read_squad
+from hf_attn_variants.training.squad_data import Answer, Question, read_squad
 from hf_attn_variants.training.squad_features import NO_ANSWER, make_windows, window_collator
 from hf_attn_variants.training.squad_predictions import find_predictions, nbest_entries
 
@@ -52,6 +52,18 @@ def test_the_answer_is_marked_in_the_windows_that_hold_all_of_it(questions, wind
                 answer = question.answers[0]
                 behind = answer.start + len(answer.text)
                 assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < behind
+
+
+@pytest.mark.parametrize("answer", ["caf" + chr(0xE9), "cafe" + chr(0x301), "cafe" + chr(0xAD), chr(0x200B) + "cafe"])
+def test_an_answer_may_begin_or_end_in_what_no_token_holds(answer, shared_data):
+    for name in ("bert-base-uncased", "albert", "t5"):
+        tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name)
+        context = f"They met in the {answer} that day, and in another place on all of the others."
+        question = Question("1", "Where did they meet?", context, (Answer(answer, context.index(answer)),))
+        windows = make_windows([question], tokenizer, 24, 4, 8)
+        assert len(windows) > 1 and windows[0].start != NO_ANSWER and windows[-1].start == NO_ANSWER
+        begin, end = (windows[0].offsets[i - windows[0].context_begin] for i in (windows[0].start, windows[0].end))
+        assert context[begin[0] : end[1]].strip() in answer
 
 
 def test_a_long_question_is_cut_and_said_so(questions, tokenizer, caplog):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hf_attn_variants.training.text_data import TextFile
 from hf_attn_variants.training.uptraining_data import (
     TextRows,
     hash_texts,
@@ -37,6 +38,24 @@ def tokenizer(tiny_bert):
 def test_lines_of_plain_and_gzip_files_come_in_order_without_blank_ones(write):
     paths = [write("a.txt", "one\r\n\ntwo \n   \n"), write("b.txt.gz", "drei\nvier")]
     assert read_lines(paths) == ["one", "two ", "drei", "vier"]
+
+
+def test_a_carriage_return_inside_a_line_ends_none(write):
+    source = write("s.txt", "one\rhalf\r\ntwo\n")
+    assert read_lines([source]) == ["one\rhalf", "two"]
+    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")) == [
+        ("one\rhalf", "eins"),
+        ("two", "zwei\rhalb"),
+    ]
+    table = write("t.csv", 'source,target\r\n"a\r\nb",c\r\n')
+    assert read_columns([table], ["source", "target"]) == [("a\r\nb", "c")]
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_a_byte_order_mark_is_no_text(write, end):
+    assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
+    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
+    assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).articles()) == [(0, "one\n"), (8, "two")]
 
 
 @pytest.mark.parametrize(
