@@ -4,6 +4,15 @@
 """
 
 from .card import CardOptions, model_card
-from .push import PushPlan, PushResult, full_repo_id, plan_push, push_checkpoint
+from .push import PushPlan, PushResult, check_visibility, full_repo_id, plan_push, push_checkpoint
 
-__all__ = ["CardOptions", "PushPlan", "PushResult", "full_repo_id", "model_card", "plan_push", "push_checkpoint"]
+__all__ = [
+    "CardOptions",
+    "PushPlan",
+    "PushResult",
+    "check_visibility",
+    "full_repo_id",
+    "model_card",
+    "plan_push",
+    "push_checkpoint",
+]

@@ -26,7 +26,15 @@ from ..conversion.report import REPORT_NAME
 from ..conversion.source import PICKLE_SUFFIXES, read_config
 from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card
 
-__all__ = ["PushPlan", "PushResult", "folder_files", "full_repo_id", "plan_push", "push_checkpoint"]
+__all__ = [
+    "PushPlan",
+    "PushResult",
+    "check_visibility",
+    "folder_files",
+    "full_repo_id",
+    "plan_push",
+    "push_checkpoint",
+]
 
 # What training leaves beside the model, by name or by the first folder of the path.
 TRAINING_FILES = (
@@ -193,7 +201,8 @@ def push_checkpoint(
     api = api or HfApi()
     with _explained(plan.repo_id):
         repo_id = full_repo_id(plan.repo_id, api)
-        _open_repository(api, repo_id, private)
+        if not check_visibility(api, repo_id, private):
+            api.create_repo(repo_id, private=private)
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
@@ -236,19 +245,26 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
         wanted += [f"{sibling}.py" for sibling in re.findall(r"^\s*from\s+\.(\w+)\s+import", source, re.MULTILINE)]
 
 
-def _open_repository(api: HfApi, repo_id: str, private: bool | None) -> None:
-    """Create the repository where there is none; check that it is as private as was asked for."""
+def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
+    """Check that a repository, if there is one, is as private as was asked for.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        ValueError: if it is private where a public one was asked for or the other way round.
+    """
     try:
         found = api.model_info(repo_id).private
     except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=private)
-        return
+        return False
     if private is not None and found is not None and private != found:
         there, asked = ("private", "public") if found else ("public", "private")
         raise ValueError(
-            f"{repo_id} exists and is {there}, --{asked} was asked for: change it in its settings on the Hub, or give "
-            f"another --repo_id. {NOTHING_LOST}"
+            f"{repo_id} exists and is {there}, a {asked} one was asked for: change it in its settings on the Hub, or "
+            f"name another one. {NOTHING_LOST}"
         )
+    return True
 
 
 def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None:

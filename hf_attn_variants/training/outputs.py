@@ -104,7 +104,8 @@ def check_hub_access(args: argparse.Namespace) -> None:
     """Checks before training that the model can be pushed after it.
 
     Raises:
-        ValueError: The repository's name is wrong, there is no valid token, or the Hub does not answer.
+        ValueError: The repository's name is wrong or it is public against `--hub_private_repo`, there is no valid
+            token, or the Hub does not answer.
     """
     if not args.push_to_hub:
         return
@@ -112,13 +113,18 @@ def check_hub_access(args: argparse.Namespace) -> None:
         validate_repo_id(_repo_id(args))
     except HFValidationError as error:
         raise ValueError(f"--hub_model_id: {' '.join(str(error).split())}") from error
+    api = HfApi(token=args.hub_token)
     try:
-        HfApi(token=args.hub_token).whoami()
+        api.whoami()
     except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
         raise ValueError(
             f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
             "run `hf auth login` or give --hub_token"
         ) from error
+    if args.hub_private_repo:
+        from hf_attn_variants.hub import check_visibility, full_repo_id
+
+        check_visibility(api, full_repo_id(_repo_id(args), api), private=True)
 
 
 def publish_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:

@@ -54,6 +54,13 @@ def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_public_repository_is_found_before_training_where_a_private_one_is_wanted(arguments, hub, tmp_path):
+    hub.create("me/stsb", private=False)
+    with pytest.raises(ValueError, match="me/stsb exists and is public, a private one was asked for"):
+        main(parse_args(arguments))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_wrong_repository_name_is_found_before_training(arguments, hub, tmp_path):
     arguments[arguments.index("me/stsb")] = "me/sts b"
     with pytest.raises(ValueError, match="--hub_model_id"):
