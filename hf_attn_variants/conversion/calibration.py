@@ -97,8 +97,8 @@ def read_lines(path: str | os.PathLike) -> list[str]:
     return lines
 
 
-def method_to_calibrate(plan: ConversionPlan) -> CalibratedMethod | None:
-    """Return the plan's method if it has attentions to fit, which it has not seen yet.
+def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
+    """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.
 
     Raises:
         ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention.
@@ -106,7 +106,9 @@ def method_to_calibrate(plan: ConversionPlan) -> CalibratedMethod | None:
     method = plan.method
     if not isinstance(method, CalibratedMethod) or not _pooled(plan):
         return None
-    if all(module.name in method.converted for module in _pooled(plan)):
+    if calibration is not None:
+        method.converted.clear()  # of another model, or on another text
+    elif all(module.name in method.converted for module in _pooled(plan)):
         return None
     if plan.source_config.talking_heads is not None:
         raise ValueError(
@@ -157,8 +159,9 @@ def calibrate(
             for module in group:
                 tensors = _tensors_of(attentions[module.name], module)
                 generator = seeded_generator(plan.seed, module.name)
-                layer = LayerContext(module.name, module.site.name, generator, initializer_std(plan.config))
                 inputs = calls.pop(module.name)
+                uses = max(1, len(inputs) // len(batches))
+                layer = LayerContext(module.name, module.site.name, generator, initializer_std(plan.config), uses)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
                 method.converted[module.name] = _on_cpu(converted)
                 progress.update()
@@ -197,13 +200,25 @@ def _batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[dict[str, torch.Tensor]]:
     """Tokenize the text into the model's arguments, texts of similar length together."""
+    if calibration.target_texts is not None and not model.config.is_encoder_decoder:
+        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
     limit = {"truncation": True, "max_length": calibration.max_length}
     texts = calibration.texts
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
-    arguments = tokenizer(*map(list, columns), **limit)
+    # ALBERT's tokenizer tells the texts of a pair apart only when asked.
+    types = {"return_token_type_ids": True} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
+    arguments = tokenizer(*map(list, columns), **types, **limit)
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids")
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and (longest := max(map(len, encoded))) > positions:
+        raise ValueError(
+            f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
+            f"most {positions}."
+        )
     tokens = sum(map(len, encoded))
     if tokens < MIN_TOKENS:
         raise ValueError(

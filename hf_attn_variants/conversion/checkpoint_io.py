@@ -384,7 +384,7 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
             name: TensorEntry(path.name, fields["dtype"], tuple(fields["shape"]), *fields["data_offsets"])
             for name, fields in header.items()
         }
-        entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
+        entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
         data_end = _checked_data_end(entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(

@@ -4,14 +4,16 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .calibration import Calibration, calibrate, method_to_calibrate
 from .checkpoint_io import (
@@ -30,7 +32,7 @@ from .in_memory import ModelReader, TensorSource, assemble
 from .methods import AttentionTensors, ConversionMethod, resolve_method
 from .plan import AttentionModule, ConversionPlan, make_plan
 from .report import ConversionReport, LayerReport, attention_errors, package_versions
-from .source import CONFIG_NAME, copy_side_files, read_config, resolve_source, side_files
+from .source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
 from .staging import check_disk_space, check_output_dir, staged_folder
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -128,7 +130,7 @@ def convert_model(
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()
     plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
-    if to_calibrate := method_to_calibrate(plan):
+    if to_calibrate := method_to_calibrate(plan, calibration):
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
         calibrate(plan, to_calibrate, calibrated_on, None, calibration)
@@ -166,8 +168,8 @@ def load_converted(
         with _one_thread():
             tensors = dict(_converted_tensors(plan, reader))
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (generation := _generation_config(plan, folder)) is not None:
+        model.generation_config = generation
     return model
 
 
@@ -214,6 +216,9 @@ def convert_checkpoint(
             if reader.index_metadata is not None:
                 write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
             _write_config_and_code(plan, stage)
+            generation = _generation_config(plan, folder)
+            if generation is not None and GENERATION_CONFIG_NAME not in copied:
+                generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             report = ConversionReport(
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,
@@ -240,16 +245,29 @@ def _calibrate_from_folder(
     plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
 ) -> None:
     """Calibrate on the model in a folder, where the method needs it; the model lives only as long."""
-    method = method_to_calibrate(plan)
+    method = method_to_calibrate(plan, calibration)
     if method is None:
         return
     source = {name: reader.read(name) for name in reader.entries}
     source = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in source.items()}
-    model = plan.model_class.from_pretrained(None, config=plan.source_config, state_dict=source)
+    # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
+    config = deepcopy(plan.source_config)
+    model = plan.model_class.from_pretrained(None, config=config, state_dict=source, dtype=torch.float32)
     tokenizer = None
     if calibration is None or calibration.tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = _load_tokenizer(folder)
     calibrate(plan, method, model, tokenizer, calibration)
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
+    if not learned_tokens(tokenizer):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer files, and a calibration needs them: put them there, or give "
+            "`Calibration(..., tokenizer=tokenizer)`."
+        )
+    return tokenizer
 
 
 @contextmanager
@@ -285,7 +303,7 @@ def _new_tensors(
     tensors = {}
     for part, name in module.tensors.items():
         dtype = plan.dtype or getattr(before, part).dtype
-        tensor = getattr(after, part)
+        tensor = getattr(after, part).to(getattr(before, part).device)
         tensors[name] = tensor if tensor.dtype == dtype else cast(tensor, dtype, name)
     added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
     return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
@@ -371,6 +389,18 @@ def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:
     plan.config.save_pretrained(stage)
     # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
     custom_object_save(plan.model_class, stage)
+
+
+def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
+    """Return how the source generates; None where nothing but the class's own defaults says it."""
+    if not plan.model_class.can_generate():
+        return None
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(folder)
+    # Old checkpoints have the number of beams and the like in config.json, where this package's classes do not look.
+    found = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
+    own = GenerationConfig.from_model_config(plan.config).to_dict()
+    return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
 
 
 def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:

@@ -69,7 +69,8 @@ def fit(
             schedule.step()
     fitted = refit_output(coordinates.unwhitened(), heads, *used)
     before, after = (relative_error(which, heads, *held) for which in (tensors, fitted))
-    details = {"relative_error_closed_form": round(before, 4), "relative_error_fitted": round(after, 4)}
+    rounded = (round(error, 4) if math.isfinite(error) else None for error in (before, after))
+    details = dict(zip(("relative_error_closed_form", "relative_error_fitted"), rounded, strict=True))
     return replace(fitted if after < before else tensors, details=tensors.details | details)
 
 
@@ -198,7 +199,13 @@ def _split(
             if len(rows):
                 batches.append(batch.rows(rows))
                 outputs.append(target[rows])
-    return parts if parts[1][0] else [parts[0], parts[0]]
+    if parts[1][0]:
+        return parts
+    # A tenth of so few examples is none: whole batches then.
+    every = round(1 / HELD_OUT)
+    used = [i for i in range(len(inputs)) if i % every or len(inputs) == 1]
+    held = [i for i in range(len(inputs)) if i % every == 0]
+    return [([inputs[i] for i in which], [targets[i] for i in which]) for which in (used, held)]
 
 
 def _with_one(states: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,11 +18,15 @@ from .recording import AttentionInputs
 if TYPE_CHECKING:
     from .methods.base import AttentionTensors
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["best_groups", "consecutive_groups", "heads_are_free", "reorder_heads"]
 
 # The text that the search looks at; its moments are of all heads together, which costs h times those of groups.
 SEARCH_TOKENS = 8192
 RANDOM_STARTS = 16
+# What the search may hold: two sets of the heads' moments.
+MAX_SEARCH_BYTES = 8 * 2**30
 
 Groups = list[list[int]]
 
@@ -61,7 +67,11 @@ def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Groups) 
 
 @torch.no_grad()
 def best_groups(
-    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    generator: torch.Generator,
+    uses: int = 1,
 ) -> Groups:
     """Search for the groups of query heads that lose the least energy of logits and of values when each shares a head.
 
@@ -73,12 +83,21 @@ def best_groups(
         heads: the head counts; `heads_are_free` must hold.
         inputs: what the attention is called with, on text.
         generator: of the random starts.
+        uses: how many of the calls are of one batch of text, one after the other.
     """
     count = heads.key[1]
     units = consecutive_groups(heads.query, heads.key[0])  # query heads that share a head already move together
     if count == 1 or count == len(units):
         return consecutive_groups(heads.query, count)
-    loss = _sharing_loss(tensors, heads, inputs, units)
+    if (needed := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
+        logger.warning(
+            "choosing which of %d heads of %d share a key/value head would take %.0f GB: consecutive ones share",
+            heads.query,
+            heads.head_dim,
+            needed / 1e9,
+        )
+        return consecutive_groups(heads.query, count)
+    loss = _sharing_loss(tensors, heads, _sample(inputs, uses), units)
 
     def pairs_loss(group: Sequence[int]) -> float:
         return sum(loss(pair) for pair in itertools.combinations(sorted(group), 2))
@@ -101,7 +120,7 @@ def _sharing_loss(
     """Return what a group of units loses, as a share of all heads' energy: of the logits, and of the values."""
     d = heads.head_dim
     everything = list(range(heads.query))
-    queries, (keys,), (values,) = head_moments(tensors, heads, _sample(inputs), [everything])
+    queries, (keys,), (values,) = head_moments(tensors, heads, inputs, [everything])
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     # In these coordinates energy is the trace, and what d dimensions keep is the sum of the d largest eigenvalues.
     keys = _congruent(keys, [square_root(moment) for moment in queries])
@@ -130,9 +149,12 @@ def _congruent(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Ten
     return scale @ moment @ scale.T
 
 
-def _sample(inputs: Sequence[AttentionInputs]) -> list[AttentionInputs]:
+def _sample(inputs: Sequence[AttentionInputs], uses: int) -> list[AttentionInputs]:
     tokens = sum(int(batch.valid.sum()) for batch in inputs)
-    return list(inputs)[:: max(1, tokens // SEARCH_TOKENS)]
+    stride = max(1, tokens // SEARCH_TOKENS)
+    while math.gcd(stride, uses) > 1:  # it would always meet the same layers
+        stride += 1
+    return list(inputs)[::stride]
 
 
 def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, WEIGHTS_NAME
 
-__all__ = ["CONFIG_NAME", "copy_side_files", "read_config", "resolve_source", "side_files"]
+__all__ = ["CONFIG_NAME", "copy_side_files", "learned_tokens", "read_config", "resolve_source", "side_files"]
 
 CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -21,11 +21,14 @@ OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
 # What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
 RESULT_FILES = (
     "all_results.json",
-    "predictions_*.tsv",
+    "predictions_*",
     "train_log.jsonl",
     "training_curves.png",
     "conversion_report.json",
+    "bad_batch-*",
+    "events.out.tfevents.*",
 )
+TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -107,8 +110,9 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
     copied, left_out = [], []
-    for directory, subfolders, files in os.walk(folder):
-        relative = Path(directory).relative_to(folder)
+    for directory, subfolders, files in os.walk(folder, followlinks=True):
+        relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
+        subfolders[:] = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
         subfolders[:] = sorted(name for name in subfolders if name not in IGNORED_FOLDERS)
         skipped = [name for name in subfolders if relative == Path(".") and _is_skipped_folder(name)]
         subfolders[:] = [name for name in subfolders if name not in skipped]
@@ -134,6 +138,11 @@ def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
         shutil.copyfile(folder / name, target)
 
 
+def learned_tokens(tokenizer: Any) -> set[str]:
+    """Return the tokens of a tokenizer that are not special or added: none where it was made without files."""
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
+
+
 def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
     name = file.lower()
     if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
@@ -146,7 +155,7 @@ def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
 
 
 def _is_skipped_folder(name: str) -> bool:
-    return name in OTHER_WEIGHT_FOLDERS or name.startswith("checkpoint-")
+    return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith("checkpoint-")
 
 
 def _module_folders(folder: Path) -> set[str]:
@@ -166,12 +175,11 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
     try:
         try:
             files = HfApi().list_repo_files(**arguments)
-            return Path(snapshot_download(**arguments, allow_patterns=list(_wanted_files(files, allow_pickle))))
-        except HfHubHTTPError:
+        except (HfHubHTTPError, HFValidationError):
             raise
-        except OSError:
-            # Not reachable, or HF_HUB_OFFLINE: a copy in the cache will do.
-            return Path(snapshot_download(**arguments, local_files_only=True))
+        except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
+            return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+        return Path(snapshot_download(**arguments, allow_patterns=list(_wanted_files(files, allow_pickle))))
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
     except LocalEntryNotFoundError as error:

@@ -156,8 +156,8 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
-    field = _kv_heads_field(model_class, current)
-    variants: list[dict[str, Any]] = [{field: k} for k in _kv_head_counts(current)]
+    field = kv_heads_field(model_class, current)
+    variants: list[dict[str, Any]] = [{field: k} for k in kv_head_counts(current)]
     if current.talking_heads is None:
         variants.append({field: getattr(current, field), "talking_heads": "both"})
     rows = []
@@ -283,14 +283,14 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
     return total
 
 
-def _kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
+def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
     """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
     with _configuration_errors(), torch.device("meta"):
         used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
     return next((name for name in config.kv_heads_fields() if name in used), "num_key_value_heads")
 
 
-def _kv_head_counts(config: Any) -> list[int]:
+def kv_head_counts(config: Any) -> list[int]:
     # With fewer key/value heads than query heads, they must divide the value heads as well.
     heads = config.num_attention_heads
     counts = [k for k in range(1, heads + 1) if heads % k == 0]

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..registration import variant_model_class
-from .cost_table import variant_config, variant_name
+from .cost_table import kv_head_counts, kv_heads_field, variant_config, variant_name
 
 __all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
 
@@ -110,9 +110,13 @@ def measure_speed(
     positions = getattr(current, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"`length` is {length}; the model has {positions} positions.")
-    decodes = current.is_encoder_decoder
-    model_class = variant_model_class(current.auto_classes[_auto_class(current)])
-    contestants = dict(_contestants(config, current, model_class, kv_heads, talking_heads))
+    _check_device(device)
+    # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
+    encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
+    decodes = current.is_encoder_decoder and not encoder_alone
+    auto_class = "AutoModelForSeq2SeqLM" if decodes else "AutoModelForTextEncoding" if encoder_alone else "AutoModel"
+    model_class = variant_model_class(current.auto_classes[auto_class])
+    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
     work = _generation if decodes else _pass
     runs = {name: work(model, batch_size, length, max_new_tokens) for name, model in models.items()}
@@ -142,30 +146,33 @@ def measure_speed(
     )  # fmt: skip
 
 
-def _auto_class(config: Any) -> str:
-    return "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModel"
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
 
 
 def _contestants(
     config: Mapping[str, Any],
     current: Any,
+    auto_class: str,
     model_class: type,
     kv_heads: Sequence[int] | None,
     talking_heads: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != current.model_type:
-        auto_class = getattr(transformers, _auto_class(current))
         upstream = AutoConfig.for_model(**config)
-        yield "upstream", ({}, lambda: auto_class.from_config(upstream))
-    heads = current.num_attention_heads
-    counts = sorted({heads, *(k for k in (4, 2, 1) if heads % k == 0)}) if kv_heads is None else kv_heads
-    variants = [{"num_key_value_heads": k} for k in sorted(set(counts), reverse=True)]
+        yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
+    heads, field = current.num_attention_heads, kv_heads_field(model_class, current)
+    fitting = {heads, 4, 2, 1} & set(kv_head_counts(current))
+    variants = [{field: k} for k in sorted(set(fitting if kv_heads is None else kv_heads), reverse=True)]
     if talking_heads and current.talking_heads is None:
-        variants.append({"num_key_value_heads": current.num_key_value_heads, "talking_heads": "both"})
+        variants.append({field: getattr(current, field), "talking_heads": "both"})
     for fields in variants:
         made = variant_config(config, **fields)
-        yield variant_name(made), (fields, lambda made=made: model_class(made))
+        yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 
 
 def _ready(model: Any, dtype: str, device: str) -> Any:

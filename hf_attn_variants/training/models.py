@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_attn_variants.conversion.source import learned_tokens
 from hf_attn_variants.registration import FORMER_NAMES, PREFIX, variant_model_class
 
 __all__ = [
@@ -112,7 +113,7 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
     with _broken_checkpoint_as_value_error(source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
-    if not _learned_tokens(tokenizer):
+    if not learned_tokens(tokenizer):
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
@@ -137,10 +138,6 @@ def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in tokenizer.model_input_names:
         tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
         tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
-
-
-def _learned_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 
 def check_max_length(

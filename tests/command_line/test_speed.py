@@ -36,6 +36,27 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
     assert not any("talking" in line or "upstream" in line for line in lines)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_encoder_alone_is_timed_as_one(stored):
+    config = T5.upstream_model("T5EncoderModel").config.to_dict()
+    config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
+    table = measure_speed(config, batch_size=2, length=8, rounds=1)
+    assert table.work == "forward" and table.rows[0].name == "upstream"
+    fields = [row.fields for row in table.rows[1:]]
+    assert {"encoder_num_key_value_heads": 1} in fields and not any("num_key_value_heads" in each for each in fields)
+
+
+def test_only_heads_that_divide_the_value_heads_are_timed():
+    config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
+    table = measure_speed(config.to_dict(), batch_size=2, length=8, rounds=1)
+    assert [row.fields["num_key_value_heads"] for row in table.rows] == [12, 2, 1]
+
+
+def test_a_device_that_is_not_here():
+    with pytest.raises(ValueError, match="the device 'xpu' is not here"):
+        measure_speed(BERT.upstream_model("BertModel").config.to_dict(), length=8, device="xpu")
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -2,15 +2,19 @@
 
 import gc
 import gzip
+import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.conversion import Calibration, command, convert_model
+from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration import read_lines
+from hf_attn_variants.conversion.fitting import _split
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 
 WORDS = 60
@@ -21,7 +25,7 @@ class WordTokenizer:
 
     pad_token_id = 0
 
-    def __call__(self, texts=None, text_target=None, truncation=True, max_length=64):
+    def __call__(self, texts=None, text_target=None, truncation=True, max_length=64, return_token_type_ids=None):
         rows = texts if texts is not None else text_target
         return {"input_ids": [[2 + ord(letter) % (WORDS - 2) for letter in row][: max_length - 1] for row in rows]}
 
@@ -193,6 +197,42 @@ def test_conversions_in_two_threads_do_not_meet():
             assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
+    model = bert().to(dtype)
+    model.save_pretrained(tmp_path / "source")
+    in_memory = convert_model(model, 2, calibration=calibration(fit_steps=20))
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=20))
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    assert all(torch.equal(stored[name], tensor) for name, tensor in in_memory.state_dict().items() if name in stored)
+    for layer in report.layers:
+        assert 0 < layer.details["relative_error_closed_form"] < 1 and 0 < layer.details["relative_error_fitted"] < 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_method_that_is_used_again_looks_at_the_new_model():
+    method, other = Calibrated(), bert()
+    torch.nn.init.normal_(other.encoder.layer[0].attention.self.key.weight, std=0.3)
+    convert_model(bert(), 2, method, calibration=calibration())
+    again = convert_model(other, 2, method, calibration=calibration()).state_dict()
+    fresh = convert_model(other, 2, Calibrated(), calibration=calibration()).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    with pytest.raises(FileNotFoundError, match="has no tokenizer files, and a calibration needs them"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
+
+
+def test_few_examples_a_batch_leave_some_held_out():
+    batches = [SimpleNamespace(rows=lambda rows: len(rows)) for _ in range(25)]
+    targets = [torch.zeros(4, 3, 2) for _ in range(25)]
+    (used, _), (held, _) = _split(batches, targets, torch.Generator().manual_seed(0))
+    assert len(held) == 3 and len(used) == 22 and not {id(batch) for batch in held} & {id(batch) for batch in used}
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="needs `texts`; the list is empty"):
         Calibration([])
@@ -206,6 +246,15 @@ def test_refusals():
         convert_model(bert(), 2, calibration=Calibration(["too short"], tokenizer=WordTokenizer()))
     with pytest.raises(ValueError, match="target for each text"):
         calibration(target_texts=["one"])
+    with pytest.raises(ValueError, match="no decoder to read them"):
+        convert_model(bert(), 2, calibration=calibration(target_texts=text()))
+    with pytest.raises(ValueError, match=r"tokens and the model 16 positions: give a `max_length` of at most 16"):
+        few = BertConfig(vocab_size=WORDS, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
+        convert_model(BertModel(few), 2, calibration=calibration())
+    unpadded = WordTokenizer()
+    unpadded.pad_token_id = None
+    with pytest.raises(ValueError, match="no padding token"):
+        convert_model(bert(), 2, calibration=calibration(tokenizer=unpadded))
     with pytest.raises(ValueError, match="talking heads"):
         convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
 

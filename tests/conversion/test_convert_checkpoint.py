@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.conversion.report import REPORT_NAME
+from hf_attn_variants.conversion.source import resolve_source
 from hf_attn_variants.conversion.staging import staged_folder
 from hf_attn_variants.modeling.variant_mixins import projection_std
 
@@ -357,6 +359,8 @@ def test_side_files(make_source, tmp_path):
         "checkpoint-5/trainer_state.json",
         "all_results.json",
         "predictions_dev_STS-B.tsv",
+        "predictions_nbest_dev.json",
+        "runs/events.out.tfevents.1",
         "train_log.jsonl",
         "training_curves.png",
         REPORT_NAME,
@@ -368,6 +372,7 @@ def test_side_files(make_source, tmp_path):
     assert {name: (tmp_path / "out" / name).read_text() for name in kept} == kept
     assert not any((tmp_path / "out" / name).exists() for name in [*dropped, ".git/HEAD"] if name != REPORT_NAME)
     folders = {"onnx/model.txt": "onnx/", "checkpoint-5/trainer_state.json": "checkpoint-5/"}
+    folders["runs/events.out.tfevents.1"] = "runs/"
     assert report.files_left_out == sorted(folders.get(name, name) for name in dropped)
     assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["method"] == "mean"
 
@@ -382,6 +387,47 @@ def test_links_of_the_hubs_cache_are_followed(make_source, tmp_path):
     convert_checkpoint(cached, tmp_path / "out", 4)
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert (tmp_path / "out" / "vocab.txt").read_text() == "words"
+
+
+def test_a_module_folder_that_is_a_link_travels(make_source, tmp_path):
+    source, elsewhere = make_source(), tmp_path / "pooling"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("{}")
+    (source / "1_Pooling").symlink_to(elsewhere)
+    (source / "circle").symlink_to(source)
+    report = convert_checkpoint(source, tmp_path / "out", 4)
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+    assert "1_Pooling/config.json" in report.files_copied and not (tmp_path / "out" / "circle").exists()
+
+
+def test_how_an_old_checkpoint_generates_goes_along(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "plain", 2)
+    (tmp_path / "source" / "generation_config.json").unlink()
+    convert_checkpoint(tmp_path / "source", tmp_path / "without", 2)
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+    file = tmp_path / "source" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_beams": 4, "length_penalty": 0.6}))
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, convert_function(tmp_path / "source", 2)):
+        assert (model.generation_config.num_beams, model.generation_config.length_penalty) == (4, 0.6)
+        assert model.generation_config.decoder_start_token_id == 0
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
+    class NetworkError(Exception):
+        """Of the client's HTTP library: no OSError."""
+
+    def fail(*args, **kwargs):
+        raise NetworkError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(OSError, match="it is not in the cache, and the Hub cannot be reached"):
+        resolve_source("nobody/has-this-checkpoint")
 
 
 def pickled(source, shards=1):

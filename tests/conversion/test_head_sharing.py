@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.head_sharing import best_groups, consecutive_groups, reorder_heads
+from hf_attn_variants.conversion.head_sharing import _sample, best_groups, consecutive_groups, reorder_heads
 from hf_attn_variants.conversion.methods import AttentionTensors
 from hf_attn_variants.conversion.recording import AttentionInputs, attend
 
@@ -48,6 +48,22 @@ def test_heads_alike_are_found(pairs):
                 heads[other] = heads[one]
     groups = best_groups(tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0))
     assert groups == [list(pair) for pair in sorted(pairs)]
+
+
+def test_the_search_sees_every_layer_that_shares_an_attention():
+    class Call:
+        def __init__(self, layer):
+            self.layer, self.valid = layer, torch.ones(32, 24)
+
+    calls = [Call(layer) for _ in range(64) for layer in range(12)]
+    seen = [call.layer for call in _sample(calls, uses=12)]
+    assert len(seen) == len(set(seen)) == 11  # as many tokens as the search looks at, in as many layers
+
+
+def test_a_search_that_would_not_fit_into_memory_is_left_out(caplog):
+    heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
+    groups = best_groups(None, heads, [], torch.Generator())
+    assert groups == consecutive_groups(128, 8) and "would take 550 GB" in caplog.text
 
 
 def test_heads_that_share_already_stay_together():

@@ -45,12 +45,14 @@ class LayerContext:
         site: which kind of attention it is: "self", "cross", ...
         generator: random numbers of this layer alone: the same for a seed, whatever the order of the layers.
         initializer_std: the standard deviation that the architecture gives a new key or value projection.
+        uses: how often a forward pass goes through it: ALBERT's layers share their attention.
     """
 
     module: str
     site: str
     generator: torch.Generator
     initializer_std: float
+    uses: int = 1
 
 
 class ConversionMethod(Protocol):

@@ -57,7 +57,7 @@ class Calibrated(CalibratedMethod):
             targets = [attend(tensors, batch, heads.query)[0] for batch in inputs]
         groups = consecutive_groups(heads.query, heads.key[1])
         if heads_are_free(heads, inputs):
-            groups = best_groups(tensors, heads, inputs, layer.generator)
+            groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
         converted = closed_form(tensors, heads, inputs, targets)
