@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
-from ..modeling.variant_mixins import AttnVariantModelMixin
+from ..modeling.variant_mixins import AttnVariantModelMixin, can_cache
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
@@ -203,8 +203,7 @@ def _model_inputs(
         target = _encoded(tokenizer, target_text, max_length, "target_text")["input_ids"].to(model.device)
         is_cut |= _is_cut(tokenizer, target_text, max_length)
     elif model.can_generate():
-        # Memory-side dynamic projections refuse a cache.
-        options = {"use_cache": not any(name.startswith("m") for name in model.config.talking_heads_dynamic)}
+        options = {"use_cache": can_cache(model.config)}
         target = model.generate(**inputs, max_new_tokens=max_length, num_beams=1, do_sample=False, **options)[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = tokenizer.decode(target[0], skip_special_tokens=True)

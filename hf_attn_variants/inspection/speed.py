@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..modeling.variant_mixins import can_cache
 from ..registration import variant_model_class
 from .cost_table import kv_head_counts, kv_heads_field, variant_config, variant_name
 
@@ -179,6 +180,7 @@ def _ready(model: Any, dtype: str, device: str) -> Any:
     model = model.eval().to(device, getattr(torch, dtype))
     if model.can_generate():
         model.generation_config.eos_token_id = None  # random weights may end a text at any token
+        model.generation_config.use_cache = can_cache(model.config)
     return model
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "AttentionSite",
     "AttentionVariantMixin",
     "AttnVariantModelMixin",
+    "can_cache",
     "projection_shapes",
     "projection_std",
 ]
@@ -29,6 +30,11 @@ TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_d
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
+
+
+def can_cache(config: Any) -> bool:
+    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
+    return not any(name[0] == "m" for name in getattr(config, "talking_heads_dynamic", None) or ())
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class AttentionVariantMixin:
             )
         if not config.talking_heads_dynamic:
             return {}
-        if cache is not None and memory is None and any(name[0] == "m" for name in config.talking_heads_dynamic):
+        if cache is not None and memory is None and not can_cache(config):
             raise ValueError(
                 "`talking_heads_dynamic` m2l and m2w need the inputs of all past tokens, which a key/value cache does "
                 "not keep: pass `use_cache=False`."

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from hf_attn_variants.modeling.variant_mixins import can_cache
 from hf_attn_variants.training.distillation import token_cross_entropy
 from hf_attn_variants.training.loop import Objective
 from hf_attn_variants.training.seq2seq_data import Seq2SeqSplit
@@ -123,6 +124,7 @@ class Decoder:
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
         options = {**self.options, **(self.beam_options if num_beams > 1 else {})}
+        options |= {} if can_cache(model.config) else {"use_cache": False}
         texts: list[str] = []
         tokens, seconds = 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from hf_attn_variants.modeling.variant_mixins import can_cache
 from hf_attn_variants.training.distillation import (
     DECODER,
     ENCODER,
@@ -222,6 +223,7 @@ class UptrainingEvaluator:
             max_new_tokens=self.max_target_length,
             do_sample=False,
             num_beams=1,
+            **({} if can_cache(model.config) else {"use_cache": False}),
         )
         ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)

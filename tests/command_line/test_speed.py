@@ -46,6 +46,11 @@ def test_an_encoder_alone_is_timed_as_one(stored):
     assert {"encoder_num_key_value_heads": 1} in fields and not any("num_key_value_heads" in each for each in fields)
 
 
+def test_a_decoder_that_refuses_a_cache_is_timed_without_one():
+    config = T5.config(talking_heads="both", talking_heads_dynamic=["m2w"]).to_dict()
+    assert measure_speed(config, batch_size=2, length=8, max_new_tokens=2, rounds=1).work == "generate"
+
+
 def test_only_heads_that_divide_the_value_heads_are_timed():
     config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
     table = measure_speed(config.to_dict(), batch_size=2, length=8, rounds=1)

@@ -135,6 +135,13 @@ def test_a_test_split_without_targets_is_predicted(run, source):
     assert "test_bleu" in scored and "eval_loss" not in scored
 
 
+def test_a_model_that_refuses_a_cache_decodes_without_one(run, t5, tmp_path):
+    fields = {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]}
+    convert_checkpoint(t5, tmp_path / "dynamic", **fields)
+    results = run("--max_train_steps", 1, model=tmp_path / "dynamic")
+    assert results["eval_decode_tokens"] > 0 and "eval_bleu" in results
+
+
 def test_a_model_from_scratch_is_the_variant_asked_for(run, t5):
     scratch = ["--model_type", "t5", "--tokenizer_name", t5, "--num_key_value_heads", 1, "--max_train_steps", 2]
     fields = "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4"
