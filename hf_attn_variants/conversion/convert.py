@@ -216,8 +216,7 @@ def convert_checkpoint(
             if reader.index_metadata is not None:
                 write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
             _write_config_and_code(plan, stage)
-            generation = _generation_config(plan, folder)
-            if generation is not None and GENERATION_CONFIG_NAME not in copied:
+            if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             report = ConversionReport(
                 source=os.fspath(model_name_or_path),

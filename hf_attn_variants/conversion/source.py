@@ -18,17 +18,17 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+# What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
+TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
+TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 # What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
 RESULT_FILES = (
     "all_results.json",
-    "predictions_*",
     "train_log.jsonl",
     "training_curves.png",
     "conversion_report.json",
-    "bad_batch-*",
-    "events.out.tfevents.*",
+    *TRAINING_LEFTOVERS,
 )
-TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 

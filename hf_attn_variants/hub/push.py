@@ -23,7 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..conversion.checkpoint_io import open_checkpoint
 from ..conversion.report import REPORT_NAME
-from ..conversion.source import PICKLE_SUFFIXES, read_config
+from ..conversion.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
 from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card
 
 __all__ = [
@@ -37,15 +37,7 @@ __all__ = [
 ]
 
 # What training leaves beside the model, by name or by the first folder of the path.
-TRAINING_FILES = (
-    "checkpoint-*",
-    "hf_attn_variants",
-    "runs",
-    "events.out.tfevents.*",
-    "best_model.safetensors",
-    "bad_batch-*",
-    "predictions_*",
-)
+TRAINING_FILES = ("checkpoint-*", "best_model.safetensors", *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (REPORT_NAME, RESULTS_NAME)
 LOCAL_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)")
