@@ -1,34 +1,34 @@
 """Talking-heads attention without an n x m tensor: one function, one custom op, two ways to compute it.
 
 "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
-work under `torch.compile`, gradient checkpointing and autocast. Letters as in `attention_variants`.
-
-"triton" is used only where it is asked for: its kernels have run in Triton's interpreter and never yet on a GPU.
+work under `torch.compile`, gradient checkpointing and autocast. `talking_heads_choice` says which of them serves a
+call. Letters as in `attention_variants`.
 
 Source: arXiv 2003.02436, section 3.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .configuration_attn_variants import ATTN_VARIANTS_VERSION
-from .talking_heads_blocked import backward as blocked_backward
-from .talking_heads_blocked import forward as blocked_forward
-from .talking_heads_triton import backward as triton_backward
-from .talking_heads_triton import forward as triton_forward
-from .talking_heads_triton import is_supported
+from .talking_heads_choice import BACKENDS, choose_backend
+from .talking_heads_triton import covers_device, is_supported
 
 __all__ = ["talking_heads_attention"]
 
-BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
+logger = logging.get_logger(__name__)
+
 # Names carry the version: the installed package and a Hub repository of another version share one process.
 NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? position_bias, Tensor? logits_proj, "
-    "Tensor? weights_proj, Tensor? seed, float scaling, bool is_causal, float dropout, str backend"
+    "Tensor? weights_proj, Tensor? seed, float scaling, bool is_causal, float dropout, str backend, "
+    "bool with_backward"
 )
 
 
@@ -44,7 +44,7 @@ def talking_heads_attention(
     dropout: float = 0.0,
     logits_proj: Tensor | None = None,
     weights_proj: Tensor | None = None,
-    backend: str = "blocked",
+    backend: str = "auto",
 ) -> Tensor:
     """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
 
@@ -60,7 +60,8 @@ def talking_heads_attention(
         dropout: the probability that a mixed weight is dropped
         logits_proj: P_l [h_k, h], mixes the heads before the softmax
         weights_proj: P_w [h, h_v], mixes them after it
-        backend: "blocked" or "triton"
+        backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
+            seen to agree with the blocked path, which serves everything else
 
     Returns:
         The outputs [b, n, h_v, d].
@@ -74,17 +75,22 @@ def talking_heads_attention(
         raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
     query, key, value = _one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
-    if backend not in BACKENDS:
-        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}.")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
+    if backend == "auto" and not covers_device(query.device):
+        backend = "blocked"
     if backend == "triton" and not is_supported(
         query, key, value, mask, position_bias, logits_proj=logits_proj, weights_proj=weights_proj
     ):
         raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
+    learned = (query, key, value, position_bias, logits_proj, weights_proj)
+    with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     output, _ = _forward_op(
-        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, backend
-    )
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, backend,
+        with_backward,
+    )  # fmt: skip
     return output
 
 
@@ -108,24 +114,45 @@ def _without_autocast(tensor: Tensor) -> Any:
 
 
 def _forward(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    *inputs, backend = inputs
+    *inputs, backend, with_backward = inputs
     with _without_autocast(query):
-        return BACKENDS[backend][0](query, *inputs)
+        chosen = _resolve(backend, query, inputs, with_backward)
+        logger.info_once(f"Talking heads on {query.device.type}: the {chosen} path.")
+        output, statistics = BACKENDS[chosen][0](query, *inputs)
+    shape = _statistics_shape(query, inputs[4], backend)
+    if statistics.shape != shape:  # the blocked path's one number, in the shape that was promised
+        statistics = statistics.expand(shape).contiguous()
+    return output, statistics
 
 
-def _forward_fake(query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, causal, dropout, backend):
+def _resolve(backend: str, query: Tensor, inputs: Sequence[Any], with_backward: bool) -> str:
+    # Here and not where the op is called: sizes and tensors are real, whatever was traced, and both passes ask alike.
+    if backend != "auto":
+        return backend
+    *tensors, _, _, is_causal, dropout = inputs
+    return choose_backend(query, *tensors, is_causal, dropout, with_backward)
+
+
+def _statistics_shape(query: Tensor, logits_proj: Tensor | None, backend: str) -> tuple[int, ...]:
     batches, heads, length, _ = query.shape
-    heads = heads if logits_proj is None else logits_proj.shape[1]
-    heads_out = heads if weights_proj is None else weights_proj.shape[1]
-    statistics = (2, batches, heads, length) if backend == "triton" else (1,)
-    output = value.new_empty(batches, length, heads_out, value.shape[-1])
-    return output, query.new_empty(statistics, dtype=torch.float32)
+    return (
+        (1,) if backend == "blocked" else (2, batches, heads if logits_proj is None else logits_proj.shape[1], length)
+    )
 
 
-def _backward(d_output: Tensor, statistics: Tensor, wants_bias: bool, *inputs: Any) -> list[Tensor]:
-    *inputs, backend = inputs
+def _forward_fake(query, key, value, mask, bias, logits_proj, weights_proj, *others):
+    *_, backend, _ = others
+    heads_out = (query if logits_proj is None else logits_proj).shape[1]
+    heads_out = heads_out if weights_proj is None else weights_proj.shape[1]
+    output = value.new_empty(query.shape[0], query.shape[2], heads_out, value.shape[-1])
+    return output, query.new_empty(_statistics_shape(query, logits_proj, backend), dtype=torch.float32)
+
+
+def _backward(d_output: Tensor, statistics: Tensor, wants_bias: bool, query: Tensor, *inputs: Any) -> list[Tensor]:
+    *inputs, backend, with_backward = inputs
     with _without_autocast(d_output):
-        return BACKENDS[backend][1](d_output, statistics, wants_bias, *inputs)
+        chosen = _resolve(backend, query, inputs, with_backward)
+        return BACKENDS[chosen][1](d_output, statistics, wants_bias, query, *inputs)
 
 
 def _backward_fake(d_output, statistics, wants_bias, *inputs):
@@ -149,7 +176,7 @@ def _gradients(ctx: Any, d_output: Tensor, d_statistics: Tensor | None) -> tuple
     d_query, d_key, d_value, *sums = _backward_op(d_output, statistics, wants_bias, *tensors, *ctx.others)
     of = (tensors[4] if wants_bias else None, tensors[5], tensors[6])
     d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
-    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 5
+    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 6
 
 
 def _registered(name: str) -> Any:

@@ -246,7 +246,7 @@ def backward(
         wants_bias: whether the position bias is trained
         query, ...: as in `forward`
     """
-    threads = int(statistics) if query.device.type == "cpu" else 1
+    threads = int(statistics.flatten()[0]) if query.device.type == "cpu" else 1
     inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
     call = _Call(*inputs, scaling, is_causal, dropout, threads)
     # Sums over blocks in at least float32.

@@ -24,7 +24,7 @@ import torch
 
 from .talking_heads_kernels import backward_kernel, forward_kernel, triton
 
-__all__ = ["backward", "forward", "is_supported"]
+__all__ = ["backward", "covers_device", "forward", "is_supported"]
 
 WORKSPACE_BYTES = 64 * 2**20  # of each workspace: scores, weights and, for a trained bias, its gradient
 MAX_HEADS = 64
@@ -44,7 +44,7 @@ def is_supported(
     """Say whether this path covers these inputs; never raises. Arguments as in `talking_heads_attention`."""
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if not _covers_device(query.device):
+    if not covers_device(query.device):
         return False
     tensors = [t for t in (key, value, mask, position_bias, logits_proj, weights_proj) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -60,7 +60,10 @@ def is_supported(
 
 
 @torch.compiler.assume_constant_result
-def _covers_device(device: torch.device) -> bool:
+def covers_device(device: torch.device) -> bool:
+    """Say whether the kernels can run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
+    if triton is None:
+        return False
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     knobs = getattr(triton, "knobs", None)
@@ -116,7 +119,7 @@ class _Call:
             "MASK": kind,
             "MASK_PER_HEAD": mask is not None and mask.dim() == 4 and mask.shape[1] > 1,
             "CAUSAL": is_causal,
-            "DROPOUT": dropout > 0,
+            "DROPOUT": seed is not None,
             "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         }
 
@@ -139,11 +142,12 @@ class _Call:
         rows = row.stop - row.start
         bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
         mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
-        kernel[(rows, batch.stop - batch.start)](
-            *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
-            self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
-            *bias_strides, *mask_strides, **self.constants, **settings,
-        )  # fmt: skip
+        with torch.cuda.device_of(self.query):  # a launch goes to the current device, whichever its tensors are on
+            kernel[(rows, batch.stop - batch.start)](
+                *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
+                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
+                *bias_strides, *mask_strides, **self.constants, **settings,
+            )  # fmt: skip
 
 
 def _row_size(memory: int) -> int:
@@ -187,7 +191,7 @@ def _forward_settings(call: _Call) -> dict:
     # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
-    budget = 32768 // (2 if call.dropout > 0 or many_loads else 1) // (4 if exact else 1)
+    budget = 32768 // (2 if call.seed is not None or many_loads else 1) // (4 if exact else 1)
     block = max(16, triton.next_power_of_2(call.memory))
     one_block = block * call.widest() <= budget
     block = block if one_block else max(16, budget // 2 // call.widest())

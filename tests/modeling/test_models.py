@@ -76,6 +76,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
         f"{architecture.config_class.modeling_file}.py",
         "talking_heads.py",
         "talking_heads_blocked.py",
+        "talking_heads_choice.py",
         "talking_heads_kernels.py",
         "talking_heads_triton.py",
         "variant_mixins.py",

@@ -6,6 +6,7 @@ process, because the variable that asks for it is read when Triton is imported.
 
 import importlib.util
 import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_attn_variants.modeling import talking_heads, talking_heads_blocked, talking_heads_triton
+from hf_attn_variants.modeling import (
+    talking_heads,
+    talking_heads_blocked,
+    talking_heads_choice,
+    talking_heads_triton,
+)
 from hf_attn_variants.modeling.attention_variants import attention_with_weights
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 from hf_attn_variants.reference import attention_core
@@ -62,6 +68,7 @@ def _seed_and_small_blocks(monkeypatch):
     monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 200)
     monkeypatch.setattr(talking_heads_blocked, "ROWS", (3, 2))
     monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 700)
+    monkeypatch.setattr(talking_heads_choice, "_agreed", {})
 
 
 def make_inputs(heads="mha", bias=None, mixes="both", n=N, m=M, dtype=torch.float32, device="cpu"):
@@ -359,7 +366,7 @@ def test_the_custom_op_describes_itself(backend):
     device = _device(backend)
     query, key, value, bias, logits_proj, weights_proj = make_inputs("own value heads", (1, N, M), device=device)
     seed = torch.tensor([7], device=device)
-    inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, backend)
+    inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, backend, True)
     # The fake implementation's shapes, the schema, autograd's registration; dynamic shapes are traced apart.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     name = f"{talking_heads.NAMESPACE}::talking_heads"
@@ -391,7 +398,7 @@ def test_no_tensor_grows_with_n_times_m(monkeypatch):
 
 def test_the_backend_is_chosen_and_checked():
     query, key, value, *_ = make_inputs(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"`backend` must be one of \['blocked', 'triton'\], got 'fast'"):
+    with pytest.raises(ValueError, match=r"`backend` must be one of \['auto', 'blocked', 'triton'\], got 'fast'"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
     with pytest.raises(ValueError, match=r"`dropout` must be at least 0 and below 1, got 1\.0"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
@@ -399,6 +406,120 @@ def test_the_backend_is_chosen_and_checked():
     with pytest.raises(ValueError, match="does not cover these inputs"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64
+
+
+@needs_triton
+@pytest.mark.parametrize("kind, mixes", [("heads", "both"), ("causal padding", "logits"), ("additive", "weights")])
+def test_triton_is_chosen_where_it_agrees(monkeypatch, kind, mixes):
+    device = _device("triton")
+    used = _count_calls(monkeypatch)
+    mask, causal, added = make_mask(kind, device=device)
+    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
+    assert used == {"forward": 2, "backward": 2}  # the trial and the call
+    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
+    assert used == {"forward": 3, "backward": 3}
+
+
+@needs_triton
+def test_triton_is_tried_without_a_backward_pass_where_none_will_come(monkeypatch):
+    used = _count_calls(monkeypatch)
+    query, key, value, *_ = make_inputs(device=_device("triton"))
+    with torch.no_grad():
+        talking_heads_attention(query, key, value, scaling=1.0)
+    assert used == {"forward": 2, "backward": 0}
+    talking_heads_attention(query, key, value, scaling=1.0).sum().backward()
+    assert used == {"forward": 4, "backward": 2}
+
+
+@needs_triton
+def test_triton_tries_do_not_move_the_random_numbers(monkeypatch):
+    query, key, value, *_ = make_inputs(device=_device("triton"))
+    outputs = []
+    for _ in range(2):  # with a trial, and without one
+        torch.manual_seed(7)
+        outputs.append(talking_heads_attention(query, key, value, scaling=1.0, dropout=0.5))
+    assert torch.equal(*outputs)
+
+
+@needs_triton
+@pytest.mark.parametrize("failure", ["raises", "is wrong", "is not a number", "wrong gradient"])
+def test_triton_is_not_used_where_it_fails(monkeypatch, caplog, failure):
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+
+    def failing_forward(*inputs):
+        if failure == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        output, statistics = forward(*inputs)
+        if failure == "wrong gradient":
+            return output, statistics
+        return output * (torch.nan if failure == "is not a number" else 1.5), statistics
+
+    def failing_backward(*inputs):
+        d_query, *others = backward(*inputs)
+        return [d_query * 1.5, *others]
+
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (failing_forward, failing_backward))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    device = _device("triton")
+    for _ in range(2):
+        mask, causal, added = make_mask("rows", device=device)
+        compare("auto", make_inputs("gqa", (1, N, M), device=device), mask, causal, added)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "are computed by the blocked path, which is exact and slower" in warnings[0]
+    reason = "failed with RuntimeError: out of resource" if failure == "raises" else "gave other numbers"
+    assert reason in warnings[0]
+
+
+@needs_triton
+@pytest.mark.skipif(CUDA, reason="the interpreter's tl.dot reads bfloat16 as integers: a kernel that is really wrong")
+def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
+    inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
+    mask, causal, added = make_mask("rows")
+    compare("auto", inputs, mask, causal, added, tolerance=2e-2)
+    assert list(talking_heads_choice._agreed.values()) == [False]
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore")
+def test_triton_is_chosen_in_a_compiled_graph(monkeypatch):
+    used = _count_calls(monkeypatch)
+    inputs = make_inputs("gqa", device=_device("triton"))
+    inputs = [t for t in inputs if t is not None]
+
+    def attend(query, key, value, logits_proj, weights_proj):
+        return talking_heads_attention(
+            query * 2, key, value, scaling=1.0, logits_proj=logits_proj, weights_proj=weights_proj
+        ).sin()
+
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for got, want in zip(torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert used == {"forward": 3, "backward": 3}
+
+
+def _count_calls(monkeypatch):
+    """Counts what goes to the Triton kernels, trials included."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counted(name, function):
+        def call(*inputs):
+            counts[name] += 1
+            return function(*inputs)
+
+        return call
+
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+    pair = counted("forward", forward), counted("backward", backward)
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", pair)
+    return counts
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels may be chosen")
+def test_the_blocked_path_serves_where_triton_does_not(monkeypatch):
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (None, None))
+    compare("auto", make_inputs("gqa"))
+    assert not talking_heads_choice._agreed
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
