@@ -21,7 +21,7 @@ from .talking_heads_triton import covers_device, is_supported
 
 __all__ = ["talking_heads_attention"]
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 # Names carry the version: the installed package and a Hub repository of another version share one process.
 NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"

@@ -20,7 +20,7 @@ from .talking_heads_triton import is_supported
 
 __all__ = ["BACKENDS", "choose_backend"]
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
 # Relative errors beyond rounding: the two paths round at other places, a wrong kernel is off by all of it.
