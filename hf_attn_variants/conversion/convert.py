@@ -2,36 +2,23 @@
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .calibration import Calibration, calibrate, method_to_calibrate
-from .checkpoint_io import (
-    INDEX_NAME,
-    TORCH_DTYPES,
-    CheckpointReader,
-    SafetensorsWriter,
-    TensorEntry,
-    cast,
-    dtype_name,
-    open_checkpoint,
-    write_index,
-)
-from .head_sharing import reorder_heads
-from .in_memory import ModelReader, TensorSource, assemble
-from .methods import AttentionTensors, ConversionMethod, resolve_method
-from .plan import AttentionModule, ConversionPlan, make_plan
-from .report import ConversionReport, LayerReport, attention_errors, package_versions
+from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
+from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
+from .in_memory import ModelReader, assemble
+from .methods import ConversionMethod, resolve_method
+from .plan import ConversionPlan, make_plan
+from .report import ConversionReport, added_projections, cache_bytes, count_parameters, package_versions
 from .source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
 from .staging import check_disk_space, check_output_dir, staged_folder
 
@@ -134,8 +121,8 @@ def convert_model(
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
         calibrate(plan, to_calibrate, calibrated_on, None, calibration)
-    with _one_thread():
-        tensors = dict(_converted_tensors(plan, reader))
+    with one_thread():
+        tensors = dict(converted_tensors(plan, reader))
     return assemble(plan.model_class, plan.config, tensors, model, copy)
 
 
@@ -165,8 +152,8 @@ def load_converted(
         architecture, config_file = _architecture(config), folder / CONFIG_NAME
         plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
         _calibrate_from_folder(plan, reader, folder, calibration)
-        with _one_thread():
-            tensors = dict(_converted_tensors(plan, reader))
+        with one_thread():
+            tensors = dict(converted_tensors(plan, reader))
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
     if (generation := _generation_config(plan, folder)) is not None:
         model.generation_config = generation
@@ -206,13 +193,13 @@ def convert_checkpoint(
         architecture, config_file = _architecture(config), folder / CONFIG_NAME
         plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
-        new_entries = _planned_entries(plan, reader)
-        size = sum(_byte_size(entry) for entry in new_entries.values())
+        new_entries = planned_entries(plan, reader)
+        size = sum(byte_size(entry) for entry in new_entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
         _calibrate_from_folder(plan, reader, folder, calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
-            layers = _write_weights(plan, reader, new_entries, stage, size)
+            layers = write_weights(plan, reader, new_entries, stage, size)
             if reader.index_metadata is not None:
                 write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
             _write_config_and_code(plan, stage)
@@ -227,10 +214,10 @@ def convert_checkpoint(
                 dtype=None if dtype is None else str(dtype).removeprefix("torch."),
                 architecture=plan.model_class.__name__,
                 heads=plan.heads,
-                talking_heads=_added_projections(plan),
+                talking_heads=added_projections(plan),
                 layers=layers,
-                parameters={"before": _parameters(reader.entries), "after": _parameters(new_entries)},
-                kv_cache_bytes_per_token=_cache_bytes(plan, reader.entries, new_entries),
+                parameters={"before": count_parameters(reader.entries), "after": count_parameters(new_entries)},
+                kv_cache_bytes_per_token=cache_bytes(plan, reader.entries, new_entries),
                 files_copied=copied,
                 files_left_out=left_out,
                 versions=package_versions(),
@@ -269,121 +256,6 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # On matrices this small, threads wait for each other longer than they work: tenfold and more on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _converted_tensors(plan: ConversionPlan, reader: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the converted model."""
-    for module in plan.modules:
-        before = _read_attention(reader, module)
-        yield from _new_tensors(plan, module, before, plan.convert(module, before)).items()
-    for name in reader.entries:
-        if name not in plan.converted_names:
-            tensor = reader.read(name)
-            yield name, cast(tensor, plan.dtype, name) if plan.dtype and tensor.is_floating_point() else tensor
-
-
-def _read_attention(reader: TensorSource, module: AttentionModule) -> AttentionTensors:
-    return AttentionTensors(**{part: reader.read(name) for part, name in module.tensors.items()})
-
-
-def _new_tensors(
-    plan: ConversionPlan, module: AttentionModule, before: AttentionTensors, after: AttentionTensors
-) -> dict[str, torch.Tensor]:
-    """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
-    tensors = {}
-    for part, name in module.tensors.items():
-        dtype = plan.dtype or getattr(before, part).dtype
-        tensor = getattr(after, part).to(getattr(before, part).device)
-        tensors[name] = tensor if tensor.dtype == dtype else cast(tensor, dtype, name)
-    added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
-    return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
-
-
-def _planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
-    """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
-    stored = dtype_name(plan.dtype) if plan.dtype is not None else None
-    shapes = {module.tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
-    added = {}
-    for module in plan.modules:
-        beside = reader.entries[module.tensors["query_weight"]]
-        for name, shape in module.projections.items():
-            added[name] = TensorEntry(_safetensors_name(beside.file), stored or beside.dtype, shape)
-    kept = {
-        name: TensorEntry(
-            _safetensors_name(entry.file),
-            stored if stored and entry.is_floating else entry.dtype,
-            shapes.get(name, entry.shape),
-        )
-        for name, entry in reader.entries.items()
-    }
-    return kept | added
-
-
-def _write_weights(
-    plan: ConversionPlan, reader: CheckpointReader, entries: dict[str, TensorEntry], stage: Path, size: int
-) -> list[LayerReport]:
-    layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for name, entry in entries.items():
-        layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
-    layers = []
-    with ExitStack() as stack, _one_thread():
-        progress = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="converting"))
-        writers = {
-            file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
-            for file, layout in layouts.items()
-        }
-        for module in plan.modules:
-            before = _read_attention(reader, module)
-            after = plan.convert(module, before)
-            tensors = _new_tensors(plan, module, before, after)
-            for name, tensor in tensors.items():
-                writers[entries[name].file].write(name, tensor)
-                progress.update(tensor.nbytes)
-            layers.append(_layer_report(plan, module, before, after, tensors))
-        for name, entry in reader.entries.items():
-            if name not in plan.converted_names:
-                dtype = None if entries[name].dtype == entry.dtype else plan.dtype
-                chunks = _tracked(reader.chunks(name), dtype, name, progress)
-                writers[entries[name].file].write_chunks(name, chunks)
-    return layers
-
-
-def _tracked(
-    chunks: Iterator[torch.Tensor], dtype: torch.dtype | None, name: str, progress: tqdm
-) -> Iterator[torch.Tensor]:
-    for chunk in chunks:
-        chunk = chunk if dtype is None else cast(chunk, dtype, name)
-        yield chunk
-        progress.update(chunk.nbytes)
-
-
-def _layer_report(
-    plan: ConversionPlan,
-    module: AttentionModule,
-    before: AttentionTensors,
-    after: AttentionTensors,
-    stored: dict[str, torch.Tensor],
-) -> LayerReport:
-    errors: tuple[float | None, float | None] = (0.0, 0.0)
-    if module.heads.relation != "same" or plan.dtype is not None:
-        # Of what is stored, rounding to another dtype included.
-        final = AttentionTensors(**{part: stored[name] for part, name in module.tensors.items()})
-        if groups := after.details.get("head_groups"):
-            before = reorder_heads(before, module.heads, groups)
-        errors = attention_errors(before, final, module.heads)
-    heads = module.heads
-    return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)
-
-
 def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:
     plan.config.save_pretrained(stage)
     # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
@@ -402,46 +274,9 @@ def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig |
     return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
 
 
-def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
-    return {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
-
-
-def _cache_bytes(
-    plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
-) -> dict[str, dict[str, int]] | None:
-    """Return what a token costs in each kind of cached attention, over all layers."""
-    sites: dict[str, dict[str, int]] = {}
-    for module in plan.modules:
-        # The encoder's attention, or any attention of an encoder-only model, is computed once.
-        is_decoder = module.site.name == "self" and getattr(plan.config, "is_decoder", False)
-        if is_decoder or module.site.name in ("decoder", "cross"):
-            site = sites.setdefault(module.site.name, {"before": 0, "after": 0})
-            for i, (when, entries) in enumerate((("before", before), ("after", after))):
-                heads = module.heads.key[i] + module.heads.value[i]
-                itemsize = TORCH_DTYPES[entries[module.tensors["key_weight"]].dtype].itemsize
-                site[when] += heads * module.heads.head_dim * itemsize
-    return sites or None
-
-
 def _architecture(config: dict[str, Any]) -> str | None:
     architectures = config.get("architectures") or [None]
     return architectures[0]
-
-
-def _parameters(entries: dict[str, TensorEntry]) -> int:
-    return sum(entry.numel for entry in entries.values() if entry.is_floating)
-
-
-def _byte_size(entry: TensorEntry) -> int:
-    if entry.dtype not in TORCH_DTYPES:
-        raise ValueError(f"tensors of dtype {entry.dtype} cannot be written.")
-    return entry.numel * TORCH_DTYPES[entry.dtype].itemsize
-
-
-def _safetensors_name(file: str) -> str:
-    if file.endswith(".safetensors"):
-        return file
-    return Path(file).with_suffix(".safetensors").name.replace("pytorch_model", "model", 1)
 
 
 def _resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -17,10 +17,24 @@ from typing import Any
 
 import torch
 
+from .checkpoint_io import TORCH_DTYPES, TensorEntry
 from .grouping import HeadCounts
+from .head_sharing import reorder_heads
 from .methods import AttentionTensors
+from .plan import AttentionModule, ConversionPlan
 
-__all__ = ["REPORT_NAME", "ConversionReport", "LayerReport", "attention_errors", "bilinear_error", "package_versions"]
+__all__ = [
+    "REPORT_NAME",
+    "ConversionReport",
+    "LayerReport",
+    "added_projections",
+    "attention_errors",
+    "bilinear_error",
+    "cache_bytes",
+    "count_parameters",
+    "layer_report",
+    "package_versions",
+]
 
 REPORT_NAME = "conversion_report.json"
 
@@ -170,6 +184,52 @@ def bilinear_error(
         left_gram, columns = rows @ rows.mT, torch.cat([columns, new_right], dim=-2)
     difference = (left_gram * (columns @ columns.mT)).sum()
     return max(difference.item(), 0.0), reference.item()
+
+
+def layer_report(
+    plan: ConversionPlan,
+    module: AttentionModule,
+    before: AttentionTensors,
+    after: AttentionTensors,
+    stored: dict[str, torch.Tensor],
+) -> LayerReport:
+    """Compare one attention before with what is stored of it, {tensor name: tensor}."""
+    errors: tuple[float | None, float | None] = (0.0, 0.0)
+    if module.heads.relation != "same" or plan.dtype is not None:
+        # Of what is stored, rounding to another dtype included.
+        final = AttentionTensors(**{part: stored[name] for part, name in module.tensors.items()})
+        if groups := after.details.get("head_groups"):
+            before = reorder_heads(before, module.heads, groups)
+        errors = attention_errors(before, final, module.heads)
+    heads = module.heads
+    return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)
+
+
+def added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
+    """Return the talking-heads parameters that are new, {suffix of their name: shape}."""
+    return {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
+
+
+def cache_bytes(
+    plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
+) -> dict[str, dict[str, int]] | None:
+    """Return what a token costs in each kind of cached attention, over all layers."""
+    sites: dict[str, dict[str, int]] = {}
+    for module in plan.modules:
+        # The encoder's attention, or any attention of an encoder-only model, is computed once.
+        is_decoder = module.site.name == "self" and getattr(plan.config, "is_decoder", False)
+        if is_decoder or module.site.name in ("decoder", "cross"):
+            site = sites.setdefault(module.site.name, {"before": 0, "after": 0})
+            for i, (when, entries) in enumerate((("before", before), ("after", after))):
+                heads = module.heads.key[i] + module.heads.value[i]
+                itemsize = TORCH_DTYPES[entries[module.tensors["key_weight"]].dtype].itemsize
+                site[when] += heads * module.heads.head_dim * itemsize
+    return sites or None
+
+
+def count_parameters(entries: dict[str, TensorEntry]) -> int:
+    """Count the elements of all floating-point tensors."""
+    return sum(entry.numel for entry in entries.values() if entry.is_floating)
 
 
 def package_versions() -> dict[str, str]:
