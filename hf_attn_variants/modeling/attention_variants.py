@@ -80,7 +80,7 @@ def attention_with_weights(
     if position_bias is not None:
         logits = logits + position_bias
     if is_causal:
-        mask = _causal_mask(logits) if mask is None else mask & _causal_mask(logits)
+        mask = _with_causal_mask(mask, logits)
     # Half precision would lose the small weights, so the softmax runs in at least float32, as fused kernels do.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
@@ -117,6 +117,8 @@ def fused_attention(
     if length == 1 and on_cpu and not exporting and query.shape[0] >= MATMUL_BATCH_SIZE:
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
+    if is_causal and mask is not None:
+        mask, is_causal = _with_causal_mask(mask, mask.expand(*mask.shape[:2], length, key.shape[2])), False
     if is_causal and key.shape[2] > length:
         # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
         key, value = key[:, :, :length], value[:, :, :length]
@@ -130,8 +132,7 @@ def fused_attention(
         if mask is not None and mask.shape[1] == heads:
             mask = mask.reshape(-1, kv_heads, groups, mask.shape[-1])
     elif groups > 1:
-        # On CUDA a mask would send grouped attention to the slow math kernel; the CPU kernel takes both.
-        enable_gqa = mask is None or query.device.type == "cpu"
+        enable_gqa = query.device.type == "cpu" or (mask is None and _flash_serves(query))
         if not enable_gqa:
             key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     output = nn.functional.scaled_dot_product_attention(
@@ -233,6 +234,19 @@ def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | N
     # The mask, where there is one, says what is causal; a single query is the last token and sees all of the cache.
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return query.shape[2] > 1 and mask is None and asked
+
+
+def _flash_serves(query: torch.Tensor) -> bool:
+    # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return not query.is_cuda or (half and torch.cuda.get_device_capability(query.device) >= (8, 0))
+
+
+def _with_causal_mask(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    causal = _causal_mask(logits)
+    if mask is None:
+        return causal
+    return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
 
 
 def _causal_mask(logits: torch.Tensor) -> torch.Tensor:

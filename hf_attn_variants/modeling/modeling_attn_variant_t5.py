@@ -71,7 +71,8 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
         query = self._heads(self.q(hidden_states))  # [b, h_k, n, d]
         key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
         if makes_bias:
-            position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length)
+            # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
+            position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length).contiguous()
         bias = position_bias
         if bias is not None and implementation_of(self) not in (EAGER, SDPA):
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.

@@ -71,10 +71,12 @@ class _Call:
         self.heads_in, self.kv_heads, self.value_heads = self.query.shape[1], self.key.shape[1], self.value.shape[1]
         self.heads = self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
         self.heads_out = self.heads if self.weights_proj is None else self.weights_proj.shape[1]
-        # The factor of the dot products is cheapest where the numbers are fewest: in P_l, or else in the queries.
-        self.mix_in = None if self.logits_proj is None else (self.logits_proj * self.scaling).to(dtype)
+        # The factor of the dot products is cheapest where the numbers are fewest: in P_l, or else in the queries. In
+        # float16 it is in the queries, or the dot products could overflow.
+        self.proj_scaling = 1.0 if self.logits_proj is None or dtype == torch.float16 else self.scaling
+        self.mix_in = None if self.logits_proj is None else (self.logits_proj * self.proj_scaling).to(dtype)
         self.mix_out = None if self.weights_proj is None else self.weights_proj.to(dtype)
-        self.query_scaling = self.scaling if self.mix_in is None else 1.0
+        self.query_scaling = self.scaling / self.proj_scaling
         self.buffers: dict[str, Tensor] = {}
         if self.dropout > 0:
             self.generator, self.first_seed = torch.Generator(self.query.device), int(self.seed)
@@ -162,8 +164,10 @@ class _Call:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         weights = torch.softmax(logits, -1, out=logits) if dtype == logits.dtype else logits.softmax(-1, dtype=dtype)
-        if allowed is not None and not (alive := allowed.any(-1, keepdim=True)).all():
-            weights *= alive
+        if allowed is not None:
+            alive = allowed.any(-1, keepdim=True)
+            if alive.device.type != "cpu" or not alive.all():  # asking a GPU would wait for it
+                weights *= alive
         return weights
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
@@ -204,6 +208,12 @@ def forward(
         The outputs [b, n, h_v, d_v], and the number of threads [1]: the backward pass must make the same blocks, of
         which dropout has drawn its mask.
     """
+    if 0 in (*query.shape, key.shape[2]):
+        heads = query.shape[1] if logits_proj is None else logits_proj.shape[1]
+        heads_out = heads if weights_proj is None else weights_proj.shape[1]
+        return value.new_zeros(query.shape[0], query.shape[2], heads_out, value.shape[-1]), query.new_ones(
+            1, dtype=torch.float32
+        )
     threads = torch.get_num_threads() if query.device.type == "cpu" else 1
     inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
     call = _Call(*inputs, scaling, is_causal, dropout, threads)
@@ -257,6 +267,9 @@ def backward(
         torch.zeros(0 if t is None else t.shape, dtype=dtype, device=query.device)
         for t in (position_bias if wants_bias else None, logits_proj, weights_proj)
     )
+    if 0 in (*query.shape, key.shape[2]):
+        none = (torch.zeros_like(t) for t in (query, key, value))
+        return [*none, d_bias, d_logits_proj, d_weights_proj]
     if dropout > 0:
         d_output = d_output / call.keep_probability
     d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
@@ -290,7 +303,7 @@ def backward(
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
-    d_logits_proj *= scaling
+    d_logits_proj *= call.proj_scaling
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:

@@ -15,11 +15,16 @@ except ImportError:  # the package and its Hub repositories must load without a 
 
 __all__ = ["backward_kernel", "forward_kernel", "triton"]
 
+# Numbers that change from batch to batch: compiled for any, or each length of a batch would be compiled anew.
+ANY_NUMBER = ["batch0", "row0", "rows", "length", "memory"]
+ANY_NUMBER += ["bias_stride_b", "bias_stride_n", "mask_stride_b", "mask_stride_n"]
+ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride_m"]
+
 if triton is not None:
 
     @triton.jit
     def _logits(
-        scores_at, proj, bias_at, mask_at, row, scale, end, offs_c,
+        scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
         score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, PAD_IN: tl.constexpr, PAD: tl.constexpr,
         MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
@@ -28,12 +33,13 @@ if triton is not None:
         """Read one block of scores and make the logits of the softmax heads: ([c, h_k], [c, h])."""
         offs_i, offs_h = tl.arange(0, PAD_IN), tl.arange(0, PAD)
         inside = offs_c < end
+        # To the end of the padded row, which lets loads be wide; what lies there was never written.
         scores = tl.load(
             scores_at + offs_i[:, None] * score_stride + offs_c[None, :],
-            mask=(offs_i < HEADS_IN)[:, None] & inside[None, :],
+            mask=(offs_i < HEADS_IN)[:, None] & (offs_c < buffer_memory)[None, :],
             other=0.0,
         )
-        scores = tl.trans(scores)  # [c, h_k]
+        scores = tl.where(inside[:, None], tl.trans(scores), 0.0).to(scores.dtype)  # [c, h_k]
         if MIX:
             logits = tl.dot(scores, proj, input_precision=PRECISION) * scale  # [c, h]
         else:
@@ -41,13 +47,17 @@ if triton is not None:
         both = (offs_h < HEADS)[:, None] & inside[None, :]
         if BIAS:
             bias = tl.load(
-                bias_at + offs_h[:, None] * bias_stride_h + offs_c[None, :] * bias_stride_m, mask=both, other=0.0
+                bias_at + offs_h.to(tl.int64)[:, None] * bias_stride_h + offs_c[None, :] * bias_stride_m,
+                mask=both,
+                other=0.0,
             )
             logits += tl.trans(bias).to(tl.float32)
         if MASK == 1:
             if MASK_PER_HEAD:
                 allowed = tl.load(
-                    mask_at + offs_h[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m, mask=both, other=0
+                    mask_at + offs_h.to(tl.int64)[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m,
+                    mask=both,
+                    other=0,
                 )
                 logits = tl.where(tl.trans(allowed) != 0, logits, float("-inf"))
             else:
@@ -56,7 +66,9 @@ if triton is not None:
         if MASK == 2:
             if MASK_PER_HEAD:
                 added = tl.load(
-                    mask_at + offs_h[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m, mask=both, other=0.0
+                    mask_at + offs_h.to(tl.int64)[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m,
+                    mask=both,
+                    other=0.0,
                 )
                 logits += tl.trans(added).to(tl.float32)
             else:
@@ -73,7 +85,7 @@ if triton is not None:
         bits, _, _, _ = tl.philox(seed, position, head, zero, zero)
         return tl.where(tl.uint_to_uniform_float(bits) >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
-    @triton.jit(do_not_specialize=["batch0", "row0"])
+    @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def forward_kernel(
         scores_ptr, weights_ptr, top_ptr, inverse_ptr, logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
         scale, dropout, batch0, row0, rows, length, memory, buffer_memory,
@@ -119,7 +131,7 @@ if triton is not None:
             end = tl.minimum(memory, row + 1).to(tl.int32)
         if ONE_BLOCK:
             _, logits = _logits(
-                scores_at, proj, bias_at, mask_at, row, scale, end, tl.arange(0, BLOCK),
+                scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, tl.arange(0, BLOCK),
                 head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                 HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
             )  # fmt: skip
@@ -132,7 +144,7 @@ if triton is not None:
             total = tl.zeros([PAD], tl.float32)
             for start in range(0, end, BLOCK):
                 _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, start + tl.arange(0, BLOCK),
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, start + tl.arange(0, BLOCK),
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
                 )  # fmt: skip
@@ -150,7 +162,7 @@ if triton is not None:
             offs_c = start + tl.arange(0, BLOCK)
             if not ONE_BLOCK:
                 _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, offs_c,
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
                 )  # fmt: skip
@@ -175,7 +187,7 @@ if triton is not None:
                     mask=(offs_j < HEADS_OUT)[:, None] & (offs_c < buffer_memory)[None, :],
                 )
 
-    @triton.jit(do_not_specialize=["batch0", "row0"])
+    @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def backward_kernel(
         scores_ptr, weights_ptr, d_bias_ptr, d_logits_proj_ptr, d_weights_proj_ptr, top_ptr, inverse_ptr,
         logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
@@ -232,14 +244,15 @@ if triton is not None:
             for start in range(0, end, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
                 scores, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, offs_c,
+                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
                 )  # fmt: skip
                 softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
-                weights_mask = (offs_j < HEADS_OUT)[:, None] & (offs_c < end)[None, :]
+                weights_mask = (offs_j < HEADS_OUT)[:, None] & (offs_c < buffer_memory)[None, :]
                 at_weights = weights_at + offs_j[:, None] * head_stride + offs_c[None, :]
-                gradient = tl.trans(tl.load(at_weights, mask=weights_mask, other=0.0))  # [c, h_v]
+                gradient = tl.load(at_weights, mask=weights_mask, other=0.0)
+                gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
                     kept = _kept(seed, row, memory, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
                     gradient = (gradient * kept).to(dtype)
@@ -270,6 +283,7 @@ if triton is not None:
                         d_proj = tl.dot(tl.trans(scores), d_scores, d_proj, input_precision=PRECISION)
                         d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
                     stored = (offs_c < buffer_memory)[None, :]
+                    tl.debug_barrier()  # every warp has read this block before any writes over it
                     tl.store(at_weights, tl.trans(weights.to(dtype)), mask=(offs_j < HEADS_OUT)[:, None] & stored)
                     tl.store(
                         scores_at + offs_i[:, None] * head_stride + offs_c[None, :],

@@ -24,7 +24,7 @@ import torch
 
 from .talking_heads_kernels import backward_kernel, forward_kernel, triton
 
-__all__ = ["backward", "covers_device", "forward", "is_supported"]
+__all__ = ["allows_tf32", "backward", "covers_device", "forward", "is_supported"]
 
 WORKSPACE_BYTES = 64 * 2**20  # of each workspace: scores, weights and, for a trained bias, its gradient
 MAX_HEADS = 64
@@ -70,6 +70,13 @@ def covers_device(device: torch.device) -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
+def allows_tf32() -> bool:
+    """Say whether torch may round the factors of float32 products on a GPU to TF32."""
+    # Once the newer of torch's two switches was used, reading the older one raises.
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
     """Yield (batch slice, query slice): whole sequences while they fit the workspace, else even parts of one."""
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
@@ -80,7 +87,7 @@ def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice
             yield slice(batch, min(batch + step, batches)), slice(0, rows)
         return
     parts = -(-rows // fitting)
-    step = min(fitting, -(-rows // parts // 16 + 1) * 16 if fitting >= 32 else fitting)
+    step = min(fitting, -(-rows // (16 * parts)) * 16) if fitting >= 32 else fitting
     for batch in range(batches):
         for row in range(0, rows, step):
             yield slice(batch, batch + 1), slice(row, min(row + step, rows))
@@ -94,6 +101,9 @@ class _Call:
     """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
 
     def __init__(self, query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout):
+        # Dot products are stored in the queries' dtype: those of float16 could overflow before they are scaled.
+        self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
+        query = query if self.query_scaling == 1.0 else query * self.query_scaling
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
         self.batches, self.heads_in, self.length, _ = query.shape
         self.memory = key.shape[2]
@@ -101,7 +111,8 @@ class _Call:
         self.heads_out = self.heads if weights_proj is None else weights_proj.shape[1]
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
-        self.is_causal, self.scaling, self.dropout, self.seed = is_causal, scaling, dropout, seed
+        self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
+        self.scaling = scaling / self.query_scaling
         full = (self.batches, self.heads, self.length, self.memory)
         self.bias = None if bias is None else bias.expand(full)
         kind = NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
@@ -120,7 +131,7 @@ class _Call:
             "MASK_PER_HEAD": mask is not None and mask.dim() == 4 and mask.shape[1] > 1,
             "CAUSAL": is_causal,
             "DROPOUT": seed is not None,
-            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "PRECISION": "tf32" if allows_tf32() else "ieee",
         }
 
     def widest(self) -> int:
@@ -266,6 +277,8 @@ def backward(d_output, statistics, wants_bias: bool, *inputs) -> list[torch.Tens
                 total += part.sum(0)
         if wants_bias:
             _add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+    if call.query_scaling != 1.0:
+        d_query *= call.query_scaling
     return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]
 
 

@@ -300,9 +300,12 @@ def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any
             )
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
     plain = {"num_value_heads": heads}
+    if "relative_attention_num_buckets" in held:
+        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
     for name, found in (held if held.get("talking_heads") is not None else plain).items():
         if name in talking_fields and name in wanted and (wanted[name] or None) != (found or None):
             raise ValueError(
                 f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
-                "learned heads cannot be dropped or resized by loading. Use the checkpoint's own configuration."
+                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
+                "checkpoint's own configuration."
             )

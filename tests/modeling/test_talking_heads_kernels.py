@@ -383,6 +383,42 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float16_dot_products_do_not_overflow(backend):
+    device = _device(backend)
+    states = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16, device=device)  # q k = 102,400, beyond float16
+    query, key = (states.clone().requires_grad_() for _ in range(2))
+    value = torch.randn(1, 2, 3, 64, device=device).half()
+    proj = torch.eye(2, device=device).requires_grad_()
+    output = talking_heads_attention(query, key, value, scaling=0.125, logits_proj=proj, backend=backend)
+    output.sum().backward()
+    torch.testing.assert_close(output, value.mean(2)[:, None].expand_as(output), rtol=1e-2, atol=1e-3)
+    assert query.grad.isfinite().all() and proj.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("b, n, m", [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
+def test_empty_inputs_give_zeros(b, n, m):
+    query, key, value = (torch.randn(b, 2, size, 4, requires_grad=True) for size in (n, m, m))
+    proj = torch.eye(2, requires_grad=True)
+    output = talking_heads_attention(query, key, value, scaling=1.0, dropout=0.1, logits_proj=proj)
+    output.sum().backward()
+    assert output.shape == (b, n, 2, 4) and not output.any() and not proj.grad.any()
+
+
+@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+def test_chunks_are_as_few_as_the_workspace_allows(monkeypatch):
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**10)
+    for rows in (1, 31, 512, 4096, 5000):
+        for fitting in (1, 33, 48, 512, 1000):
+            chunks = list(talking_heads_triton._chunks(1, rows, 2**10 // fitting))
+            most = max(row.stop - row.start for _, row in chunks)
+            fitting_now = max(1, 2**10 // (2**10 // fitting))
+            assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
+            assert chunks[-1][1].stop == rows and most <= fitting_now
+            whole = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # rows in sixteens
+            assert len(chunks) <= -(-rows // whole)
+
+
 def test_no_tensor_grows_with_n_times_m(monkeypatch):
     monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 2**12)
     query, key, value, _, logits_proj, weights_proj = (
@@ -476,6 +512,72 @@ def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
     mask, causal, added = make_mask("rows")
     compare("auto", inputs, mask, causal, added, tolerance=2e-2)
     assert list(talking_heads_choice._agreed.values()) == [False]
+
+
+@needs_triton
+def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+
+    def forgetting(query, key, value, *others):
+        return forward(query, key, value.index_fill(2, torch.tensor(900, device=value.device), 0.0), *others)
+
+    query, key, value, _, logits_proj, weights_proj = make_inputs(
+        "more than sixteen", m=1000, device=_device("triton"), dtype=torch.float16
+    )
+    call = {"scaling": D**-0.5, "logits_proj": logits_proj, "weights_proj": weights_proj}
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**20)
+    with torch.no_grad():
+        talking_heads_attention(query, key, value, **call)
+        assert list(talking_heads_choice._agreed.values()) == [True]
+    monkeypatch.setattr(talking_heads_choice, "_agreed", {})
+
+    def forgetful_backward(*inputs):
+        d_query, d_key, d_value, *others = backward(*inputs)
+        d_value[:, :, 900] = 0.0
+        return [d_query, d_key, d_value, *others]
+
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (forgetting, forgetful_backward))
+    talking_heads_attention(query, key, value, **call)
+    assert list(talking_heads_choice._agreed.values()) == [False]
+
+
+@needs_triton
+def test_triton_is_asked_whichever_switch_for_tf32_was_used(monkeypatch):
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch has one switch only")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
+        assert talking_heads_triton.allows_tf32()
+        compare("auto", make_inputs("gqa", device=_device("triton")), tolerance=1e-5 if not CUDA else 1e-2)
+        assert list(talking_heads_choice._agreed.values()) == [True]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+@pytest.mark.parametrize("n", [17, 100, 128, 512])
+def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
+    """What Triton specialises a launch for is the same in the trial and in the call, whatever the length."""
+    launches = []
+
+    def record(call, kernel, pointers, batch, row, memory, settings):
+        strides = [(0,) * 4 if t is None else t.stride() for t in (call.bias, call.mask)]
+        steps = [min(s, 2) for four in strides for s in four[1::2]]
+        launches.append((kernel, tuple(steps), tuple(sorted((call.constants | settings).items(), key=str))))
+
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**24)
+    monkeypatch.setattr(talking_heads_triton._Call, "launch", record)
+    monkeypatch.setattr(talking_heads_triton, "covers_device", lambda device: True)
+    monkeypatch.setattr(talking_heads, "covers_device", lambda device: True)
+    monkeypatch.setattr(talking_heads_choice, "_largest_error", lambda *_: 0.0)
+    query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
+    bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
+    mask = make_mask("padding", n=n, m=n)[0]
+    talking_heads_attention(
+        query, key, value, mask, bias, scaling=1.0, logits_proj=logits_proj, weights_proj=weights_proj
+    ).sum().backward()
+    assert len(launches) == 4 and launches[2:] == launches[:2]  # forward and backward, tried and called
 
 
 @needs_triton
