@@ -15,8 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from run_records import check_arguments
 from transformers import AutoTokenizer
 
+from hf_attn_variants.training import pretrain_mlm
 from hf_attn_variants.training.checkpoints import atomic_write
 from hf_attn_variants.training.text_data import TextFile
 
@@ -71,7 +73,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         make_vocabulary(args.tokenizer, shards[0], work / "tokenizer")
     commands = [pretraining(work, shards, held_out, args.max_train_steps)]
     _run(commands[0], work / "multi-head")
-    trained = json.loads((work / "multi-head/all_results.json").read_text())
+    trained = check_arguments(work / "multi-head", pretrain_mlm.parse_args, commands[0][2:])
     rows = [{"method": "multi-head", "num_key_value_heads": HEADS, **_scores(trained)}]
     for method in args.methods:
         for heads in KEY_VALUE_HEADS:

@@ -24,6 +24,7 @@ import transformers
 
 from hf_attn_variants.conversion.checkpoint_io import SafetensorsWriter, TensorEntry, write_index
 from hf_attn_variants.conversion.report import package_versions
+from hf_attn_variants.training.checkpoints import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_ANONYMOUS_BYTES = 1_500_000_000
@@ -185,7 +186,7 @@ def main(args: argparse.Namespace) -> int:
         "rows": rows,
     }
     Path(args.output_file).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.output_file).write_text(json.dumps(results, indent=2) + "\n")
+    atomic_write(args.output_file, json.dumps(results, indent=2) + "\n")
     within = all(row["peak_anonymous_bytes"] < MAX_ANONYMOUS_BYTES for row in rows)
     within &= rows[-1]["seconds_after_imports"] < MAX_BERT_BASE_SECONDS
     print("within the limits" if within else "OUTSIDE THE LIMITS", f"({args.output_file})")

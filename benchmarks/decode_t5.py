@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
+from hf_attn_variants.training.checkpoints import atomic_write
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     search = [f"beams{args.num_beams}", args.cache] + (["compiled"] if args.compile else [])
     name = args.run_name or "_".join(["decode", args.shape, args.device, args.dtype, *sizes, *search])
     path = args.output_dir / f"{name}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    atomic_write(path, json.dumps(results, indent=2) + "\n")
     plot(results, path.with_suffix(".png"), args)
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return results

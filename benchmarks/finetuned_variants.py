@@ -6,7 +6,6 @@ further lines by `scripts/uptrain.py` with the source as teacher), each run is `
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -17,6 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from run_records import check_arguments, check_source, write_rows
+
+from hf_attn_variants.training import run_glue, run_squad
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """examples:
@@ -104,22 +107,19 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
 
 
 def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
-    """Convert, run what is not there yet, write the JSON and print the table."""
+    """Convert, run what is not there yet, add the rows to the JSON and print the table."""
     checkpoints = {name: make_checkpoint(args, name, variants) for name in args.variants}
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda run: _run(args, checkpoints[run[2]], *run), runs))
-    rows = [_row(args.work_dir, *run) for run in runs]
-    first = json.loads((_folder(args.work_dir, *runs[0]) / "all_results.json").read_text())
-    result = {
+    rows = [_row(args, checkpoints[run[2]], *run) for run in runs]
+    head = {
         "model": args.model.name,
         "device": _device(),
         "commands": {name: " ".join(_command(args, name, "SEED", "CHECKPOINT", "OUTPUT_DIR")) for name in args.tasks},
-        "versions": first["versions"],
-        "runs": rows,
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_rows(args.output, head, rows, ("variant", "task", "seed"))
     print(table(rows))
 
 
@@ -161,6 +161,7 @@ def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, 
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
         convert_checkpoint(args.model, folder, **fields)
+    check_source(folder, args.model)
     return folder
 
 
@@ -205,7 +206,6 @@ def _command(args: argparse.Namespace, name: str, seed: Any, checkpoint: Any, ou
 def _run(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name: str) -> None:
     folder = _folder(args.work_dir, task, seed, name)
     if (folder / "all_results.json").is_file():
-        _check_finished(args, folder, task)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -218,19 +218,13 @@ def _run(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name:
     print(f"{name} on {task}, seed {seed}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _check_finished(args: argparse.Namespace, folder: Path, task: str) -> None:
-    used = json.loads((folder / "all_results.json").read_text())["arguments"]
-    wanted = {"max_train_steps": args.max_train_steps, "num_train_epochs": TASKS[task].epochs}
-    wanted |= {"learning_rate": 1e-4, "per_device_train_batch_size": 32}
-    different = {key: used[key] for key, value in wanted.items() if used[key] != value}
-    if different or (used["mixed_precision"] or "no") != args.mixed_precision:
-        raise SystemExit(f"{folder} holds a run with other settings {different or used['mixed_precision']}: remove it")
-
-
-def _row(work: Path, task: str, seed: int, name: str) -> dict[str, Any]:
-    found = json.loads((_folder(work, task, seed, name) / "all_results.json").read_text())
+def _row(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name: str) -> dict[str, Any]:
+    folder = _folder(args.work_dir, task, seed, name)
+    script, *flags = _command(args, task, seed, checkpoint, folder)
+    parse = {"run_glue.py": run_glue.parse_args, "run_squad.py": run_squad.parse_args}[Path(script).name]
+    found = check_arguments(folder, parse, flags)
     kept = {metric: found[f"eval_{metric}"] for metric in TASKS[task].metrics}
-    kept |= {key: found[key] for key in ("train_loss", "steps", "train_runtime", "num_parameters")}
+    kept |= {key: found[key] for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
     return {"variant": name, "task": task, "seed": seed, **kept}
 
 

@@ -34,6 +34,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_attn_variants
+from hf_attn_variants.training.checkpoints import atomic_write
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]
@@ -108,7 +109,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     results = {"arguments": arguments, "machine": machine(), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "onnx_latency.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    atomic_write(path, json.dumps(results, indent=2) + "\n")
     print(f"wrote {path.name}")
     return results
 

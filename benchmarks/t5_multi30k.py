@@ -8,7 +8,6 @@ is kept, so that this can be made in pieces.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -18,6 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from run_records import check_arguments, check_source, write_rows
+
+from hf_attn_variants.training import run_seq2seq
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -116,6 +119,7 @@ class ConvertedModel:
             if self.dynamic:
                 fields["talking_heads_dynamic"] = ["x2l", "m2l", "x2w", "m2w"]
             convert_checkpoint(args.model, folder, **fields)
+        check_source(folder, args.model)
         return ["--model_name_or_path", str(folder)]
 
 
@@ -166,14 +170,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run what is not there yet; write the JSON after each run, print the table at the end, and return the rows."""
+    """Run what is not there yet; add each run to the JSON, print the table at the end, and return the rows."""
     rows: list[dict[str, Any]] = []
     variants = [v for v in VARIANTS[args.start] if not args.variants or v.name in args.variants]
     for seed in args.seeds:
         for variant in variants:
             rows.append(_run(args, variant, seed))
-            result = {"start": args.start, "flags": " ".join(_recipe(args)), "runs": rows}
-            args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_rows(args.output, {"start": args.start}, rows, ("variant", "seed", "flags"))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
     return rows
@@ -207,22 +210,22 @@ def _recipe(args: argparse.Namespace) -> list[str]:
 
 def _run(args: argparse.Namespace, variant: Variant, seed: int) -> dict[str, Any]:
     folder = args.work_dir / f"{args.start}-{_slug(variant.name)}-{args.max_train_steps}-{seed}"
+    flags = [*variant.flags(args), *_recipe(args)]
+    for prefix, split in {"": "train", "validation_": "val", "test_": "test_2016_flickr"}.items():
+        for side, language in (("source", "en"), ("target", "de")):
+            flags += [f"--{prefix}{side}_file", str(args.data_dir / f"{split}.{language}.gz")]
+    flags += ["--output_dir", str(folder), "--seed", str(seed), "--disable_tqdm", "--overwrite_output_dir"]
     if not (folder / "all_results.json").is_file():
-        files = {"": "train", "validation_": "val", "test_": "test_2016_flickr"}
-        command = [sys.executable, str(ROOT / "scripts/run_seq2seq.py"), *variant.flags(args), *_recipe(args)]
-        for prefix, split in files.items():
-            for side, language in (("source", "en"), ("target", "de")):
-                command += [f"--{prefix}{side}_file", str(args.data_dir / f"{split}.{language}.gz")]
-        command += ["--output_dir", str(folder), "--seed", str(seed), "--disable_tqdm", "--overwrite_output_dir"]
+        command = [sys.executable, str(ROOT / "scripts/run_seq2seq.py"), *flags]
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{folder}.log", "w", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, env=dict(os.environ)).returncode
         if status:
             raise SystemExit(f"{variant.name}, seed {seed}, failed: see {folder}.log")
-    found = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
+    found = check_arguments(folder, run_seq2seq.parse_args, flags)
     if not math.isfinite(found["eval_loss"]):
         raise SystemExit(f"{folder}: the loss is {found['eval_loss']}")
-    kept = {"dev_loss": found["eval_loss"], "dev_bleu": found["eval_bleu"]}
+    kept = {"flags": " ".join(_recipe(args)), "dev_loss": found["eval_loss"], "dev_bleu": found["eval_bleu"]}
     names = ("test_bleu", "test_bleu_beam4", "num_parameters", "steps", "train_loss", "train_runtime", "versions")
     kept |= {name: found[name] for name in names if name in found}
     kept |= {name: value for name, value in found.items() if "tokens_per_second" in name}

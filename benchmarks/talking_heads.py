@@ -30,6 +30,7 @@ from talking_heads_report import plot, tables, targets
 from tqdm import tqdm
 
 from hf_attn_variants.modeling import talking_heads_triton
+from hf_attn_variants.training.checkpoints import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
 # b, h, n, d
@@ -136,6 +137,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
+    whole = set(args.parts) == set(PARTS) and set(args.options) == set(OPTIONS) and args.num_shapes is None
+    if (not whole or args.tiny) and (args.output_dir / f"talking_heads_{args.device}.json").exists():
+        parser.error(f"this measures a part, and {args.output_dir} has a report that it would replace: --output_dir")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.peers = list(make_peers(args.device, args.peers))
     if not args.peers:
@@ -171,13 +175,12 @@ def measure_parts(args: argparse.Namespace, report: dict) -> None:
             report["memory"] = cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
         else:
             report["memory"] = cuda_memory(peers, *heads, lengths, args.dtype)
+        _write(args, report)
 
 
 def _write(args: argparse.Namespace, report: dict) -> Path:
     path = args.output_dir / f"talking_heads_{args.device}.json"
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
+    atomic_write(path, json.dumps(report, indent=1) + "\n")
     return path
 
 

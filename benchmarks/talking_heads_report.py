@@ -38,6 +38,8 @@ def _targets(report: dict) -> Iterator[dict]:
     for row in report["memory"]:
         if row["shape"][2] == 4096:
             for mode in ("forward", "training"):
+                if not {"blocked", "naive"} <= row[mode].keys():
+                    continue
                 share = row[mode]["blocked"] / row[mode]["naive"]
                 yield _target(f"n = 4096 {mode}, peak memory: blocked / naive", share, at_most=MEMORY_SHARE)
     steps = report["training_steps"]

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from hf_attn_variants.training.checkpoints import atomic_write
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benchmarks/results/triton_resources.json"
 # Shared memory that one block may ask for, KiB, by compute capability: A100, consumer Ampere, Ada, Hopper
@@ -77,7 +79,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                             rows.append(row | {"capability": capability} | resources(launch, capability))
                             print(json.dumps(rows[-1]), flush=True)
     result = {"triton": triton.__version__, "shared_kib_allowed": SHARED_KIB, "rows": rows}
-    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    atomic_write(args.output, json.dumps(result, indent=1) + "\n")
     print(table(rows))
     if too_big := [row for row in rows if row["shared_bytes"] > 1024 * SHARED_KIB[row["capability"]]]:
         raise SystemExit(f"{len(too_big)} kernels ask for more shared memory than a block may have: {too_big[:3]}")
@@ -188,7 +190,8 @@ def resources(launch: _Recorder, capability: int) -> dict[str, int]:
             signature[parameter.name], divisible = POINTERS[value.dtype], True
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-            divisible = specialised and isinstance(value, int) and value % 16 == 0
+            divisible = specialised and not parameter.do_not_specialize_on_alignment
+            divisible = divisible and isinstance(value, int) and value % 16 == 0
         if divisible:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)

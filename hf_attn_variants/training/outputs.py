@@ -130,7 +130,7 @@ def check_hub_access(args: argparse.Namespace) -> None:
 def publish_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:
     """Writes `all_results.json` and `training_curves.png`, and pushes the folder where that was asked for.
 
-    Called on the main process, when model and predictions are in the output folder.
+    Called on the main process, when the model is in the output folder.
 
     Args:
         args: Of `arguments.add_shared_arguments`.

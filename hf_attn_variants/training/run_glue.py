@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,16 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         evaluator()
     results = _results(args, evaluator, loop, len(splits["train"]))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
-    test_sets = [_eval_set(args, accelerator, test_task, split, tokenizer, collate) for test_task, split in tests]
-    _write_predictions(args, accelerator, evaluator, test_sets)
     if accelerator.is_main_process:
+        for dev in eval_sets:
+            _write_predictions(args, dev, "dev_", evaluator.predictions[dev.split.name])
         _write_outputs(args, task, results)
+    # Last: whatever ends this, the scores are written.
+    for test_task, split in tests:
+        test = _eval_set(args, accelerator, test_task, split, tokenizer, collate)
+        predictions = evaluator.to_predictions(test_task, evaluator.predict_logits(test))
+        if accelerator.is_main_process:
+            _write_predictions(args, test, "", predictions)
     accelerator.wait_for_everyone()
     return results
 
@@ -242,18 +249,10 @@ def _results(
     }
 
 
-def _write_predictions(
-    args: argparse.Namespace, accelerator: Accelerator, evaluator: GlueEvaluator, test_sets: list[EvalSet]
-) -> None:
-    found = [(eval_set, "dev_", evaluator.predictions[eval_set.split.name]) for eval_set in evaluator.sets]
-    for test_set in test_sets:
-        found.append((test_set, "", evaluator.to_predictions(test_set.task, evaluator.predict_logits(test_set))))
-    if not accelerator.is_main_process:
-        return
-    for eval_set, prefix, predictions in found:
-        name = f"{outputs.PREDICTIONS_PREFIX}{prefix}{eval_set.task.submission_file(eval_set.split.name)}"
-        texts = [format_prediction(eval_set.task, value) for value in predictions]
-        outputs.save_predictions(Path(args.output_dir) / name, eval_set.split.data["index"], texts)
+def _write_predictions(args: argparse.Namespace, found: EvalSet, prefix: str, predictions: Iterable[Any]) -> None:
+    name = f"{outputs.PREDICTIONS_PREFIX}{prefix}{found.task.submission_file(found.split.name)}"
+    texts = [format_prediction(found.task, value) for value in predictions]
+    outputs.save_predictions(Path(args.output_dir) / name, found.split.data["index"], texts)
 
 
 def _write_outputs(args: argparse.Namespace, task: GlueTask, results: dict[str, Any]) -> None:

@@ -123,13 +123,13 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluator()
     results = _results(args, evaluator, loop, len(train), len(train_windows))
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
-    found = {"dev": evaluator.predictions}
-    if "test" in sets:
-        found["test"] = evaluator.predict(sets["test"])[0]
     if accelerator.is_main_process:
-        for name, predictions in found.items():
-            _write_predictions(args, name, predictions)
+        _write_predictions(args, "dev", evaluator.predictions)
         _write_outputs(args, results)
+    if "test" in sets:  # last: whatever ends this, the scores are written
+        predictions = evaluator.predict(sets["test"])[0]
+        if accelerator.is_main_process:
+            _write_predictions(args, "test", predictions)
     accelerator.wait_for_everyone()
     return results
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,17 @@ def test_a_converted_variant_is_made_once(comparison, tmp_path):
     made = Path(flags[1], "model.safetensors").stat().st_mtime_ns
     assert variant.flags(args) == flags and Path(flags[1], "model.safetensors").stat().st_mtime_ns == made
     assert comparison.ConvertedModel().flags(args) == ["--model_name_or_path", args.model]
+
+
+def test_a_part_adds_its_runs_to_the_json(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        comparison, "_run", lambda args, variant, seed: {"variant": variant.name, "seed": seed, "flags": ""}
+    )
+    folders = ["--data_dir", "d", "--work_dir", "w", "--tokenizer", "t", "--output", str(tmp_path / "runs.json")]
+    for name in ("MHA 8x16", "MQA 8x16"):
+        comparison.main(comparison.parse_args(["scratch", *folders, "--variants", name]))
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [run["variant"] for run in runs] == ["MHA 8x16", "MQA 8x16"]
 
 
 def test_the_table_has_means_and_ranges_and_only_metrics_that_all_runs_have(comparison):

@@ -148,6 +148,22 @@ def test_causal_attention_sees_no_later_key(function, k, bias):
     torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_and_is_causal_hold_together(additive, bias):
+    query, key, value = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    allowed = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    allowed[0, ..., 0] = False  # its first query may attend to nothing
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min) if additive else allowed
+    position_bias = torch.randn(1, 4, 6, 6) if bias else None
+    both = allowed & torch.ones(6, 6, dtype=torch.bool).tril()
+    expected = attention_with_weights(query, key, value, both, position_bias, scaling=0.3)[0]
+    for function in (fused_attention, lambda *call, **options: attention_with_weights(*call, **options)[0]):
+        found = function(query, key, value, mask, position_bias, scaling=0.3, is_causal=True)
+        torch.testing.assert_close(found[0, 1:], expected[0, 1:])
+        torch.testing.assert_close(found[1], expected[1])
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_query_that_may_attend_to_nothing(additive):
     """Zeros under a boolean mask, as SDPA gives; uniform weights under upstream's finite additive one."""

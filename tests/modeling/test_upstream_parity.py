@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from architectures import BERT, HEAD_IDS, HEADS, LENGTH, VARIANTS, padding_mask, token_ids
+from architectures import BERT, HEAD_IDS, HEADS, LENGTH, T5, VARIANTS, padding_mask, token_ids
 
 import hf_attn_variants
 from hf_attn_variants.conversion import command
@@ -114,6 +114,13 @@ def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mism
         hf_attn_variants.AttnVariantBertModel.from_pretrained(
             tmp_path, config=BERT.config(**fields), ignore_mismatched_sizes=ignore_mismatched_sizes
         )
+
+
+def test_a_plain_t5_has_a_position_bias_of_as_many_heads(tmp_path):
+    T5.model("T5ForConditionalGeneration", "mha").save_pretrained(tmp_path)
+    config = T5.config(talking_heads="both", talking_heads_init="random", num_softmax_heads=24)
+    with pytest.raises(ValueError, match="num_softmax_heads=12, the configuration asks for 24: loading neither drops"):
+        hf_attn_variants.AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, config=config)
 
 
 def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):

@@ -1,0 +1,76 @@
+"""What the benchmarks keep of their runs: rows in a JSON file, and finished training runs in a work folder.
+
+A run of a part of a benchmark adds its rows to the file and leaves the others; a finished training run is used again
+only if it was made with the arguments that are asked for now.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_attn_variants.training.checkpoints import atomic_write
+
+__all__ = ["check_arguments", "check_source", "write_rows"]
+
+# Of where things are written and shown, not of what is computed.
+IGNORED = ("output_dir", "overwrite_output_dir", "disable_tqdm")
+
+
+def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]], key: Sequence[str]) -> None:
+    """Write `head` and rows; rows that the file has under other keys stay, and dicts in its head are added to.
+
+    Args:
+        path: the JSON, {..., "runs": rows}.
+        key: the names of the fields that tell rows apart.
+    """
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def key_of(row: dict[str, Any]) -> tuple:
+        return tuple(row.get(name) for name in key)
+
+    merged = {key_of(row): row for row in [*found.pop("runs", []), *rows]}
+    for name, value in head.items():
+        found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
+    atomic_write(path, json.dumps(found | {"runs": list(merged.values())}, indent=1) + "\n")
+
+
+def check_arguments(
+    folder: Path, parse_args: Callable[[Sequence[str]], argparse.Namespace], flags: Sequence[str]
+) -> dict[str, Any]:
+    """Return a finished run's `all_results.json`.
+
+    Args:
+        folder: the run's.
+        parse_args: of the script that made it.
+        flags: those that it would be called with now.
+
+    Raises:
+        SystemExit: the run was made with other arguments; the message names them.
+    """
+    results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(vars(parse_args(flags)), default=str))
+    used = results["arguments"]
+    different = {
+        name: f"{used[name]!r}, now {value!r}"
+        for name, value in wanted.items()
+        if name in used and name not in IGNORED and _without_folders(used[name]) != _without_folders(value)
+    }
+    if different:
+        raise SystemExit(f"{folder} holds a run with other arguments {different}: use another --work_dir")
+    return results
+
+
+def check_source(checkpoint: Path, model: Path | str) -> None:
+    """Exit if a converted checkpoint in the work folder was made from another model."""
+    report = checkpoint / "conversion_report.json"
+    if report.is_file():
+        source = json.loads(report.read_text(encoding="utf-8"))["source"]
+        if Path(source).name != Path(model).name:
+            raise SystemExit(f"{checkpoint} was converted from {source}, not from {model}: use another --work_dir")
+
+
+def _without_folders(value: Any) -> str:
+    # The same data may be reached by another path, and numbers come as text from a command line.
+    return Path(value).name if isinstance(value, str) and "/" in value else str(value)

@@ -1,0 +1,53 @@
+"""What benchmarks keep: rows are added to a file, and a finished run is used again only for the same question."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_attn_variants.training import run_glue
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]
+
+
+@pytest.fixture
+def records(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("run_records")
+
+
+def test_rows_are_added_and_replaced_by_their_key(records, tmp_path):
+    path = tmp_path / "rows.json"
+    records.write_rows(
+        path, {"commands": {"a": "x"}, "device": "one"}, [{"name": "a", "seed": 1, "score": 1}], ["name"]
+    )
+    rows = [{"name": "b", "seed": 1, "score": 2}, {"name": "a", "seed": 1, "score": 3}]
+    row = {"name": "a", "seed": 1, "score": 1}
+    records.write_rows(path, {"commands": {"a": "x"}, "device": "one"}, [row], ["name", "seed"])
+    rows = [{"name": "b", "seed": 1, "score": 2}, {"name": "a", "seed": 1, "score": 3}]
+    records.write_rows(path, {"commands": {"b": "y"}, "device": "two"}, rows, ["name", "seed"])
+    found = json.loads(path.read_text())
+    assert found["commands"] == {"a": "x", "b": "y"} and found["device"] == "two"
+    assert [(row["name"], row["score"]) for row in found["runs"]] == [("a", 3), ("b", 2)]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_a_run_of_other_arguments_is_refused_by_name(records, tmp_path):
+    arguments = json.loads(json.dumps(vars(run_glue.parse_args(FLAGS)), default=str))
+    (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "arguments": arguments}))
+    elsewhere = [*FLAGS[:-1], "there/cola", "--overwrite_output_dir"]
+    assert records.check_arguments(tmp_path, run_glue.parse_args, elsewhere)["eval_loss"] == 1.0
+    with pytest.raises(SystemExit, match=r"other arguments .*seed.*42, now 7"):
+        records.check_arguments(tmp_path, run_glue.parse_args, [*FLAGS, "--seed", "7"])
+    with pytest.raises(SystemExit, match=r"model_name_or_path.*models/a.*models/b"):
+        records.check_arguments(tmp_path, run_glue.parse_args, ["--model_name_or_path", "models/b", *FLAGS[2:]])
+
+
+def test_a_checkpoint_of_another_model_is_refused(records, tmp_path):
+    records.check_source(tmp_path, "a/minilm")  # not a converted one
+    (tmp_path / "conversion_report.json").write_text(json.dumps({"source": "a/minilm"}))
+    records.check_source(tmp_path, Path("b/minilm"))
+    with pytest.raises(SystemExit, match="converted from a/minilm, not from a/bert"):
+        records.check_source(tmp_path, "a/bert")
