@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-__all__ = ["COMMANDS", "main", "program_name"]
+__all__ = ["COMMANDS", "HelpFormatter", "main", "program_name"]
 
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -22,6 +22,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "visualize": ("hf_attn_variants.inspection.attention_maps_command", "draw what each head attends to"),
     "push": ("hf_attn_variants.hub.command", "a checkpoint with its code and model card to the Hub"),
 }
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples, and adds to an option's help the default that it has."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.help
+        if not action.option_strings or action.default in (None, False, argparse.SUPPRESS, [], {}):
+            return shown
+        return shown if "default" in (shown or "") else f"{(shown or '').removesuffix('.')} (default: %(default)s)."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="attn-variants",
         description="Multi-query, grouped-query and talking-heads attention for BERT, ALBERT and T5 checkpoints.",
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     from . import __version__
 

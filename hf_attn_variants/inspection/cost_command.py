@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cli import HelpFormatter
+
 __all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
 
 EXAMPLE = """\
@@ -27,7 +29,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Show what a checkpoint costs with each possible number of key/value heads and with talking "
         "heads, and what a conversion would save, without loading weights.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..cli import HelpFormatter
 from .cost_command import read_checkpoint_config
 
 __all__ = ["main", "parse_args"]
@@ -27,7 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Time a checkpoint's architecture on this machine with fewer key/value heads and with talking "
         "heads, beside transformers' own class.",
         epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")

@@ -128,9 +128,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="Decoupled weight decay; biases, norms, logits_proj and weights_proj are exempt.",
     )
-    group.add_argument("--adam_beta1", type=float, default=0.9)
-    group.add_argument("--adam_beta2", type=float, default=0.999)
-    group.add_argument("--adam_epsilon", type=float, default=1e-8)
+    group.add_argument("--adam_beta1", type=float, default=0.9, help="Decay of AdamW's mean of gradients.")
+    group.add_argument("--adam_beta2", type=float, default=0.999, help="Decay of its mean of squares.")
+    group.add_argument("--adam_epsilon", type=float, default=1e-8, help="Added to its denominator.")
     group.add_argument(
         "--adafactor_scale_parameter",
         action="store_true",

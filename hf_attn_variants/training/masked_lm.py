@@ -84,7 +84,10 @@ class MaskedLMPreparation:
         self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
         missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
         if missing:
-            raise ValueError(f"the tokenizer has no {', '.join(missing)}: masked-LM pretraining needs one")
+            raise ValueError(
+                f"the tokenizer has no {', '.join(missing)}, and masked-LM pretraining needs one: it is for BERT and "
+                "ALBERT, a T5 is pretrained by scripts/pretrain_span_corruption.py"
+            )
         self.length, self.probability, self.seed = length, probability, seed
         self.block_length, self.separator = length - 2, self.sep_id
         self.starts = word_starts(tokenizer) if whole_words else None

@@ -75,7 +75,10 @@ def save_model(
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"could not write the model to {output_dir} ({type(error).__name__}: {error})") from error
         # The config last: a folder with a config but without weights would look like a checkpoint.
+        umask = os.umask(0)
+        os.umask(umask)
         for path in sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+            path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
             os.replace(path, Path(output_dir) / path.name)
         temporary.rmdir()
     accelerator.wait_for_everyone()

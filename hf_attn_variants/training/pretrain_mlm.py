@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.masked_lm import (
     MaskedLMEvaluator,
@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("pretrain_mlm.py"),
         description="Pretrain a BERT or ALBERT as a masked language model, from scratch or from a checkpoint.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_text_arguments(parser)
     masking = parser.add_argument_group("masking")

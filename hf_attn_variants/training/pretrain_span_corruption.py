@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.models import check_max_length
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("pretrain_span_corruption.py"),
         description="Pretrain a T5 by span corruption, from scratch or from a checkpoint.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_text_arguments(parser)
     noise = parser.add_argument_group("noise")

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("run_glue.py"),
         description="Fine-tune and evaluate a sequence classifier on a GLUE task.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     task = parser.add_argument_group("task")
     task.add_argument(

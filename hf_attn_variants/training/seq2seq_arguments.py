@@ -2,7 +2,7 @@
 
 import argparse
 
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, check_text_metrics
@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("run_seq2seq.py"),
         description="Train and evaluate an encoder-decoder on text to text: translation, summarisation, GLUE, SQuAD.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_text_arguments(parser)
     _add_decoding_arguments(parser)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 __all__ = ["TEXT_METRICS", "TextMetric", "check_text_metrics", "score_texts"]
 
-EXTRA = "pip install 'hf_attn_variants[seq2seq]'"
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 # One or more right texts of each prediction.
@@ -84,7 +83,7 @@ def check_text_metrics(names: Sequence[str]) -> None:
             raise ValueError(f"unknown metric {name!r}: choose from {', '.join(TEXT_METRICS)}")
         package = TEXT_METRICS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--metrics {name} needs {package}: {EXTRA}")
+            raise ValueError(f"--metrics {name} needs {package}: `pip install {package.replace('_', '-')}`")
 
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:

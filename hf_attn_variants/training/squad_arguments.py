@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.squad_metrics import METRIC_NAMES
 
@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("run_squad.py"),
         description="Fine-tune and evaluate extractive question answering on SQuAD v1.1 or v2.0.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     task = parser.add_argument_group("task")
     task.add_argument("--train_file", help="Training questions: SQuAD's JSON, plain or .gz; default: the Hub.")

@@ -45,7 +45,7 @@ def check_trainable(trainable: str) -> None:
         ValueError: It is "lora", and peft is not installed.
     """
     if trainable == "lora" and importlib.util.find_spec("peft") is None:
-        raise ValueError("--trainable lora needs peft: pip install 'hf_attn_variants[uptraining]'")
+        raise ValueError("--trainable lora needs peft: `pip install peft`")
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:

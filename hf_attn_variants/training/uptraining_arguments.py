@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedConfig
 
-from hf_attn_variants.cli import program_name
+from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.trainable import TRAINABLE, check_trainable
 from hf_attn_variants.training.uptraining_objective import TermWeights
@@ -40,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog=program_name("uptrain.py"),
         description="Continue training a converted checkpoint to restore its quality.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_objective_arguments(parser)
     _add_text_arguments(parser)
@@ -149,7 +149,7 @@ def check_uptraining_arguments(args: argparse.Namespace) -> None:
     if args.alpha is not None and args.max_train_steps is not None:
         raise ValueError("give --max_train_steps, or --alpha and --pretraining_steps, not both")
     if args.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
-        raise ValueError("--predict_with_generate needs sacrebleu: pip install 'hf_attn_variants[uptraining]'")
+        raise ValueError("--predict_with_generate needs sacrebleu: `pip install sacrebleu`")
     check_trainable(args.trainable)
 
 

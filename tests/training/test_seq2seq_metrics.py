@@ -40,7 +40,7 @@ def test_unknown_and_missing_metrics_are_named(monkeypatch):
     with pytest.raises(ValueError, match="unknown metric 'meteor': choose from bleu, chrf, rouge, accuracy"):
         check_text_metrics(["bleu", "meteor"])
     monkeypatch.setitem(TEXT_METRICS, "other", TextMetric(("other",), "no_such_package", lambda p, r: {}))
-    with pytest.raises(ValueError, match="--metrics other needs no_such_package: pip install"):
+    with pytest.raises(ValueError, match="--metrics other needs no_such_package: `pip install no-such-package`"):
         check_text_metrics(["other"])
 
 

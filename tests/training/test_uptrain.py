@@ -340,7 +340,7 @@ def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatc
 
 def test_lora_without_peft_is_a_clear_error(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match="--trainable lora needs peft: pip install"):
+    with pytest.raises(ValueError, match="--trainable lora needs peft: `pip install peft`"):
         run("distill", "--trainable", "lora")
 
 
