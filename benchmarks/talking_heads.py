@@ -137,8 +137,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    whole = set(args.parts) == set(PARTS) and set(args.options) == set(OPTIONS) and args.num_shapes is None
-    if (not whole or args.tiny) and (args.output_dir / f"talking_heads_{args.device}.json").exists():
+    whole = set(args.parts) == set(PARTS) and args.num_shapes is None and not args.tiny
+    if not whole and (args.output_dir / f"talking_heads_{args.device}.json").exists():
         parser.error(f"this measures a part, and {args.output_dir} has a report that it would replace: --output_dir")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.peers = list(make_peers(args.device, args.peers))
