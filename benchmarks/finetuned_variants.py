@@ -1,12 +1,14 @@
 """Fine-tunes one checkpoint and its attention variants on GLUE tasks and SQuAD, and tabulates the dev metrics.
 
-Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, distilled ones trained on
-further lines by `scripts/uptrain.py` with the source as teacher), each run is `scripts/run_glue.py` or
+Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, or on the task's own training
+texts without their labels; distilled ones trained on further lines by `scripts/uptrain.py` with the source as
+teacher), each run is `scripts/run_glue.py` or
 `scripts/run_squad.py`. A run that is finished in the work folder is kept, so that this can be made in pieces.
 """
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,9 @@ from typing import Any
 from run_records import check_arguments, check_source, write_rows
 
 from hf_attn_variants.training import run_glue, run_squad
+from hf_attn_variants.training.glue import get_task
+from hf_attn_variants.training.glue_data import load_glue
+from hf_attn_variants.training.squad_data import read_squad
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """examples:
@@ -27,6 +32,7 @@ EPILOG = """examples:
   python benchmarks/finetuned_variants.py --model MINILM --data_dir ../shared/data --work_dir WORK --tasks squad \\
       --variants MHA "GQA-4 (calibrated, distilled)" "GQA-4 (mean)" """
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
+TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
@@ -39,15 +45,18 @@ class Variant:
     Args:
         fields: What `convert_checkpoint` is given; none is the source itself.
         distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
+        on_task: Whether the calibration reads the task's training texts: a checkpoint for each task.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
+    on_task: bool = False
 
 
 VARIANTS = {
     "MHA": Variant(),
     "GQA-4 (calibrated, distilled)": Variant(distilled_from="GQA-4 (calibrated)"),
+    "GQA-4 (calibrated on the task)": Variant({"num_key_value_heads": 4, "method": "calibrated"}, on_task=True),
     "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
@@ -58,19 +67,19 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Task:
-    """One data set: its title, epochs, dev metrics, and its script with the files it reads and its other flags."""
+    """One data set: its title, epochs, dev metrics, and its script with the files it reads, tokens, other flags."""
 
     title: str
     epochs: int
     metrics: tuple[str, ...]
     script: str
     files: Mapping[str, str]
-    flags: tuple[str, ...]
+    max_length: str
+    flags: tuple[str, ...] = ()
 
 
 def _glue(title: str, epochs: int, *metrics: str) -> Task:
-    flags = ("--max_length", "128", "--skip_predict")
-    return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, flags)
+    return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, "128", ("--skip_predict",))
 
 
 SQUAD_FILES = {"train_file": "squad/train-v1.1.subset.json", "validation_file": "squad/dev-v1.1.json"}
@@ -81,7 +90,7 @@ TASKS = {
     "qnli": _glue("QNLI", 1, "accuracy"),
     "mnli": _glue("MNLI", 1, "accuracy"),
     "wnli": _glue("WNLI", 3, "accuracy"),
-    "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, ("--max_length", "256")),
+    "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, "256"),
 }
 
 
@@ -108,12 +117,14 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
 
 def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
     """Convert, run what is not there yet, add the rows to the JSON and print the table."""
-    checkpoints = {name: make_checkpoint(args, name, variants) for name in args.variants}
+    checkpoints = {
+        (name, task): make_checkpoint(args, name, variants, task) for name in args.variants for task in args.tasks
+    }
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda run: _run(args, checkpoints[run[2]], *run), runs))
-    rows = [_row(args, checkpoints[run[2]], *run) for run in runs]
+        list(pool.map(lambda run: _run(args, checkpoints[run[2], run[0]], *run), runs))
+    rows = [_row(args, checkpoints[run[2], run[0]], *run) for run in runs]
     head = {
         "model": args.model.name,
         "device": _device(),
@@ -144,25 +155,41 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
 
 
-def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, Variant]) -> Path:
+def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, Variant], task: str) -> Path:
     """Convert the source, or distil another variant, unless the work folder has the result already."""
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
-    variant, folder = variants[name], args.work_dir / "checkpoints" / slug(name)
+    variant = variants[name]
+    folder = args.work_dir / "checkpoints" / (slug(name) + (f"-{task}" if variant.on_task else ""))
     if variant == Variant():
         return args.model
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         if variant.distilled_from is not None:
-            _distil(args, make_checkpoint(args, variant.distilled_from, variants), folder)
+            _distil(args, make_checkpoint(args, variant.distilled_from, variants, task), folder)
             return folder
         fields = dict(variant.fields)
-        if fields.get("method") == "calibrated":
+        if variant.on_task:
+            fields["calibration"] = Calibration(task_texts(args, task), max_length=int(TASKS[task].max_length))
+        elif fields.get("method") == "calibrated":
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
         convert_checkpoint(args.model, folder, **fields)
     check_source(folder, args.model)
     return folder
+
+
+def task_texts(args: argparse.Namespace, name: str) -> list[Any]:
+    """Return the first training texts of a task, or pairs of texts, as its script joins them."""
+    task = TASKS[name]
+    if task.script == "run_squad.py":
+        questions = read_squad(args.data_dir / task.files["train_file"], has_answers=True)
+        # Whole articles stand together in the file.
+        questions = random.Random(0).sample(questions, min(TASK_TEXTS, len(questions)))
+        return [(question.question.strip(), question.context) for question in questions]
+    rows = load_glue(get_task(name), args.data_dir / task.files["data_dir"])["train"].data
+    columns = [list(rows[column]) for column in ("text1", "text2") if column in rows.column_names]
+    return (columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))[:TASK_TEXTS]
 
 
 def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -> list[str]:
@@ -198,7 +225,16 @@ def _command(args: argparse.Namespace, name: str, seed: Any, checkpoint: Any, ou
     command += ["--task_name", name] if task.script == "run_glue.py" else []
     for flag, path in task.files.items():
         command += [f"--{flag}", str(args.data_dir / path)]
-    command += [*task.flags, "--num_train_epochs", str(task.epochs), *RECIPE, "--seed", str(seed)]
+    command += [
+        "--max_length",
+        task.max_length,
+        *task.flags,
+        "--num_train_epochs",
+        str(task.epochs),
+        *RECIPE,
+        "--seed",
+        str(seed),
+    ]
     command += ["--mixed_precision", args.mixed_precision]
     return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else [])
 

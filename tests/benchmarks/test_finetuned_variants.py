@@ -43,11 +43,11 @@ def test_a_checkpoint_is_made_once(comparison, tmp_path):
     BertModel(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path / "work", data_dir=tmp_path)
     variants = {"MHA": comparison.Variant(), "GQA-2 (mean)": comparison.Variant({"num_key_value_heads": 2})}
-    assert comparison.make_checkpoint(args, "MHA", variants) == args.model
-    folder = comparison.make_checkpoint(args, "GQA-2 (mean)", variants)
+    assert comparison.make_checkpoint(args, "MHA", variants, "cola") == args.model
+    folder = comparison.make_checkpoint(args, "GQA-2 (mean)", variants, "cola")
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert comparison.make_checkpoint(args, "GQA-2 (mean)", variants) == folder
+    assert comparison.make_checkpoint(args, "GQA-2 (mean)", variants, "cola") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
 
 
@@ -60,13 +60,22 @@ def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path, data_dir=tmp_path, threads=1)
     (tmp_path / "checkpoints" / "gqa-4-calibrated").mkdir(parents=True)
     name = "GQA-4 (calibrated, distilled)"
-    folder = comparison.make_checkpoint(args, name, comparison.VARIANTS)
+    folder = comparison.make_checkpoint(args, name, comparison.VARIANTS, "cola")
     (command,) = commands
     flags = dict(itertools.pairwise(command))
     assert flags["--model_name_or_path"] == str(tmp_path / "checkpoints" / "gqa-4-calibrated")
     assert flags["--output_dir"] == str(folder) and flags["--teacher"] == str(args.model)
     texts = Path(flags["--train_file"]).read_text(encoding="utf-8").splitlines()
     assert 0.95 * len(texts) >= int(flags["--max_train_steps"]) * int(flags["--per_device_train_batch_size"])
+
+
+def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
+    args = argparse.Namespace(data_dir=shared_data)
+    for name, kind in (("cola", str), ("stsb", tuple), ("squad", tuple)):
+        texts = comparison.task_texts(args, name)
+        assert len(texts) == comparison.TASK_TEXTS and all(isinstance(text, kind) for text in texts)
+    question, context = texts[0]
+    assert len(context) > len(question) > 5
 
 
 def test_the_table_has_means_ranges_and_gaps(comparison):

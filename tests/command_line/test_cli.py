@@ -50,6 +50,18 @@ def test_every_command_has_its_own_help(name, capsys):
     assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
 
 
+def test_help_says_what_an_option_is_by_default(capsys):
+    for name, *shown in (
+        ("glue", "Peak learning rate (default: 5e-05).", "(default: 3.0)"),
+        ("uptrain", "(default: 0.001)"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert all(text in printed for text in shown)
+        assert "default: None" not in printed and "default: False" not in printed
+
+
 def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["conver"])

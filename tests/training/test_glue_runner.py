@@ -1,6 +1,7 @@
 """`run_glue.main` on in-repo rows with a tiny random BERT: outputs, labels, errors before any work, early stopping."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.training import arguments
+from hf_attn_variants.training.classification import GlueEvaluator
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.run_glue import main, parse_args
 
@@ -72,6 +74,28 @@ def test_regression_task_trains_and_leaves_all_outputs(run):
     assert not list(out.glob(".tmp-*")) and list(out.rglob("events.out.tfevents.*"))
     config = AutoConfig.from_pretrained(out)
     assert config.num_labels == 1 and config.problem_type == "regression"
+
+
+def test_scores_are_written_before_the_test_split_is_predicted(run, tmp_path, monkeypatch):
+    def interrupted(evaluator, eval_set):
+        if eval_set.split.name == "test":
+            raise KeyboardInterrupt
+        return predict(evaluator, eval_set)
+
+    predict = GlueEvaluator.predict_logits
+    monkeypatch.setattr(GlueEvaluator, "predict_logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("cola", "--max_train_steps", 1)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "all_results.json", "predictions_dev_CoLA.tsv"} <= written
+    assert "predictions_CoLA.tsv" not in written
+    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask():
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def test_saved_model_gives_the_written_dev_predictions(run, glue):
