@@ -74,12 +74,12 @@ class Task:
     metrics: tuple[str, ...]
     script: str
     files: Mapping[str, str]
-    max_length: str
+    max_length: int
     flags: tuple[str, ...] = ()
 
 
 def _glue(title: str, epochs: int, *metrics: str) -> Task:
-    return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, "128", ("--skip_predict",))
+    return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, 128, ("--skip_predict",))
 
 
 SQUAD_FILES = {"train_file": "squad/train-v1.1.subset.json", "validation_file": "squad/dev-v1.1.json"}
@@ -90,7 +90,7 @@ TASKS = {
     "qnli": _glue("QNLI", 1, "accuracy"),
     "mnli": _glue("MNLI", 1, "accuracy"),
     "wnli": _glue("WNLI", 3, "accuracy"),
-    "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, "256"),
+    "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, 256),
 }
 
 
@@ -170,7 +170,7 @@ def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, 
             return folder
         fields = dict(variant.fields)
         if variant.on_task:
-            fields["calibration"] = Calibration(task_texts(args, task), max_length=int(TASKS[task].max_length))
+            fields["calibration"] = Calibration(task_texts(args, task), max_length=TASKS[task].max_length)
         elif fields.get("method") == "calibrated":
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
@@ -225,17 +225,8 @@ def _command(args: argparse.Namespace, name: str, seed: Any, checkpoint: Any, ou
     command += ["--task_name", name] if task.script == "run_glue.py" else []
     for flag, path in task.files.items():
         command += [f"--{flag}", str(args.data_dir / path)]
-    command += [
-        "--max_length",
-        task.max_length,
-        *task.flags,
-        "--num_train_epochs",
-        str(task.epochs),
-        *RECIPE,
-        "--seed",
-        str(seed),
-    ]
-    command += ["--mixed_precision", args.mixed_precision]
+    command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(task.epochs)]
+    command += [*RECIPE, "--seed", str(seed), "--mixed_precision", args.mixed_precision]
     return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else [])
 
 
