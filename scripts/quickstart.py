@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs for stsb, else the Hub).")
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
     parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Each model (default: %(default)s).")
-    parser.add_argument("--seed", type=int, default=42, help="Of the calibration and the fine-tuning.")
+    parser.add_argument("--seed", type=int, default=42, help="Of the fine-tuning.")
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
     return parser.parse_args(argv)
 
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise
     print(f"     calibrated on {len(texts)} training texts, without their labels:", flush=True)
     calibration = Calibration(texts, fit_steps=200)
-    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration, seed=args.seed).summary())
+    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration).summary())
     checkpoints = {"multi-head": str(source)}
     checkpoints |= {f"{heads} KV heads ({name})": str(run / name) for name in ("mean-pooled", "calibrated")}
 

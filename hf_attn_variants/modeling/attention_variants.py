@@ -238,8 +238,12 @@ def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | N
 
 def _flash_serves(query: torch.Tensor) -> bool:
     # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return not query.is_cuda or (half and torch.cuda.get_device_capability(query.device) >= (8, 0))
+    return not query.is_cuda or (query.dtype in (torch.float16, torch.bfloat16) and _has_flash(query.device))
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _with_causal_mask(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
