@@ -128,7 +128,12 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     head = {
         "model": args.model.name,
         "device": _device(),
-        "commands": {name: " ".join(_command(args, name, "SEED", "CHECKPOINT", "OUTPUT_DIR")) for name in args.tasks},
+        "commands": {
+            name: " ".join(_command(args, name, "SEED", "CHECKPOINT", "OUTPUT_DIR")).replace(
+                str(args.data_dir), "DATA"
+            )
+            for name in args.tasks
+        },
     }
     write_rows(args.output, head, rows, ("variant", "task", "seed"))
     print(table(rows))
