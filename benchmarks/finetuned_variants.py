@@ -2,8 +2,8 @@
 
 Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, or on the task's own training
 texts without their labels; distilled ones trained on further lines by `scripts/uptrain.py` with the source as
-teacher), each run is `scripts/run_glue.py` or
-`scripts/run_squad.py`. A run that is finished in the work folder is kept, so that this can be made in pieces.
+teacher), each run is `scripts/run_glue.py` or `scripts/run_squad.py`. A run that is finished in the work folder is
+kept, so that this can be made in pieces.
 """
 
 import argparse
@@ -122,6 +122,9 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     }
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
+    for task, seed, name in runs:  # a finished run of other arguments is refused before any other one begins
+        if (_folder(args.work_dir, task, seed, name) / "all_results.json").is_file():
+            _row(args, checkpoints[name, task], task, seed, name)
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda run: _run(args, checkpoints[run[2], run[0]], *run), runs))
     rows = [_row(args, checkpoints[run[2], run[0]], *run) for run in runs]
@@ -185,7 +188,7 @@ def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, 
 
 
 def task_texts(args: argparse.Namespace, name: str) -> list[Any]:
-    """Return the first training texts of a task, or pairs of texts, as its script joins them."""
+    """Return training texts of a task, or pairs of texts as its script joins them, without labels or answers."""
     task = TASKS[name]
     if task.script == "run_squad.py":
         questions = read_squad(args.data_dir / task.files["train_file"], has_answers=True)

@@ -78,6 +78,20 @@ def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
     assert len(context) > len(question) > 5
 
 
+def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "_run", lambda *run: pytest.fail("a run was begun"))
+    flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
+    args = comparison.parse_args([*flags, "--variants", "MHA", "--output", str(tmp_path / "rows.json")])
+    folder = comparison._folder(tmp_path, "cola", 42, "MHA")
+    folder.mkdir(parents=True)
+    _, *used = comparison._command(args, "cola", 42, "somewhere/old-model", folder)
+    arguments = json.loads(json.dumps(vars(run_glue.parse_args(used)), default=str))
+    (folder / "all_results.json").write_text(json.dumps({"arguments": arguments}))
+    with pytest.raises(SystemExit, match=r"old-model.*now 'new-model'"):
+        comparison.main(args)
+    assert not (tmp_path / "rows.json").exists()
+
+
 def test_the_table_has_means_ranges_and_gaps(comparison):
     rows = [
         {"variant": "MHA", "task": "cola", "seed": 1, "matthews_correlation": 0.2},
