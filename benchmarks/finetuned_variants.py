@@ -1,12 +1,13 @@
 """Fine-tunes one checkpoint and its attention variants on GLUE tasks and SQuAD, and tabulates the dev metrics.
 
 Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, or on the task's own training
-texts without their labels; distilled ones trained on further lines by `scripts/uptrain.py` with the source as
-teacher), each run is `scripts/run_glue.py` or `scripts/run_squad.py`. A run that is finished in the work folder is
-kept, so that this can be made in pieces.
+texts without their labels; distilled ones trained on more of the same by `scripts/uptrain.py` with the source as
+teacher), each run is `scripts/run_glue.py` or `scripts/run_squad.py`. Variants of the fine-tuned MHA are made of its
+run and only evaluated. A run that is finished in the work folder is kept, so that this can be made in pieces.
 """
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from run_records import check_arguments, check_source, write_rows
 
@@ -34,6 +35,8 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
+TASK_DISTILLATION = ["--max_train_steps", "300", "--trainable", "all", "--learning_rate", "5e-4"]
+TASK_DISTILLATION_TEXTS = 10624  # 300 steps of 32, and the twentieth that uptrain.py holds out
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 
@@ -45,24 +48,46 @@ class Variant:
     Args:
         fields: What `convert_checkpoint` is given; none is the source itself.
         distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
-        on_task: Whether the calibration reads the task's training texts: a checkpoint for each task.
+        on_task: Whether the calibration, or the distillation, reads the task's training texts: a checkpoint for each
+            task.
+        of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
+            result is not trained on the task's labels any more.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
     on_task: bool = False
+    of_finetuned: bool = False
 
 
+MHA = "MHA"
 VARIANTS = {
-    "MHA": Variant(),
+    MHA: Variant(),
     "GQA-4 (calibrated, distilled)": Variant(distilled_from="GQA-4 (calibrated)"),
     "GQA-4 (calibrated on the task)": Variant({"num_key_value_heads": 4, "method": "calibrated"}, on_task=True),
+    "GQA-4 (calibrated on the task, distilled on it)": Variant(
+        distilled_from="GQA-4 (calibrated on the task)", on_task=True
+    ),
+    "GQA-4 (the fine-tuned MHA, calibrated on the task)": Variant(
+        {"num_key_value_heads": 4, "method": "calibrated"}, on_task=True, of_finetuned=True
+    ),
+    "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)": Variant(
+        distilled_from="GQA-4 (the fine-tuned MHA, calibrated on the task)", on_task=True, of_finetuned=True
+    ),
     "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
     "MQA (mean)": Variant({"num_key_value_heads": 1}),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }
+
+
+class Run(NamedTuple):
+    """One fine-tuning: a task, a seed, and the name of a variant."""
+
+    task: str
+    seed: Any
+    variant: str
 
 
 @dataclass(frozen=True)
@@ -117,22 +142,20 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
 
 def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
     """Convert, run what is not there yet, add the rows to the JSON and print the table."""
-    checkpoints = {
-        (name, task): make_checkpoint(args, name, variants, task) for name in args.variants for task in args.tasks
-    }
     # Tasks in the order given, so that a table begins to fill before the long ones end.
-    runs = [(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
-    for task, seed, name in runs:  # a finished run of other arguments is refused before any other one begins
-        if (_folder(args.work_dir, task, seed, name) / "all_results.json").is_file():
-            _row(args, checkpoints[name, task], task, seed, name)
+    runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
+    for run in runs:  # a finished run of other arguments is refused before any other one begins
+        if (_folder(args.work_dir, run) / "all_results.json").is_file():
+            _row(args, make_checkpoint(args, run, variants), run, variants)
+    checkpoints = {run: make_checkpoint(args, run, variants) for run in runs}
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda run: _run(args, checkpoints[run[2], run[0]], *run), runs))
-    rows = [_row(args, checkpoints[run[2], run[0]], *run) for run in runs]
+        list(pool.map(lambda run: _run(args, checkpoints[run], run, variants), runs))
+    rows = [_row(args, checkpoints[run], run, variants) for run in runs]
     head = {
         "model": args.model.name,
         "device": _device(),
         "commands": {
-            name: " ".join(_command(args, name, "SEED", "CHECKPOINT", "OUTPUT_DIR")).replace(
+            name: " ".join(_command(args, Run(name, "SEED", MHA), "CHECKPOINT", "OUTPUT_DIR", variants)).replace(
                 str(args.data_dir), "DATA"
             )
             for name in args.tasks
@@ -163,41 +186,47 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
 
 
-def make_checkpoint(args: argparse.Namespace, name: str, variants: Mapping[str, Variant], task: str) -> Path:
+def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
     """Convert the source, or distil another variant, unless the work folder has the result already."""
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
-    variant = variants[name]
-    folder = args.work_dir / "checkpoints" / (slug(name) + (f"-{task}" if variant.on_task else ""))
+    variant = variants[run.variant]
     if variant == Variant():
         return args.model
+    source = args.model
+    if variant.of_finetuned:
+        source = _folder(args.work_dir, run._replace(variant=MHA))
+        _run(args, args.model, run._replace(variant=MHA), variants)
+    which = [run.task] * variant.on_task + [str(run.seed)] * variant.of_finetuned
+    folder = args.work_dir / "checkpoints" / "-".join([slug(run.variant), *which])
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         if variant.distilled_from is not None:
-            _distil(args, make_checkpoint(args, variant.distilled_from, variants, task), folder)
+            start = make_checkpoint(args, run._replace(variant=variant.distilled_from), variants)
+            _distil(args, run.task, variant, source, start, folder)
             return folder
         fields = dict(variant.fields)
         if variant.on_task:
-            fields["calibration"] = Calibration(task_texts(args, task), max_length=TASKS[task].max_length)
+            fields["calibration"] = Calibration(task_texts(args, run.task), max_length=TASKS[run.task].max_length)
         elif fields.get("method") == "calibrated":
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
-        convert_checkpoint(args.model, folder, **fields)
-    check_source(folder, args.model)
+        convert_checkpoint(source, folder, **fields)
+    check_source(folder, source)
     return folder
 
 
-def task_texts(args: argparse.Namespace, name: str) -> list[Any]:
+def task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> list[Any]:
     """Return training texts of a task, or pairs of texts as its script joins them, without labels or answers."""
     task = TASKS[name]
     if task.script == "run_squad.py":
         questions = read_squad(args.data_dir / task.files["train_file"], has_answers=True)
         # Whole articles stand together in the file.
-        questions = random.Random(0).sample(questions, min(TASK_TEXTS, len(questions)))
+        questions = random.Random(0).sample(questions, min(count, len(questions)))
         return [(question.question.strip(), question.context) for question in questions]
     rows = load_glue(get_task(name), args.data_dir / task.files["data_dir"])["train"].data
     columns = [list(rows[column]) for column in ("text1", "text2") if column in rows.column_names]
-    return (columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))[:TASK_TEXTS]
+    return (columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))[:count]
 
 
 def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -> list[str]:
@@ -206,61 +235,82 @@ def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -
     return sample_lines(sorted((args.data_dir / "wikipedia").glob("train-*.txt.gz")), count, seed, **limits)
 
 
-def _distil(args: argparse.Namespace, start: Path, folder: Path) -> None:
-    lines = folder.with_name(f"{folder.name}.txt")
-    # uptrain.py holds a twentieth out.
-    texts = _wikipedia(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
-    lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path, start: Path, folder: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/uptrain.py"), "--model_name_or_path", str(start)]
-    command += ["--teacher", str(args.model), "--objective", "distill", "--train_file", str(lines)]
-    command += ["--max_length", str(DISTILLATION_LENGTH), "--per_device_train_batch_size", str(DISTILLATION_BATCH)]
-    command += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
+    command += ["--teacher", str(teacher), "--objective", "distill"]
+    if variant.on_task:
+        texts = task_texts(args, task, TASK_DISTILLATION_TEXTS)
+        command += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *TASK_DISTILLATION]
+        command += ["--logits_weight", "1"] if variant.of_finetuned else []
+        command += ["--max_length", str(TASKS[task].max_length)]
+    else:
+        lines = folder.with_name(f"{folder.name}.txt")
+        # uptrain.py holds a twentieth out.
+        texts = _wikipedia(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
+        lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        command += ["--train_file", str(lines), "--max_length", str(DISTILLATION_LENGTH)]
+        command += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
+    command += ["--per_device_train_batch_size", str(DISTILLATION_BATCH)]
     command += ["--group_by_length", "--disable_tqdm", "--output_dir", str(folder)]
     subprocess.run(command, check=True, env=_environment(args))
+
+
+def _write_table(path: Path, texts: list[Any]) -> list[str]:
+    """Write texts or pairs of texts, and return the flags by which uptrain.py reads them."""
+    pairs = isinstance(texts[0], tuple)
+    columns = ("text1", "text2") if pairs else ("text1",)
+    records = (dict(zip(columns, text if pairs else (text,), strict=True)) for text in texts)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    flags = ["--train_file", str(path), "--source_column", columns[0]]
+    return flags + (["--target_column", columns[1]] if pairs else [])
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     return dict(os.environ) | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
 
 
-def _folder(work: Path, task: str, seed: int, name: str) -> Path:
-    return work / "runs" / f"{slug(name)}-{task}-{seed}"
+def _folder(work: Path, run: Run) -> Path:
+    return work / "runs" / f"{slug(run.variant)}-{run.task}-{run.seed}"
 
 
-def _command(args: argparse.Namespace, name: str, seed: Any, checkpoint: Any, output_dir: Any) -> list[str]:
-    task = TASKS[name]
+def _command(
+    args: argparse.Namespace, run: Run, checkpoint: Any, output_dir: Any, variants: Mapping[str, Variant]
+) -> list[str]:
+    task = TASKS[run.task]
     command = [f"scripts/{task.script}", "--model_name_or_path", str(checkpoint), "--output_dir", str(output_dir)]
-    command += ["--task_name", name] if task.script == "run_glue.py" else []
+    command += ["--task_name", run.task] if task.script == "run_glue.py" else []
     for flag, path in task.files.items():
         command += [f"--{flag}", str(args.data_dir / path)]
-    command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(task.epochs)]
-    command += [*RECIPE, "--seed", str(seed), "--mixed_precision", args.mixed_precision]
-    return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else [])
+    epochs = 0 if variants[run.variant].of_finetuned else task.epochs
+    command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(epochs)]
+    command += [*RECIPE, "--seed", str(run.seed), "--mixed_precision", args.mixed_precision]
+    return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps and epochs else [])
 
 
-def _run(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name: str) -> None:
-    folder = _folder(args.work_dir, task, seed, name)
+def _run(args: argparse.Namespace, checkpoint: Path, run: Run, variants: Mapping[str, Variant]) -> None:
+    folder = _folder(args.work_dir, run)
     if (folder / "all_results.json").is_file():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with open(folder.with_suffix(".log"), "w") as log:
-        script, *flags = _command(args, task, seed, checkpoint, folder)
+        script, *flags = _command(args, run, checkpoint, folder, variants)
         command = [sys.executable, str(ROOT / script), *flags]
         status = subprocess.run(command, stdout=log, stderr=log, env=_environment(args)).returncode
+    name = f"{run.variant} on {run.task}, seed {run.seed}"
     if status:
-        raise SystemExit(f"{name} on {task}, seed {seed}, failed: see {folder.with_suffix('.log')}")
-    print(f"{name} on {task}, seed {seed}: {time.perf_counter() - started:.0f} s", flush=True)
+        raise SystemExit(f"{name}, failed: see {folder.with_suffix('.log')}")
+    print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _row(args: argparse.Namespace, checkpoint: Path, task: str, seed: int, name: str) -> dict[str, Any]:
-    folder = _folder(args.work_dir, task, seed, name)
-    script, *flags = _command(args, task, seed, checkpoint, folder)
+def _row(args: argparse.Namespace, checkpoint: Path, run: Run, variants: Mapping[str, Variant]) -> dict[str, Any]:
+    folder = _folder(args.work_dir, run)
+    script, *flags = _command(args, run, checkpoint, folder, variants)
     parse = {"run_glue.py": run_glue.parse_args, "run_squad.py": run_squad.parse_args}[Path(script).name]
     found = check_arguments(folder, parse, flags)
-    kept = {metric: found[f"eval_{metric}"] for metric in TASKS[task].metrics}
-    kept |= {key: found[key] for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
-    return {"variant": name, "task": task, "seed": seed, **kept}
+    kept = {metric: found[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
+    kept |= {key: found.get(key) for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
+    return {"variant": run.variant, "task": run.task, "seed": run.seed, **kept}
 
 
 def _device() -> str:

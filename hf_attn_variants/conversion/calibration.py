@@ -14,6 +14,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..denormals import flushed_denormals
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
 from .recording import recorded_inputs
@@ -153,7 +154,7 @@ def calibrate(
     model = model.eval().to(device)
     batches = _batches(model, tokenizer, calibration)
     attentions = {path: module for _, path, module in model.named_attentions()}
-    with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
+    with flushed_denormals(), tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
         for group in _recorded_together(modules, model.config, batches):
             calls = recorded_inputs(model, [module.name for module in group], batches)
             for module in group:

@@ -86,7 +86,7 @@ def refit_output(
     moment: Any = 0.0
     cross: Any = 0.0
     for batch, target in zip(inputs, targets, strict=True):
-        output, context, _ = attend(tensors, batch, heads.query)
+        output, context = attend(tensors, batch, heads.query)
         context, missing = context[batch.valid], (target - output)[batch.valid]
         if with_bias:
             context = _with_one(context)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .grouping import HeadCounts
-from .recording import AttentionInputs, attend
+from .recording import AttentionInputs, attention_weights
 
 if TYPE_CHECKING:
     from .methods.base import AttentionTensors
@@ -46,7 +46,7 @@ def values_read(
     tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, groups: Sequence[Sequence[int]]
 ) -> Iterator[Iterator[torch.Tensor]]:
     """Yield for each group, for each of its heads, the group's values averaged by that head's weights: [rows, g*d]."""
-    weights = attend(tensors, batch, heads.query)[2]  # [b, h, n, m]
+    weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
     values = project(tensors, "value", heads, batch.memory)  # [b, m, h, d]
     for group in groups:
         of_group = values[:, :, list(group)].flatten(2)

@@ -14,13 +14,13 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from ..modeling.attention_variants import attention_with_weights, eager_attention_forward
+from ..modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ..modeling.variant_mixins import AttentionSite
 
 if TYPE_CHECKING:
     from .methods.base import AttentionTensors
 
-__all__ = ["AttentionInputs", "attend", "recorded_inputs"]
+__all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
 RECORDING = "attn_variants_recording"
 
@@ -66,31 +66,41 @@ class AttentionInputs:
         return reachable.any(1).expand(self.memory.shape[0], -1)
 
 
-def attend(
-    tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one attention on recorded inputs.
 
     Returns:
-        The output [b, n, D], the heads' outputs [b, n, h*d] and the weights [b, h, n, m].
+        The output [b, n, D] and the heads' outputs [b, n, h*d].
     """
+    context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
+    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context
 
-    def heads(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        projected = nn.functional.linear(states, weight, bias)
-        return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
+def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
+    """Return the weights [b, h, n, m] of one attention on recorded inputs."""
+    return attention_with_weights(*_projected(tensors, inputs, query_heads), **_options(inputs))[1]
+
+
+def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
+    """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    context, weights = attention_with_weights(
-        heads(inputs.states, tensors.query_weight, tensors.query_bias),
-        heads(inputs.memory, tensors.key_weight, tensors.key_bias),
-        heads(inputs.memory, tensors.value_weight, tensors.value_bias),
-        inputs.mask,
-        inputs.position_bias,
-        scaling=inputs.scaling,
-        is_causal=inputs.is_causal,
-    )
-    context = context.flatten(2)
-    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context, weights
+    return [
+        nn.functional.linear(states, weight, bias).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for states, weight, bias in (
+            (inputs.states, tensors.query_weight, tensors.query_bias),
+            (inputs.memory, tensors.key_weight, tensors.key_bias),
+            (inputs.memory, tensors.value_weight, tensors.value_bias),
+        )
+    ]
+
+
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    return {
+        "mask": inputs.mask,
+        "position_bias": inputs.position_bias,
+        "scaling": inputs.scaling,
+        "is_causal": inputs.is_causal,
+    }
 
 
 @torch.no_grad()

@@ -36,12 +36,15 @@ class Activations:
     """What a forward pass leaves to compare.
 
     Attributes:
-        logits: [b, n, vocabulary] or [b, labels]; None for a model without a head.
+        logits: [b, n, vocabulary] or [b, labels]; None for a model without such a head.
+        span_logits: Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
+            be either.
         hidden_states: Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
         attention_outputs: Side -> the output projection of each attention [b, n, D].
     """
 
     logits: Tensor | None = None
+    span_logits: Tensor | None = None
     hidden_states: dict[str, list[Tensor]] = field(default_factory=dict)
     attention_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -86,7 +89,15 @@ class ActivationRecorder:
             states = {ENCODER: outputs.hidden_states}
         # The first entry is the embeddings.
         layers = {side: list(values[1:]) for side, values in states.items()}
-        return Activations(getattr(outputs, "logits", None), layers, kept)
+        return Activations(getattr(outputs, "logits", None), _span_logits(inputs, outputs), layers, kept)
+
+
+def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
+    if getattr(outputs, "start_logits", None) is None:
+        return None
+    logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
+    padding = inputs["attention_mask"][:, None] == 0
+    return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
 
 class Teacher:

@@ -17,16 +17,20 @@ __all__ = ["check_architecture", "check_uptraining_arguments", "parse_args", "te
 OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding")
 TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
 WARMUP_RATIO = 0.05
-EPILOG = """examples (a BERT of 4 key/value heads, drawn towards the model that it was converted from; a T5 likewise):
+EPILOG = """examples (4 key/value heads, drawn towards the model they come from: a BERT on lines, one on pairs, a T5):
   %(prog)s --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
       --train_file wikipedia/train-00000.txt.gz --output_dir runs/minilm-gqa4 --group_by_length --cpu
+  %(prog)s --model_name_or_path ./squad-gqa4 --teacher ./squad --objective distill --logits_weight 1 \\
+      --train_file pairs.jsonl --source_column question --target_column context --max_length 256 \\
+      --output_dir runs/squad-gqa4 --cpu
   %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
 
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
-distribution over the targets. mlm, seq2seq: the task itself, and the teacher where one is given. embedding: the
-teacher's sentence embeddings. For a classification task, use scripts/run_glue.py.
+distribution over the targets (with --logits_weight 1 an encoder's over classes or answers, too). mlm, seq2seq: the
+task itself, and the teacher where one is given. embedding: the teacher's sentence embeddings. For a classification
+task, use scripts/run_glue.py.
 Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 %% of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
 --output_dir gets the whole checkpoint (model, code, tokenizer, the source's side files), all_results.json,
@@ -101,14 +105,25 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--train_file",
         nargs="+",
-        help="Text, one example a line (.txt, .gz); for an encoder-decoder tables with two columns (.csv, .json, "
-        ".jsonl), unless --source_file is given.",
+        help="Text, one example a line (.txt, .gz), or tables (.csv, .json, .jsonl); for an encoder-decoder tables "
+        "with two columns, unless --source_file is given.",
     )
     group.add_argument("--validation_file", nargs="+", help="Held-out text of the same kind; see --max_eval_samples.")
     for name in ("source", "target"):
-        group.add_argument(f"--{name}_file", help=f"The {name} side of parallel text, one example a line (.txt, .gz).")
+        group.add_argument(
+            f"--{name}_file",
+            help=f"The {name} side of parallel text, one example a line (.txt, .gz); an encoder reads both as a pair.",
+        )
         group.add_argument(f"--validation_{name}_file", help="Its held-out twin.")
-        group.add_argument(f"--{name}_column", default=name, help="Its column in a table (default: %(default)s).")
+    group.add_argument(
+        "--source_column",
+        help="Column of the sources in a table, or of an encoder's texts (default: source, or text).",
+    )
+    group.add_argument(
+        "--target_column",
+        help="Column of the targets (default: target); for an encoder that of the second text of each pair, if there "
+        "is one.",
+    )
     group.add_argument("--source_prefix", default="", help="Text put before each source.")
     group.add_argument("--max_target_length", type=int, help="Tokens of a target (default: --max_length).")
     group.add_argument(

@@ -27,6 +27,7 @@ __all__ = [
     "UptrainingData",
     "hash_texts",
     "hold_out",
+    "is_table",
     "load_uptraining_data",
     "masked_text_collator",
     "pair_collator",
@@ -38,6 +39,7 @@ __all__ = [
 
 # (epoch, index): what, with the run's seed, decides everything random about a row.
 RowKey = tuple[int, int]
+Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 IGNORED_LABEL = -100
 COMPRESSED_SUFFIX = ".gz"
@@ -170,8 +172,17 @@ def read_columns(paths: Sequence[str | Path], columns: Sequence[str]) -> list[tu
     return rows
 
 
+def is_table(path: str | Path) -> bool:
+    """Whether a file's name is that of a table: .csv, .json or .jsonl, or those .gz."""
+    return _suffix(Path(path)) in TABLE_SUFFIXES
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
+
+
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    suffix = Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
+    suffix = _suffix(path)
     if suffix not in TABLE_SUFFIXES:
         raise ValueError(
             f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
@@ -228,9 +239,9 @@ def hash_texts(texts: list[Any]) -> str:
 
 
 def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None) -> Collator:
-    """Makes the function from `TextRows` rows to a batch of the tokenizer's inputs, each [b, n]."""
+    """Makes the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
 
-    def collate(rows: list[tuple[str, RowKey]]) -> dict[str, Tensor]:
+    def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
     return collate
@@ -252,7 +263,7 @@ def masked_text_collator(
     """
     prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
 
-    def collate(rows: list[tuple[str, RowKey]]) -> dict[str, Tensor]:
+    def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
         masked = [
             prepare.mask(ids, np.random.default_rng((seed, *key)))
@@ -299,20 +310,17 @@ def pair_collator(
 
 
 def _tokenize(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    max_length: int,
-    pad_to_multiple_of: int | None,
-    **options: Any,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Row], max_length: int, pad_to_multiple_of: int | None
 ) -> dict[str, Tensor]:
+    # Pairs in one sequence, as the tokenizer joins them; the longer of the two is cut.
+    columns = [list(column) for column in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [texts]
     encoded = tokenizer(
-        texts,
+        *columns,
         padding=True,
         truncation=True,
         max_length=max_length,
         pad_to_multiple_of=pad_to_multiple_of,
         return_tensors="pt",
-        **options,
     )
     return dict(encoded)
 
@@ -329,14 +337,21 @@ class UptrainingData:
 def load_uptraining_data(
     args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> UptrainingData:
-    """Reads what the flags of `scripts/uptrain.py` name: lines for an encoder, pairs for an encoder-decoder.
+    """Reads what the flags of `scripts/uptrain.py` name: texts or pairs for an encoder, pairs for an encoder-decoder.
 
     Raises:
         OSError: A file cannot be read.
         ValueError: A file holds something else, or a flag is missing.
     """
     collate = _collator(args, config, tokenizer)
-    train, held_out = (_read_pairs if config.is_encoder_decoder else _read_texts)(args)
+    train_pair, eval_pair = _parallel(args, ""), _parallel(args, "validation_")
+    if (train_pair is None) == (args.train_file is None):
+        needs, table = ("an encoder-decoder", " a table as") if config.is_encoder_decoder else ("an encoder", "")
+        raise ValueError(f"{needs} needs --source_file and --target_file, or else{table} --train_file")
+    train = _read_rows(args, config, args.train_file, train_pair)
+    held_out = _read_rows(args, config, args.validation_file, eval_pair)
+    if held_out and isinstance(train[0], tuple) != isinstance(held_out[0], tuple):
+        raise ValueError("of the training and the validation text, one is pairs and the other is single texts")
     if not held_out:
         train, held_out = hold_out(train, args.max_eval_samples)
     return UptrainingData(
@@ -344,23 +359,31 @@ def load_uptraining_data(
     )
 
 
-def _read_texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    if not args.train_file:
-        raise ValueError(f"--objective {args.objective} of an encoder needs --train_file")
-    return read_lines(args.train_file), read_lines(args.validation_file or [])
+def _parallel(args: argparse.Namespace, which: str) -> tuple[str, str] | None:
+    names = [f"{which}source_file", f"{which}target_file"]
+    source, target = (getattr(args, name) for name in names)
+    if (source is None) != (target is None):
+        raise ValueError(f"--{names[0]} and --{names[1]} belong together")
+    return (source, target) if source else None
 
 
-def _read_pairs(args: argparse.Namespace) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    train, held_out = (args.source_file, args.target_file), (args.validation_source_file, args.validation_target_file)
-    if any((source is None) != (target is None) for source, target in (train, held_out)):
-        raise ValueError("--source_file and --target_file belong together, and so do their validation twins")
-    if (args.source_file is None) == (args.train_file is None):
-        raise ValueError("an encoder-decoder needs --source_file and --target_file, or else a table as --train_file")
-    columns = (args.source_column, args.target_column)
-    return (
-        read_pairs(*train) if args.source_file else read_columns(args.train_file, columns),
-        read_pairs(*held_out) if held_out[0] else read_columns(args.validation_file or [], columns),
-    )
+def _read_rows(
+    args: argparse.Namespace, config: PreTrainedConfig, files: Sequence[str] | None, parallel: tuple[str, str] | None
+) -> list[Any]:
+    if parallel is not None:
+        return read_pairs(*parallel)
+    files = files or []
+    source, target = args.source_column, args.target_column
+    if config.is_encoder_decoder:
+        return read_columns(files, (source or "source", target or "target"))
+    tables = [path for path in files if is_table(path)]
+    if not tables:
+        return read_lines(files)
+    if len(tables) < len(files):
+        other = next(path for path in files if path not in tables)
+        raise ValueError(f"{tables[0]} is a table and {other} is not: give files of one kind")
+    rows = read_columns(files, [source or "text", *([target] if target else [])])
+    return rows if target else [text for (text,) in rows]
 
 
 def _collator(args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Collator:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertModel
 
-from hf_attn_variants.training import run_glue, run_squad
+from hf_attn_variants.training import run_glue, run_squad, uptrain
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -31,7 +31,8 @@ def test_commands_are_what_the_scripts_take(comparison, tmp_path):
     args = comparison.parse_args(["--model", "m", "--data_dir", str(tmp_path), "--work_dir", "w"])
     scripts = {"scripts/run_glue.py": run_glue, "scripts/run_squad.py": run_squad}
     for name, task in comparison.TASKS.items():
-        script, *flags = comparison._command(args, name, 7, "checkpoint", "out")
+        run = comparison.Run(name, 7, "MHA")
+        script, *flags = comparison._command(args, run, "checkpoint", "out", comparison.VARIANTS)
         parsed = scripts[script].parse_args(flags)
         assert (parsed.seed, parsed.num_train_epochs, parsed.learning_rate) == (7, task.epochs, 1e-4)
         data = parsed.data_dir if name != "squad" else parsed.train_file
@@ -43,11 +44,12 @@ def test_a_checkpoint_is_made_once(comparison, tmp_path):
     BertModel(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path / "work", data_dir=tmp_path)
     variants = {"MHA": comparison.Variant(), "GQA-2 (mean)": comparison.Variant({"num_key_value_heads": 2})}
-    assert comparison.make_checkpoint(args, "MHA", variants, "cola") == args.model
-    folder = comparison.make_checkpoint(args, "GQA-2 (mean)", variants, "cola")
+    assert comparison.make_checkpoint(args, comparison.Run("cola", 0, "MHA"), variants) == args.model
+    run = comparison.Run("cola", 0, "GQA-2 (mean)")
+    folder = comparison.make_checkpoint(args, run, variants)
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert comparison.make_checkpoint(args, "GQA-2 (mean)", variants, "cola") == folder
+    assert comparison.make_checkpoint(args, run, variants) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
 
 
@@ -59,14 +61,41 @@ def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path
     monkeypatch.setattr(comparison.subprocess, "run", lambda command, **options: commands.append(command))
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path, data_dir=tmp_path, threads=1)
     (tmp_path / "checkpoints" / "gqa-4-calibrated").mkdir(parents=True)
-    name = "GQA-4 (calibrated, distilled)"
-    folder = comparison.make_checkpoint(args, name, comparison.VARIANTS, "cola")
+    run = comparison.Run("cola", 0, "GQA-4 (calibrated, distilled)")
+    folder = comparison.make_checkpoint(args, run, comparison.VARIANTS)
     (command,) = commands
     flags = dict(itertools.pairwise(command))
     assert flags["--model_name_or_path"] == str(tmp_path / "checkpoints" / "gqa-4-calibrated")
     assert flags["--output_dir"] == str(folder) and flags["--teacher"] == str(args.model)
     texts = Path(flags["--train_file"]).read_text(encoding="utf-8").splitlines()
     assert 0.95 * len(texts) >= int(flags["--max_train_steps"]) * int(flags["--per_device_train_batch_size"])
+
+
+def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only_evaluated(
+    comparison, tmp_path, monkeypatch, shared_data
+):
+    commands, runs = [], []
+    monkeypatch.setattr(comparison.subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(comparison, "_run", lambda args, checkpoint, run, variants: runs.append((checkpoint, run)))
+    name = "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)"
+    calibrated = comparison.VARIANTS[name].distilled_from
+    start = tmp_path / "checkpoints" / f"{comparison.slug(calibrated)}-squad-7"
+    start.mkdir(parents=True)
+    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
+    flags = ["--model", "m", "--data_dir", str(shared_data), "--work_dir", str(tmp_path), "--max_train_steps", "2"]
+    args, run = comparison.parse_args(flags), comparison.Run("squad", 7, name)
+    folder = comparison.make_checkpoint(args, run, comparison.VARIANTS)
+    (command,) = commands
+    flags = dict(itertools.pairwise(command))
+    assert flags["--model_name_or_path"] == str(start) and flags["--output_dir"] == str(folder)
+    assert flags["--teacher"] == str(tmp_path / "runs/mha-squad-7")
+    assert (args.model, comparison.Run("squad", 7, "MHA")) in runs
+    parsed = uptrain.parse_args(command[2:])
+    rows = [json.loads(line) for line in Path(parsed.train_file[0]).read_text().splitlines()]
+    assert set(rows[0]) == {parsed.source_column, parsed.target_column}
+    assert 0.95 * len(rows) >= parsed.max_train_steps * parsed.per_device_train_batch_size
+    _, *flags = comparison._command(args, run, folder, "out", comparison.VARIANTS)
+    assert run_squad.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
 
 
 def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
@@ -82,9 +111,10 @@ def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, t
     monkeypatch.setattr(comparison, "_run", lambda *run: pytest.fail("a run was begun"))
     flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
     args = comparison.parse_args([*flags, "--variants", "MHA", "--output", str(tmp_path / "rows.json")])
-    folder = comparison._folder(tmp_path, "cola", 42, "MHA")
+    run = comparison.Run("cola", 42, "MHA")
+    folder = comparison._folder(tmp_path, run)
     folder.mkdir(parents=True)
-    _, *used = comparison._command(args, "cola", 42, "somewhere/old-model", folder)
+    _, *used = comparison._command(args, run, "somewhere/old-model", folder, comparison.VARIANTS)
     arguments = json.loads(json.dumps(vars(run_glue.parse_args(used)), default=str))
     (folder / "all_results.json").write_text(json.dumps({"arguments": arguments}))
     with pytest.raises(SystemExit, match=r"old-model.*now 'new-model'"):

@@ -12,7 +12,14 @@ import pytest
 import torch
 from fixtures.uptraining import make_bert, make_t5, make_text
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import sentence_embeddings
@@ -69,6 +76,7 @@ def run(grouped_bert, bert, source, tmp_path):
         return [str(part) for part in argv]
 
     call.flags, call.out = flags, tmp_path / "out"
+    call.model, call.teacher = grouped_bert, bert
     return call
 
 
@@ -182,6 +190,47 @@ def test_embeddings_alone_are_distilled(run):
     results = run("embedding", steps=40)
     assert results["eval_embedding_cosine"] > results["initial_eval_embedding_cosine"]
     assert results["eval_loss"] == pytest.approx(1 - results["eval_embedding_cosine"], abs=1e-6)
+
+
+def test_an_encoder_reads_pairs_of_files_or_of_a_table(run, source, tmp_path):
+    target = source.with_name("target.txt")
+    columns = [path.read_text().splitlines() for path in (source, target)]
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(json.dumps({"question": a, "text": b}) + "\n" for a, b in zip(*columns, strict=True)))
+
+    def initial_loss(*text):
+        argv = run.flags(
+            "distill", "--overwrite_output_dir", model=run.model, teacher=run.teacher, steps=1, output_dir=run.out
+        )
+        position = argv.index("--train_file")
+        return main(parse_args([*argv[:position], *map(str, text), *argv[position + 2 :]]))["initial_eval_loss"]
+
+    pairs = initial_loss("--source_file", source, "--target_file", target)
+    assert initial_loss("--train_file", table, "--source_column", "question", "--target_column", "text") == pairs
+    lines = initial_loss("--train_file", target)
+    assert initial_loss("--train_file", table) == lines != pairs  # the column "text"
+    with pytest.raises(ValueError, match="one is pairs and the other is single texts"):
+        initial_loss("--train_file", source, "--validation_source_file", source, "--validation_target_file", target)
+    with pytest.raises(ValueError, match=r"rows\.jsonl is a table and .*source\.txt is not"):
+        initial_loss("--train_file", source, table)
+    with pytest.raises(ValueError, match="an encoder needs --source_file and --target_file, or else --train_file"):
+        initial_loss()
+
+
+def test_answers_are_distilled(run, bert, tmp_path):
+    config = AutoConfig.from_pretrained(bert)
+    torch.manual_seed(0)
+    teacher = AutoModelForQuestionAnswering.from_pretrained(bert, config=config)
+    with torch.no_grad():
+        teacher.qa_outputs.weight.mul_(100)  # as sure of its answers as a trained one
+    teacher.save_pretrained(tmp_path / "qa")
+    for path in bert.glob("*token*"):
+        shutil.copy(path, tmp_path / "qa")
+    convert_checkpoint(tmp_path / "qa", tmp_path / "mqa", 1)
+    results = run("distill", "--logits_weight", 1, model=tmp_path / "mqa", teacher=tmp_path / "qa", steps=60)
+    assert results["eval_logits_divergence"] < 0.5 * results["initial_eval_logits_divergence"]
+    model = AutoModelForQuestionAnswering.from_pretrained(run.out)
+    assert type(model).__name__ == "AttnVariantBertForQuestionAnswering"
 
 
 def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
