@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
 from .recording import recorded_inputs
 
-__all__ = ["Calibration", "calibrate", "method_to_calibrate", "read_lines"]
+__all__ = ["Calibration", "calibrate", "method_to_calibrate"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -72,30 +68,6 @@ class Calibration:
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` of a calibration must be at least {least}; got {getattr(self, name)}.")
-
-
-def read_lines(path: str | os.PathLike) -> list[str]:
-    """Return the lines of a UTF-8 text file (.gz too), stripped; empty ones stay, for the lines of a second file.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is no text, or every line is empty.
-    """
-    path = Path(path).expanduser()
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        # A carriage return inside a line ends no line: the lines of a second file belong to these.
-        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            lines = [line.strip() for line in file]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise OSError(f"{path} is no complete gzip file: {error}") from error
-    if any("\0" in line for line in lines):
-        raise ValueError(f"{path} is not a text file: it holds null characters.")
-    if not any(lines):
-        raise ValueError(f"{path} has no line of text.")
-    return lines
 
 
 def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:

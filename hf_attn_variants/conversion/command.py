@@ -3,9 +3,11 @@
 import argparse
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from ..cli import HelpFormatter, program_name
-from .calibration import Calibration, read_lines
+from ..text_files import is_table, read_columns, read_lines, read_pairs
+from .calibration import Calibration
 from .convert import DTYPES, convert_checkpoint
 from .methods import METHODS
 from .report import ConversionReport
@@ -13,10 +15,23 @@ from .report import ConversionReport
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-example:
+examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
   %(prog)s --model_name_or_path google-bert/bert-base-uncased \\
       --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
+  %(prog)s --model_name_or_path runs/squad --num_key_value_heads 4 --max_length 256 \\
+      --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
 """
+
+
+CALIBRATION_OPTIONS = (
+    "calibration_file",
+    "calibration_columns",
+    "calibration_target_file",
+    "calibration_target_column",
+    "calibration_size",
+    "max_length",
+    "fit_steps",
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,16 +54,27 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
     calibration.add_argument(
-        "--calibration_file", help="one example a line, of the kind of text the model is for; .gz too"
+        "--calibration_file",
+        help="examples of the kind of text the model is for: one a line, or a table (.csv, .json, .jsonl); .gz too",
+    )
+    calibration.add_argument(
+        "--calibration_columns",
+        nargs="+",
+        metavar="COLUMN",
+        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
     )
     calibration.add_argument(
         "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
     )
+    calibration.add_argument("--calibration_target_column", help="T5: the table's column of targets")
     calibration.add_argument(
-        "--calibration_size", type=int, default=2048, help="lines drawn from the file by --seed (default: %(default)s)"
+        "--calibration_size",
+        type=int,
+        default=2048,
+        help="examples drawn from the file by --seed (default: %(default)s)",
     )
     calibration.add_argument(
-        "--max_length", type=int, default=64, help="tokens at which a line is cut (default: %(default)s)"
+        "--max_length", type=int, default=64, help="tokens at which an example is cut (default: %(default)s)"
     )
     calibration.add_argument(
         "--fit_steps",
@@ -89,47 +115,49 @@ def main(args: argparse.Namespace) -> ConversionReport:
         ValueError, OSError: as for `convert_checkpoint`.
     """
     options = vars(args).copy()
-    names = ("calibration_file", "calibration_target_file", "calibration_size", "max_length", "fit_steps")
-    text = {name: options.pop(name) for name in names}
-    report = convert_checkpoint(calibration=_calibration(seed=args.seed, **text), **options)
+    for name in CALIBRATION_OPTIONS:
+        options.pop(name)
+    report = convert_checkpoint(calibration=_calibration(args), **options)
     print(report.summary())
     task = "seq2seq" if report.architecture.endswith("ForConditionalGeneration") else "glue"
     print(f'Next: attn-variants {task} --model_name_or_path "{report.output_dir}" ...')
     return report
 
 
-def _calibration(
-    calibration_file: str | None,
-    calibration_target_file: str | None,
-    calibration_size: int,
-    max_length: int,
-    fit_steps: int,
-    seed: int,
-) -> Calibration | None:
-    """Read the calibration text and draw its lines.
-
-    Raises:
-        ValueError: for targets without sources, or another number of them.
-    """
-    if calibration_file is None:
-        if calibration_target_file is not None:
-            raise ValueError("--calibration_target_file needs --calibration_file, the sources of its lines.")
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    """Read the calibration text and draw its examples."""
+    if args.calibration_file is None:
+        for name in ("calibration_columns", "calibration_target_file", "calibration_target_column"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} needs --calibration_file.")
         return None
-    if calibration_size < 1:
-        raise ValueError(f"--calibration_size must be at least 1; got {calibration_size}.")
-    texts = read_lines(calibration_file)
-    targets = None if calibration_target_file is None else read_lines(calibration_target_file)
-    if targets is not None and len(targets) != len(texts):
-        raise ValueError(
-            f"{calibration_target_file} has {len(targets)} lines and {calibration_file} {len(texts)}: line i of one "
-            "must be the target of line i of the other."
-        )
-    usable = [i for i, text in enumerate(texts) if text and (targets is None or targets[i])]
-    if len(usable) > calibration_size:
-        usable = sorted(random.Random(seed).sample(usable, calibration_size))
-    return Calibration(
-        [texts[i] for i in usable],
-        None if targets is None else [targets[i] for i in usable],
-        max_length=max_length,
-        fit_steps=fit_steps,
-    )
+    if args.calibration_size < 1:
+        raise ValueError(f"--calibration_size must be at least 1; got {args.calibration_size}.")
+    texts, targets = _read_examples(args)
+    if len(texts) > args.calibration_size:
+        chosen = sorted(random.Random(args.seed).sample(range(len(texts)), args.calibration_size))
+        texts, targets = [texts[i] for i in chosen], targets and [targets[i] for i in chosen]
+    return Calibration(texts, targets, max_length=args.max_length, fit_steps=args.fit_steps)
+
+
+def _read_examples(args: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
+    """Read texts, or pairs of them, and the targets, if any."""
+    path, target = args.calibration_file, args.calibration_target_column
+    columns = args.calibration_columns or ["text"]
+    if is_table(path):
+        if args.calibration_target_file is not None:
+            raise ValueError(
+                "--calibration_target_file is for lines of text; a table takes --calibration_target_column."
+            )
+        if len(columns) > 2:
+            raise ValueError(f"--calibration_columns takes one column or two; got {len(columns)}.")
+        rows = read_columns([path], [*columns, *([target] if target else [])])
+        texts = [row[: len(columns)] if len(columns) == 2 else row[0] for row in rows]
+        return texts, [row[-1] for row in rows] if target else None
+    for name in ("calibration_columns", "calibration_target_column"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for a table (.csv, .json, .jsonl); {path} is none.")
+    if args.calibration_target_file is None:
+        return read_lines([path]), None
+    pairs = read_pairs(path, args.calibration_target_file)
+    return [source for source, _ in pairs], [target for _, target in pairs]

@@ -9,9 +9,9 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.models import too_long
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, score_texts
-from hf_attn_variants.training.uptraining_data import read_columns, read_lines, read_pairs
 
 __all__ = ["Seq2SeqData", "Seq2SeqSplit", "check_seq2seq_lengths", "load_seq2seq_data", "warn_of_cuts"]
 

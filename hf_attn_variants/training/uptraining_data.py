@@ -1,16 +1,10 @@
-"""Lines of text and pairs of texts to uptrain on: reading, holding out, and batches of token ids."""
+"""Texts and pairs of texts to uptrain on: what the flags name, holding out, and batches of token ids."""
 
 import argparse
-import csv
-import gzip
 import hashlib
-import itertools
-import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_attn_variants.text_files import is_table, read_columns, read_lines, read_pairs
 from hf_attn_variants.training.masked_lm import MaskedLMPreparation
 
 __all__ = [
@@ -27,13 +22,9 @@ __all__ = [
     "UptrainingData",
     "hash_texts",
     "hold_out",
-    "is_table",
     "load_uptraining_data",
     "masked_text_collator",
     "pair_collator",
-    "read_columns",
-    "read_lines",
-    "read_pairs",
     "text_collator",
 ]
 
@@ -42,9 +33,6 @@ RowKey = tuple[int, int]
 Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 IGNORED_LABEL = -100
-COMPRESSED_SUFFIX = ".gz"
-MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
-TABLE_SUFFIXES = (".csv", ".json", ".jsonl")
 # Held out of the training text where no validation file is given: this share, and no more than that many.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
@@ -80,134 +68,6 @@ class TextRows(Dataset):
         lengths = self.lengths()
         order = sorted(range(len(self.texts)), key=lambda i: -lengths[i])
         return TextRows([self.texts[i] for i in order])
-
-
-def _open_text(path: Path, newline: str) -> TextIO:
-    if not path.is_file():
-        raise OSError(f"{path}: no such file")
-    opened = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
-    return opened(path, "rt", encoding="utf-8-sig", newline=newline)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    # A carriage return inside a line, as crawled text has, ends no line: its twin in the other language has none.
-    for line in _whole_lines(path, newline="\n"):
-        yield line.rstrip("\r\n")
-
-
-def _whole_lines(path: Path, newline: str) -> Iterator[str]:
-    with _open_text(path, newline) as file:
-        try:
-            yield from file
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise OSError(f"{path} is no whole gzip file ({error})") from error
-
-
-def read_lines(paths: Sequence[str | Path]) -> list[str]:
-    """Reads the lines of text files that are not blank, in the files' order.
-
-    Args:
-        paths: UTF-8 text, plain or .gz.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not text, or has no line that is not blank.
-    """
-    texts: list[str] = []
-    for path in map(Path, paths):
-        found = [line for line in _lines(path) if line.strip()]
-        if not found:
-            raise ValueError(f"{path} is empty: it has no line of text")
-        texts += found
-    return texts
-
-
-def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[str, ...]]:
-    """Reads parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
-
-    Args:
-        source_file, target_file: UTF-8 text, plain or .gz.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not text, they have unequal numbers of lines, or no pair.
-    """
-    sources, targets = (list(_lines(Path(path))) for path in (source_file, target_file))
-    if len(sources) != len(targets):
-        raise ValueError(
-            f"{source_file} has {len(sources)} lines and {target_file} has {len(targets)}: parallel text has as many"
-        )
-    pairs: list[tuple[str, ...]] = [(s, t) for s, t in zip(sources, targets, strict=True) if s.strip() and t.strip()]
-    if not pairs:
-        raise ValueError(f"{source_file} and {target_file} are empty: they have no pair of lines")
-    return pairs
-
-
-def read_columns(paths: Sequence[str | Path], columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Reads text columns of tables; rows with a blank one are left out.
-
-    Args:
-        paths: .csv with a header, .json (a list of objects, or one object a line) or .jsonl, each also as .gz.
-        columns: Their names.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: It is no such table, lacks a column, or has no row.
-    """
-    rows: list[tuple[str, ...]] = []
-    for path in map(Path, paths):
-        found = []
-        for number, record in enumerate(_records(path), start=1):
-            missing = [name for name in columns if not isinstance(record.get(name), str)]
-            if missing:
-                has = ", ".join(str(name) for name in record) or "none"
-                raise ValueError(f"{path}, row {number}: no text in column {missing[0]!r}; its columns are {has}")
-            if all(record[name].strip() for name in columns):
-                found.append(tuple(record[name] for name in columns))
-        if not found:
-            raise ValueError(f"{path} is empty: it has no row of text")
-        rows += found
-    return rows
-
-
-def is_table(path: str | Path) -> bool:
-    """Whether a file's name is that of a table: .csv, .json or .jsonl, or those .gz."""
-    return _suffix(Path(path)) in TABLE_SUFFIXES
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    suffix = _suffix(path)
-    if suffix not in TABLE_SUFFIXES:
-        raise ValueError(
-            f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
-        )
-    if suffix == ".csv":
-        csv.field_size_limit(MAX_FIELD)
-        reader = csv.DictReader(_whole_lines(path, newline=""))
-        try:
-            yield from reader
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
-        return
-    lines = (line for line in _lines(path) if line.strip())
-    first = next(lines, "")
-    try:
-        if first.lstrip().startswith("["):
-            records = json.loads("\n".join([first, *lines]))
-        else:
-            records = [json.loads(line) for line in itertools.chain([first] if first else [], lines)]
-    except ValueError as error:
-        raise ValueError(f"{path} is neither a JSON list nor one JSON object a line: {error}") from error
-    for record in records:
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} must hold JSON objects, got {type(record).__name__}")
-        yield record
 
 
 def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:

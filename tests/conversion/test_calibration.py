@@ -1,7 +1,6 @@
 """Conversion on calibration text: the closed form, the fit, and what is refused."""
 
 import gc
-import gzip
 import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
-from hf_attn_variants.conversion.calibration import read_lines
 from hf_attn_variants.conversion.fitting import _split
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 
@@ -266,15 +264,34 @@ def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size)
         command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
-def test_files_that_are_no_text(tmp_path):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ValueError, match="no line of text"):
-        read_lines(tmp_path / "empty.txt")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match="not a text file"):
-        read_lines(tmp_path / "binary.txt")
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a line\n" * 999)[:-12])
-    with pytest.raises(OSError, match="no complete gzip"):
-        read_lines(tmp_path / "cut.txt.gz")
-    (tmp_path / "good.txt.gz").write_bytes(gzip.compress(b"a line\n\nanother\n"))
-    assert read_lines(tmp_path / "good.txt.gz") == ["a line", "", "another"]
+def test_the_command_reads_lines_targets_and_tables(tmp_path):
+    def read(*flags):
+        found = command._calibration(
+            command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
+        )
+        return found.texts, found.target_texts
+
+    lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
+    lines.write_text("one\ntwo\n\n")
+    targets.write_text("eins\nzwei\ndrei\n")
+    rows = [{"text": "t1", "question": "q1", "de": "d1"}, {"text": "t2", "question": "q2", "de": "d2"}]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = "--calibration_file"
+    assert read(file, lines) == (["one", "two"], None)
+    assert read(file, lines, "--calibration_target_file", targets) == (["one", "two"], ["eins", "zwei"])
+    assert read(file, table) == (["t1", "t2"], None)
+    columns = ["--calibration_columns", "question", "text"]
+    assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2")], None)
+    target = ["--calibration_target_column", "de"]
+    assert read(file, table, *target) == (["t1", "t2"], ["d1", "d2"])
+    drawn = read(file, table, *columns, *target, "--calibration_size", 1)
+    assert drawn in [([(f"q{i}", f"t{i}")], [f"d{i}"]) for i in (1, 2)]
+    for flags, message in (
+        (columns, "--calibration_columns needs --calibration_file"),
+        ([file, lines, *columns], r"--calibration_columns is for a table \(.csv, .json, .jsonl\); .*a.txt is none"),
+        ([file, table, "--calibration_target_file", targets], "a table takes --calibration_target_column"),
+        ([file, table, *columns, "de"], "takes one column or two; got 3"),
+        ([file, table, "--calibration_columns", "wrong"], "row 1: no text in column 'wrong'; its columns are text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(*flags)

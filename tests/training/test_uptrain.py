@@ -23,10 +23,11 @@ from transformers import (
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import sentence_embeddings
+from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.errors import NonFiniteLossError
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.uptrain import main, parse_args
-from hf_attn_variants.training.uptraining_data import hold_out, read_lines
+from hf_attn_variants.training.uptraining_data import hold_out
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,135 +1,22 @@
-"""Reading text and pairs, holding out, masking by key, and the batches of an encoder-decoder."""
-
-import gzip
+"""Holding out, masking by key, and the batches of an encoder-decoder."""
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.text_data import TextFile
 from hf_attn_variants.training.uptraining_data import (
     TextRows,
     hash_texts,
     hold_out,
     masked_text_collator,
     pair_collator,
-    read_columns,
-    read_lines,
-    read_pairs,
     text_collator,
 )
-
-
-@pytest.fixture
-def write(tmp_path):
-    def call(name, text):
-        data = text if isinstance(text, bytes) else text.encode()
-        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-        return tmp_path / name
-
-    return call
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_bert):
     return AutoTokenizer.from_pretrained(tiny_bert)
-
-
-def test_lines_of_plain_and_gzip_files_come_in_order_without_blank_ones(write):
-    paths = [write("a.txt", "one\r\n\ntwo \n   \n"), write("b.txt.gz", "drei\nvier")]
-    assert read_lines(paths) == ["one", "two ", "drei", "vier"]
-
-
-def test_a_carriage_return_inside_a_line_ends_none(write):
-    source = write("s.txt", "one\rhalf\r\ntwo\n")
-    assert read_lines([source]) == ["one\rhalf", "two"]
-    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")) == [
-        ("one\rhalf", "eins"),
-        ("two", "zwei\rhalb"),
-    ]
-    table = write("t.csv", 'source,target\r\n"a\r\nb",c\r\n')
-    assert read_columns([table], ["source", "target"]) == [("a\r\nb", "c")]
-
-
-@pytest.mark.parametrize("end", ["", ".gz"])
-def test_a_byte_order_mark_is_no_text(write, end):
-    assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
-    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
-    assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).articles()) == [(0, "one\n"), (8, "two")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "error", "message"),
-    [
-        ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
-        ("latin.txt", b"caf\xe9\n", ValueError, r"latin\.txt is not UTF-8"),
-        ("none.txt", None, OSError, r"none\.txt: no such file"),
-    ],
-)
-def test_unreadable_text_is_named(write, tmp_path, name, content, error, message):
-    path = tmp_path / name if content is None else write(name, content)
-    with pytest.raises(error, match=message):
-        read_lines([path])
-
-
-def test_a_truncated_gzip_file_is_named(write):
-    path = write("cut.txt.gz", "line\n" * 1000)
-    path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(OSError, match=r"cut\.txt\.gz is no whole gzip file"):
-        read_lines([path])
-    path = write("plain.txt", "text").rename(path.with_name("plain.txt.gz"))
-    with pytest.raises(OSError, match=r"plain\.txt\.gz is no whole gzip file"):
-        read_lines([path])
-
-
-def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
-    source, target = write("s.txt", "a\nb\nc\n"), write("t.txt.gz", "x\n\nz\n")
-    assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
-    with pytest.raises(ValueError, match=r"s\.txt has 3 lines and .*short\.txt has 2"):
-        read_pairs(source, write("short.txt", "x\ny\n"))
-    with pytest.raises(ValueError, match="are empty: they have no pair"):
-        read_pairs(source, write("blank.txt", "\n\n\n"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("rows.csv", 'en,de\n"a, b",x\nc,z\n'),
-        ("rows.jsonl", '{"en": "a, b", "de": "x"}\n{"en": "c", "de": "z"}\n'),
-        ("rows.json", '{"en": "a, b", "de": "x"}\n{"en": "c", "de": "z"}\n'),
-        ("list.json.gz", '[\n{"en": "a, b", "de": "x"},\n{"en": "c", "de": "z"}]'),
-    ],
-)
-def test_tables_give_their_columns(write, name, text):
-    path = write(name, text)
-    assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
-    with pytest.raises(ValueError, match="row 1: no text in column 'fr'; its columns are en, de"):
-        read_columns([path], ("en", "fr"))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("rows.txt", "a\tx\n", "must be one of .csv, .json, .jsonl"),
-        ("rows.json", "a b\n", "neither a JSON list nor one JSON object a line"),
-        ("rows.json", "[1]", "must hold JSON objects, got int"),
-        ("rows.jsonl", "", "is empty"),
-        ("rows.csv", "en,de\n,\n", "is empty"),
-        ("rows.csv", b"en,de\n\xff,x\n", "is not UTF-8"),
-    ],
-)
-def test_other_tables_are_refused(write, name, text, message):
-    with pytest.raises(ValueError, match=message):
-        read_columns([write(name, text)], ("en", "de"))
-
-
-def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
-    document = "word " * 40_000
-    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
-    path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
-    path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(OSError, match=r"rows.csv.gz is no whole gzip file"):
-        read_columns([path], ("en", "de"))
 
 
 def test_the_last_rows_are_held_out():
