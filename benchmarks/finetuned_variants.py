@@ -35,17 +35,9 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
-TASK_DISTILLATION = [
-    "--max_train_steps",
-    "300",
-    "--eval_steps",
-    "150",
-    "--trainable",
-    "all",
-    "--learning_rate",
-    "5e-4",
-]
-TASK_DISTILLATION_TEXTS = 10624  # 300 steps of 32, and the twentieth that uptrain.py holds out
+TASK_DISTILLATION = ["--max_train_steps", "150", "--eval_steps", "150"]
+TASK_DISTILLATION += ["--trainable", "all", "--learning_rate", "1e-4"]
+TASK_DISTILLATION_TEXTS = 5312  # 150 steps of 32, and the twentieth that uptrain.py holds out
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 
