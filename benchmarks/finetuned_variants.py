@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from run_records import check_arguments, check_source, write_rows
 
-from hf_attn_variants.training import run_glue, run_squad
+from hf_attn_variants.training import run_glue, run_squad, uptrain
 from hf_attn_variants.training.glue import get_task
 from hf_attn_variants.training.glue_data import load_glue
 from hf_attn_variants.training.squad_data import read_squad
@@ -35,9 +35,11 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
-TASK_DISTILLATION = ["--max_train_steps", "150", "--eval_steps", "150"]
-TASK_DISTILLATION += ["--trainable", "all", "--learning_rate", "1e-4"]
-TASK_DISTILLATION_TEXTS = 5312  # 150 steps of 32, and the twentieth that uptrain.py holds out
+TASK_DISTILLATION_TEXTS = 18_995  # all of the SQuAD subset's; uptrain.py holds 512 out
+TASK_DISTILLATION = ["--trainable", "all", "--learning_rate", "1e-4"]
+# Before the fine-tuning, and of a fine-tuned model: an epoch, as the fine-tuning was. The attentions were fitted already.
+STEPS_BEFORE, STEPS_AFTER = 150, 560
+TASK_DISTILLATION_AFTER = ["--logits_weight", "1", "--attention_outputs_weight", "0"]
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 
@@ -145,13 +147,16 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     """Convert, run what is not there yet, add the rows to the JSON and print the table."""
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
-    for run in runs:  # a finished run of other arguments is refused before any other one begins
+    sources = {run._replace(variant=MHA): None for run in runs if variants[run.variant].of_finetuned}
+    for run in [*sources, *runs]:  # a finished run of other arguments is refused before any other one begins
         if (_folder(args.work_dir, run) / "all_results.json").is_file():
-            _row(args, make_checkpoint(args, run, variants), run, variants)
-    checkpoints = {run: make_checkpoint(args, run, variants) for run in runs}
+            _row(args, run, variants)
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda run: _run(args, checkpoints[run], run, variants), runs))
-    rows = [_row(args, checkpoints[run], run, variants) for run in runs]
+        list(pool.map(lambda run: _run(args, run, variants), sources))
+        for run in runs:
+            make_checkpoint(args, run, variants)
+        list(pool.map(lambda run: _run(args, run, variants), runs))
+    rows = [_row(args, run, variants) for run in runs]
     head = {
         "model": args.model.name,
         "device": _device(),
@@ -187,25 +192,33 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
 
 
-def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
-    """Convert the source, or distil another variant, unless the work folder has the result already."""
-    from hf_attn_variants.conversion import Calibration, convert_checkpoint
-
+def checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
+    """Return where a run's model is, or will be."""
     variant = variants[run.variant]
     if variant == Variant():
         return args.model
-    source = args.model
-    if variant.of_finetuned:
-        source = _folder(args.work_dir, run._replace(variant=MHA))
-        _run(args, args.model, run._replace(variant=MHA), variants)
-    which = [run.task] * variant.on_task + [str(run.seed)] * variant.of_finetuned
-    folder = args.work_dir / "checkpoints" / "-".join([slug(run.variant), *which])
+    which = [run.task] * (variant.on_task or variant.of_finetuned) + [str(run.seed)] * variant.of_finetuned
+    return args.work_dir / "checkpoints" / "-".join([slug(run.variant), *which])
+
+
+def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
+    """Convert the source, or distil another variant, unless the work folder has the result already.
+
+    Where the source is the fine-tuned MHA, its run is finished.
+    """
+    from hf_attn_variants.conversion import Calibration, convert_checkpoint
+
+    variant, folder = variants[run.variant], checkpoint_folder(args, run, variants)
+    if variant == Variant():
+        return
+    source = _folder(args.work_dir, run._replace(variant=MHA)) if variant.of_finetuned else args.model
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if variant.distilled_from is not None:
+        start = run._replace(variant=variant.distilled_from)
+        make_checkpoint(args, start, variants)
+        _distil(args, run.task, variant, source, checkpoint_folder(args, start, variants), folder)
+        return
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if variant.distilled_from is not None:
-            start = make_checkpoint(args, run._replace(variant=variant.distilled_from), variants)
-            _distil(args, run.task, variant, source, start, folder)
-            return folder
         fields = dict(variant.fields)
         if variant.on_task:
             fields["calibration"] = Calibration(task_texts(args, run.task), max_length=TASKS[run.task].max_length)
@@ -214,7 +227,6 @@ def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, V
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
         convert_checkpoint(source, folder, **fields)
     check_source(folder, source)
-    return folder
 
 
 def task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> list[Any]:
@@ -237,33 +249,39 @@ def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -
 
 
 def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path, start: Path, folder: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts/uptrain.py"), "--model_name_or_path", str(start)]
-    command += ["--teacher", str(teacher), "--objective", "distill"]
+    flags = ["--model_name_or_path", str(start), "--teacher", str(teacher), "--objective", "distill"]
     if variant.on_task:
         texts = task_texts(args, task, TASK_DISTILLATION_TEXTS)
-        command += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *TASK_DISTILLATION]
-        command += ["--logits_weight", "1"] if variant.of_finetuned else []
-        command += ["--max_length", str(TASKS[task].max_length)]
+        flags += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *TASK_DISTILLATION]
+        flags += ["--max_length", str(TASKS[task].max_length)]
+        steps = STEPS_AFTER if variant.of_finetuned else STEPS_BEFORE
+        flags += ["--max_train_steps", str(steps), "--eval_steps", str(steps)]
+        # A regression's score alone is no distribution.
+        if variant.of_finetuned and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
+            flags += TASK_DISTILLATION_AFTER
     else:
         lines = folder.with_name(f"{folder.name}.txt")
         # uptrain.py holds a twentieth out.
         texts = _wikipedia(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
         lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-        command += ["--train_file", str(lines), "--max_length", str(DISTILLATION_LENGTH)]
-        command += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
-    command += ["--per_device_train_batch_size", str(DISTILLATION_BATCH)]
-    command += ["--group_by_length", "--disable_tqdm", "--output_dir", str(folder)]
-    subprocess.run(command, check=True, env=_environment(args))
+        flags += ["--train_file", str(lines), "--max_length", str(DISTILLATION_LENGTH)]
+        flags += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
+    flags += ["--per_device_train_batch_size", str(DISTILLATION_BATCH)]
+    flags += ["--group_by_length", "--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
+    flags += ["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps else []
+    if not (folder / "all_results.json").is_file():
+        command = [sys.executable, str(ROOT / "scripts/uptrain.py"), *flags]
+        subprocess.run(command, check=True, env=_environment(args))
+    check_arguments(folder, uptrain.parse_args, flags)
 
 
 def _write_table(path: Path, texts: list[Any]) -> list[str]:
     """Write texts or pairs of texts, and return the flags by which uptrain.py reads them."""
-    pairs = isinstance(texts[0], tuple)
-    columns = ("text1", "text2") if pairs else ("text1",)
-    records = (dict(zip(columns, text if pairs else (text,), strict=True)) for text in texts)
+    rows = [text if isinstance(text, tuple) else (text,) for text in texts]
+    columns = ["text1", "text2"][: len(rows[0])]
+    records = (dict(zip(columns, row, strict=True)) for row in rows)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    flags = ["--train_file", str(path), "--source_column", columns[0]]
-    return flags + (["--target_column", columns[1]] if pairs else [])
+    return ["--train_file", str(path), "--text_columns", *columns]
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
@@ -288,14 +306,14 @@ def _command(
     return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps and epochs else [])
 
 
-def _run(args: argparse.Namespace, checkpoint: Path, run: Run, variants: Mapping[str, Variant]) -> None:
+def _run(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
     folder = _folder(args.work_dir, run)
     if (folder / "all_results.json").is_file():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with open(folder.with_suffix(".log"), "w") as log:
-        script, *flags = _command(args, run, checkpoint, folder, variants)
+        script, *flags = _command(args, run, checkpoint_folder(args, run, variants), folder, variants)
         command = [sys.executable, str(ROOT / script), *flags]
         status = subprocess.run(command, stdout=log, stderr=log, env=_environment(args)).returncode
     name = f"{run.variant} on {run.task}, seed {run.seed}"
@@ -304,9 +322,9 @@ def _run(args: argparse.Namespace, checkpoint: Path, run: Run, variants: Mapping
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _row(args: argparse.Namespace, checkpoint: Path, run: Run, variants: Mapping[str, Variant]) -> dict[str, Any]:
+def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> dict[str, Any]:
     folder = _folder(args.work_dir, run)
-    script, *flags = _command(args, run, checkpoint, folder, variants)
+    script, *flags = _command(args, run, checkpoint_folder(args, run, variants), folder, variants)
     parse = {"run_glue.py": run_glue.parse_args, "run_squad.py": run_squad.parse_args}[Path(script).name]
     found = check_arguments(folder, parse, flags)
     kept = {metric: found[f"eval_{metric}"] for metric in TASKS[run.task].metrics}

@@ -12,9 +12,10 @@ __all__ = ["flushed_denormals"]
 def flushed_denormals() -> Iterator[None]:
     """Compute with denormal numbers (below 1.2e-38 in float32) as zero on the CPU inside.
 
-    Sharp attention weights and Adam's second moments are full of them, and an Intel CPU takes them a hundred times
-    more slowly than other numbers (docs/results.md has what that costs). The setting is this thread's, and that of
-    threads which begin inside; where the CPU lacks it, nothing changes.
+    Sharp attention weights and Adam's second moments are full of them, and Intel's CPUs take them far more slowly than
+    other numbers (docs/results.md, "Denormals", has what that costs). The setting is that of the thread and of those
+    that begin inside: torch's pool of threads has it if the process computed nothing in parallel before. It changes
+    Python's own numbers below 2.2e-308 as well. Where the CPU lacks it, nothing changes.
     """
     smallest = torch.full((), torch.finfo(torch.float32).tiny)
     had = bool(smallest / 2 == 0)

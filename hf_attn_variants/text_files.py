@@ -119,7 +119,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _open_text(path: Path, newline: str) -> TextIO:
     path = path.expanduser()
-    if not path.is_file():
+    if path.is_dir():
+        raise OSError(f"{path} is a folder, not a file")
+    if not path.exists():
         raise OSError(f"{path}: no such file")
     opened = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
     return opened(path, "rt", encoding="utf-8-sig", newline=newline)
@@ -134,9 +136,9 @@ def _lines(path: Path) -> Iterator[str]:
 def _whole_lines(path: Path, newline: str) -> Iterator[str]:
     with _open_text(path, newline) as file:
         try:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 if "\0" in line:
-                    raise ValueError(f"{path} is not a text file: it holds null characters")
+                    raise ValueError(f"{path}, line {number}, holds a null character: it is no text")
                 yield line
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
@@ -145,4 +147,4 @@ def _whole_lines(path: Path, newline: str) -> Iterator[str]:
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
+    return (Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix).lower()

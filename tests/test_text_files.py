@@ -46,7 +46,7 @@ def test_a_byte_order_mark_is_no_text(write, end):
     [
         ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
         ("latin.txt", b"caf\xe9\n", ValueError, r"latin\.txt is not UTF-8"),
-        ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt is not a text file: it holds null characters"),
+        ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, holds a null character"),
         ("none.txt", None, OSError, r"none\.txt: no such file"),
     ],
 )
@@ -117,5 +117,5 @@ def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
 
 
 def test_tables_are_told_by_their_names():
-    assert all(map(is_table, ("a.csv", "b.json", "c.jsonl", "d.csv.gz")))
+    assert all(map(is_table, ("a.csv", "b.json", "c.jsonl", "d.CSV.gz")))
     assert not any(map(is_table, ("a.txt", "b.gz", "csv", "c.txt.gz", "d.tsv")))

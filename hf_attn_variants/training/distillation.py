@@ -28,6 +28,7 @@ __all__ = [
 # Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
 Term = tuple[Tensor, Tensor]
 ENCODER, DECODER = "encoder", "decoder"
+PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
 
 
@@ -96,8 +97,8 @@ def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
     if getattr(outputs, "start_logits", None) is None:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
-    padding = inputs["attention_mask"][:, None] == 0
-    return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+    # No weight is left of it, at any temperature that is used, and half precision holds it.
+    return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
 
 
 class Teacher:

@@ -12,7 +12,16 @@ from hf_attn_variants.training.optimization import warmup_steps
 __all__ = ["LoopSettings", "total_training_steps"]
 
 # What else decides the weights a run ends with where the best of its evaluations are kept.
-BEST_WEIGHTS_ARGUMENTS = ("eval_steps", "max_eval_samples", "validation_file", "validation_source_file")
+BEST_WEIGHTS_ARGUMENTS = (
+    "eval_steps",
+    "max_eval_samples",
+    "validation_file",
+    "validation_source_file",
+    "validation_target_file",
+    "text_columns",
+    "source_column",
+    "target_column",
+)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from hf_attn_variants.training.models import (
     DROPOUT_FIELDS,
     check_max_length,
     enable_gradient_checkpointing,
+    give_token_types,
     load_config,
     load_model,
     load_tokenizer,
@@ -88,8 +89,11 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     teacher_config = _load_teacher_config(args, config, weights)
     tokenizer = load_tokenizer(args, config)
     _check_teacher_tokenizer(args, tokenizer)
-    check_max_length(args.max_length, config, tokenizer)
     data = load_uptraining_data(args, config, tokenizer)
+    pairs = not config.is_encoder_decoder and isinstance(data.train.texts[0], tuple)
+    check_max_length(args.max_length, config, tokenizer, pairs)
+    if pairs:
+        give_token_types(tokenizer, config)
     set_seed(args.seed)
     model = load_model(args, args.model_name_or_path, config, _model_class(args, args.model_name_or_path, config))
     if args.gradient_checkpointing:

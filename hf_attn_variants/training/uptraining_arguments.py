@@ -21,7 +21,7 @@ EPILOG = """examples (4 key/value heads, drawn towards the model they come from:
   %(prog)s --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
       --train_file wikipedia/train-00000.txt.gz --output_dir runs/minilm-gqa4 --group_by_length --cpu
   %(prog)s --model_name_or_path ./squad-gqa4 --teacher ./squad --objective distill --logits_weight 1 \\
-      --train_file pairs.jsonl --source_column question --target_column context --max_length 256 \\
+      --train_file pairs.jsonl --text_columns question context --max_length 256 \\
       --output_dir runs/squad-gqa4 --cpu
   %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
@@ -109,21 +109,20 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
         "with two columns, unless --source_file is given.",
     )
     group.add_argument("--validation_file", nargs="+", help="Held-out text of the same kind; see --max_eval_samples.")
+    group.add_argument(
+        "--text_columns",
+        nargs="+",
+        metavar="COLUMN",
+        help="An encoder's table: the column of texts, or two columns of texts to read as pairs (default: text).",
+    )
     for name in ("source", "target"):
-        group.add_argument(
-            f"--{name}_file",
-            help=f"The {name} side of parallel text, one example a line (.txt, .gz); an encoder reads both as a pair.",
-        )
+        group.add_argument(f"--{name}_file", help=f"The {name} side of parallel text, one example a line (.txt, .gz).")
         group.add_argument(f"--validation_{name}_file", help="Its held-out twin.")
-    group.add_argument(
-        "--source_column",
-        help="Column of the sources in a table, or of an encoder's texts (default: source, or text).",
-    )
-    group.add_argument(
-        "--target_column",
-        help="Column of the targets (default: target); for an encoder that of the second text of each pair, if there "
-        "is one.",
-    )
+        group.add_argument(
+            f"--{name}_column",
+            default=name,
+            help="Its column in an encoder-decoder's table (default: %(default)s).",
+        )
     group.add_argument("--source_prefix", default="", help="Text put before each source.")
     group.add_argument("--max_target_length", type=int, help="Tokens of a target (default: --max_length).")
     group.add_argument(

@@ -33,6 +33,7 @@ RowKey = tuple[int, int]
 Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 IGNORED_LABEL = -100
+PARALLEL_FLAGS = ("source_file", "target_file", "validation_source_file", "validation_target_file")
 # Held out of the training text where no validation file is given: this share, and no more than that many.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
@@ -204,14 +205,7 @@ def load_uptraining_data(
         ValueError: A file holds something else, or a flag is missing.
     """
     collate = _collator(args, config, tokenizer)
-    train_pair, eval_pair = _parallel(args, ""), _parallel(args, "validation_")
-    if (train_pair is None) == (args.train_file is None):
-        needs, table = ("an encoder-decoder", " a table as") if config.is_encoder_decoder else ("an encoder", "")
-        raise ValueError(f"{needs} needs --source_file and --target_file, or else{table} --train_file")
-    train = _read_rows(args, config, args.train_file, train_pair)
-    held_out = _read_rows(args, config, args.validation_file, eval_pair)
-    if held_out and isinstance(train[0], tuple) != isinstance(held_out[0], tuple):
-        raise ValueError("of the training and the validation text, one is pairs and the other is single texts")
+    train, held_out = (_read_pairs if config.is_encoder_decoder else _read_texts)(args)
     if not held_out:
         train, held_out = hold_out(train, args.max_eval_samples)
     return UptrainingData(
@@ -219,31 +213,47 @@ def load_uptraining_data(
     )
 
 
-def _parallel(args: argparse.Namespace, which: str) -> tuple[str, str] | None:
-    names = [f"{which}source_file", f"{which}target_file"]
-    source, target = (getattr(args, name) for name in names)
-    if (source is None) != (target is None):
-        raise ValueError(f"--{names[0]} and --{names[1]} belong together")
-    return (source, target) if source else None
-
-
-def _read_rows(
-    args: argparse.Namespace, config: PreTrainedConfig, files: Sequence[str] | None, parallel: tuple[str, str] | None
-) -> list[Any]:
-    if parallel is not None:
-        return read_pairs(*parallel)
-    files = files or []
-    source, target = args.source_column, args.target_column
-    if config.is_encoder_decoder:
-        return read_columns(files, (source or "source", target or "target"))
+def _read_texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    _refuse(args, PARALLEL_FLAGS, "is for an encoder-decoder; an encoder reads --train_file")
+    if not args.train_file:
+        raise ValueError(f"--objective {args.objective} of an encoder needs --train_file")
+    files = [*args.train_file, *(args.validation_file or [])]
     tables = [path for path in files if is_table(path)]
     if not tables:
-        return read_lines(files)
+        _refuse(args, ("text_columns",), "is for tables (.csv, .json, .jsonl); --train_file names none")
+        return read_lines(args.train_file), read_lines(args.validation_file or [])
     if len(tables) < len(files):
         other = next(path for path in files if path not in tables)
         raise ValueError(f"{tables[0]} is a table and {other} is not: give files of one kind")
-    rows = read_columns(files, [source or "text", *([target] if target else [])])
-    return rows if target else [text for (text,) in rows]
+    columns = args.text_columns or ["text"]
+    if len(columns) > 2:
+        raise ValueError(f"--text_columns takes one column or two, got {len(columns)}")
+    train, held_out = (read_columns(paths or [], columns) for paths in (args.train_file, args.validation_file))
+    if len(columns) == 1:
+        return [text for (text,) in train], [text for (text,) in held_out]
+    return train, held_out
+
+
+def _read_pairs(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    _refuse(args, ("text_columns",), "is for an encoder; a table of pairs has --source_column and --target_column")
+    train, held_out = (args.source_file, args.target_file), (args.validation_source_file, args.validation_target_file)
+    if any((source is None) != (target is None) for source, target in (train, held_out)):
+        raise ValueError("--source_file and --target_file belong together, and so do their validation twins")
+    if (args.source_file is None) == (args.train_file is None):
+        raise ValueError("an encoder-decoder needs --source_file and --target_file, or else a table as --train_file")
+    if held_out[0] and args.validation_file:
+        raise ValueError("give --validation_source_file and --validation_target_file or --validation_file, not both")
+    columns = (args.source_column, args.target_column)
+    return (
+        read_pairs(*train) if args.source_file else read_columns(args.train_file, columns),
+        read_pairs(*held_out) if held_out[0] else read_columns(args.validation_file or [], columns),
+    )
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} {reason}")
 
 
 def _collator(args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Collator:

@@ -142,7 +142,11 @@ class UptrainingObjective:
                 terms[f"{side}_{kind}_error"] = layer_error(
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
-        if weights.logits and student.span_logits is not None and teacher.span_logits is not None:
+        if weights.logits and (student.span_logits is None) != (teacher.span_logits is None):
+            raise ValueError(
+                "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
+            )
+        if weights.logits and student.span_logits is not None:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
             logits = student.span_logits, teacher.span_logits
             terms["logits_divergence"] = logits_divergence(*logits, mask, weights.temperature)

@@ -3,7 +3,6 @@
 import argparse
 import gzip
 import importlib
-import itertools
 import json
 from pathlib import Path
 
@@ -44,58 +43,83 @@ def test_a_checkpoint_is_made_once(comparison, tmp_path):
     BertModel(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path / "work", data_dir=tmp_path)
     variants = {"MHA": comparison.Variant(), "GQA-2 (mean)": comparison.Variant({"num_key_value_heads": 2})}
-    assert comparison.make_checkpoint(args, comparison.Run("cola", 0, "MHA"), variants) == args.model
+    assert comparison.checkpoint_folder(args, comparison.Run("cola", 0, "MHA"), variants) == args.model
     run = comparison.Run("cola", 0, "GQA-2 (mean)")
-    folder = comparison.make_checkpoint(args, run, variants)
+    comparison.make_checkpoint(args, run, variants)
+    folder = comparison.checkpoint_folder(args, run, variants)
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert comparison.make_checkpoint(args, run, variants) == folder
+    comparison.make_checkpoint(args, run, variants)
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
 
 
-def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path, monkeypatch):
+def _finish(folder, arguments):
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = json.loads(json.dumps(vars(arguments), default=str))
+    (folder / "all_results.json").write_text(json.dumps({"arguments": arguments}))
+
+
+@pytest.fixture
+def distillations(comparison, monkeypatch):
+    """The arguments that uptrain.py was called with; it is not run, but leaves its results."""
+    calls = []
+
+    def run(command, **options):
+        calls.append(uptrain.parse_args(command[2:]))
+        _finish(Path(calls[-1].output_dir), calls[-1])
+
+    monkeypatch.setattr(comparison.subprocess, "run", run)
+    return calls
+
+
+def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path, monkeypatch, distillations):
     (tmp_path / "wikipedia").mkdir()
     with gzip.open(tmp_path / "wikipedia/train-00000.txt.gz", "wt", encoding="utf-8") as file:
         file.writelines(f"Line number {number} of a text that is long enough to be used.\n" for number in range(4000))
-    commands = []
-    monkeypatch.setattr(comparison.subprocess, "run", lambda command, **options: commands.append(command))
-    args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path, data_dir=tmp_path, threads=1)
-    (tmp_path / "checkpoints" / "gqa-4-calibrated").mkdir(parents=True)
+    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
+    flags = ["--model", "source", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path)]
+    args = comparison.parse_args(flags)
+    start = tmp_path / "checkpoints" / "gqa-4-calibrated"
+    start.mkdir(parents=True)
     run = comparison.Run("cola", 0, "GQA-4 (calibrated, distilled)")
-    folder = comparison.make_checkpoint(args, run, comparison.VARIANTS)
-    (command,) = commands
-    flags = dict(itertools.pairwise(command))
-    assert flags["--model_name_or_path"] == str(tmp_path / "checkpoints" / "gqa-4-calibrated")
-    assert flags["--output_dir"] == str(folder) and flags["--teacher"] == str(args.model)
-    texts = Path(flags["--train_file"]).read_text(encoding="utf-8").splitlines()
-    assert 0.95 * len(texts) >= int(flags["--max_train_steps"]) * int(flags["--per_device_train_batch_size"])
+    comparison.make_checkpoint(args, run, comparison.VARIANTS)
+    (used,) = distillations
+    folder = comparison.checkpoint_folder(args, run, comparison.VARIANTS)
+    assert (used.model_name_or_path, used.teacher, used.output_dir) == (str(start), "source", str(folder))
+    texts = Path(used.train_file[0]).read_text(encoding="utf-8").splitlines()
+    assert 0.95 * len(texts) >= used.max_train_steps * used.per_device_train_batch_size
+    comparison.make_checkpoint(args, run, comparison.VARIANTS)  # it is there
+    (folder / "all_results.json").unlink()  # it was killed
+    args = comparison.parse_args([*flags, "--max_train_steps", "2"])
+    comparison.make_checkpoint(args, run, comparison.VARIANTS)
+    assert [call.max_train_steps for call in distillations] == [used.max_train_steps, 2]
+    with pytest.raises(SystemExit, match="max_train_steps"):
+        comparison.make_checkpoint(comparison.parse_args(flags), run, comparison.VARIANTS)
 
 
+@pytest.mark.parametrize("task", ["squad", "stsb", "cola"])
 def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only_evaluated(
-    comparison, tmp_path, monkeypatch, shared_data
+    comparison, tmp_path, monkeypatch, shared_data, distillations, task
 ):
-    commands, runs = [], []
-    monkeypatch.setattr(comparison.subprocess, "run", lambda command, **options: commands.append(command))
-    monkeypatch.setattr(comparison, "_run", lambda args, checkpoint, run, variants: runs.append((checkpoint, run)))
+    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
     name = "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)"
     calibrated = comparison.VARIANTS[name].distilled_from
-    start = tmp_path / "checkpoints" / f"{comparison.slug(calibrated)}-squad-7"
+    args = comparison.parse_args(["--model", "m", "--data_dir", str(shared_data), "--work_dir", str(tmp_path)])
+    run = comparison.Run(task, 7, name)
+    start = comparison.checkpoint_folder(args, run._replace(variant=calibrated), comparison.VARIANTS)
     start.mkdir(parents=True)
-    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
-    flags = ["--model", "m", "--data_dir", str(shared_data), "--work_dir", str(tmp_path), "--max_train_steps", "2"]
-    args, run = comparison.parse_args(flags), comparison.Run("squad", 7, name)
-    folder = comparison.make_checkpoint(args, run, comparison.VARIANTS)
-    (command,) = commands
-    flags = dict(itertools.pairwise(command))
-    assert flags["--model_name_or_path"] == str(start) and flags["--output_dir"] == str(folder)
-    assert flags["--teacher"] == str(tmp_path / "runs/mha-squad-7")
-    assert (args.model, comparison.Run("squad", 7, "MHA")) in runs
-    parsed = uptrain.parse_args(command[2:])
-    rows = [json.loads(line) for line in Path(parsed.train_file[0]).read_text().splitlines()]
-    assert set(rows[0]) == {parsed.source_column, parsed.target_column}
-    assert 0.95 * len(rows) >= parsed.max_train_steps * parsed.per_device_train_batch_size
-    _, *flags = comparison._command(args, run, folder, "out", comparison.VARIANTS)
-    assert run_squad.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
+    comparison.make_checkpoint(args, run, comparison.VARIANTS)
+    (used,) = distillations
+    assert (used.model_name_or_path, used.teacher) == (str(start), str(tmp_path / f"runs/mha-{task}-7"))
+    assert used.logits_weight == (None if task == "stsb" else 1)
+    rows = [json.loads(line) for line in Path(used.train_file[0]).read_text().splitlines()]
+    assert list(rows[0]) == used.text_columns and len(used.text_columns) == (1 if task == "cola" else 2)
+    if task == "squad":
+        assert len(rows) - 512 >= used.max_train_steps * used.per_device_train_batch_size
+    args.max_train_steps = 2
+    _, *flags = comparison._command(args, run, "checkpoint", "out", comparison.VARIANTS)
+    script = run_squad if task == "squad" else run_glue
+    assert script.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
 
 
 def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
@@ -107,16 +131,16 @@ def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
     assert len(context) > len(question) > 5
 
 
-def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "_run", lambda *run: pytest.fail("a run was begun"))
+@pytest.mark.parametrize("variant", ["MHA", "GQA-4 (the fine-tuned MHA, calibrated on the task)"])
+def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, tmp_path, monkeypatch, variant):
+    for name in ("_run", "make_checkpoint"):
+        monkeypatch.setattr(comparison, name, lambda *run: pytest.fail("work was begun"))
     flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
-    args = comparison.parse_args([*flags, "--variants", "MHA", "--output", str(tmp_path / "rows.json")])
+    args = comparison.parse_args([*flags, "--variants", variant, "--output", str(tmp_path / "rows.json")])
     run = comparison.Run("cola", 42, "MHA")
     folder = comparison._folder(tmp_path, run)
-    folder.mkdir(parents=True)
     _, *used = comparison._command(args, run, "somewhere/old-model", folder, comparison.VARIANTS)
-    arguments = json.loads(json.dumps(vars(run_glue.parse_args(used)), default=str))
-    (folder / "all_results.json").write_text(json.dumps({"arguments": arguments}))
+    _finish(folder, run_glue.parse_args(used))
     with pytest.raises(SystemExit, match=r"old-model.*now 'new-model'"):
         comparison.main(args)
     assert not (tmp_path / "rows.json").exists()
