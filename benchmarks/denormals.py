@@ -28,7 +28,7 @@ from hf_attn_variants.training.tracking import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """example (all-MiniLM-L6-v2):
-  OMP_NUM_THREADS=1 python benchmarks/denormals.py --model_name_or_path MINILM \\
+  python benchmarks/denormals.py --model_name_or_path MINILM \\
       --train_file squad/train-v1.1.subset.json"""
 EVERY = 50  # question: whole passages, and so lengths, stand together in the file
 WAYS: dict[str, Any] = {"as they are": nullcontext, "flushed": flushed_denormals}
@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_name_or_path", required=True, help="A BERT or ALBERT with its tokenizer.")
+    parser.add_argument("--model_name_or_path", required=True, help="A BERT with its tokenizer.")
     parser.add_argument("--train_file", type=Path, required=True, help="Questions in SQuAD's format.")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--max_length", type=int, default=256, help="Tokens of a pair at most.")
@@ -51,6 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     """Measure, write the JSON and print a table."""
+    torch.set_num_threads(1)  # the setting is a thread's own
     torch.manual_seed(0)
     start = AutoModelForQuestionAnswering.from_pretrained(args.model_name_or_path)
     batches = _batches(args)
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     found = {
         "arguments": {**vars(args), "model_name_or_path": Path(args.model_name_or_path).name},
         "processor": _processor(),
-        "threads": torch.get_num_threads(),
+        "threads": 1,
         "versions": library_versions(),
         "runs": rows,
     }
@@ -92,6 +93,9 @@ def _timed(context: AbstractContextManager, work: Callable[[], None]) -> float:
 def _batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     questions = read_squad(args.train_file, has_answers=True)[::EVERY]
+    needed = args.steps * (args.turns + 1) * args.batch_size
+    if len(questions) < needed:
+        raise SystemExit(f"{args.train_file} has {len(questions)} x {EVERY} questions; {needed} x {EVERY} are needed")
     batches = []
     for index in range(args.steps * (args.turns + 1)):
         rows = questions[index * args.batch_size :][: args.batch_size]

@@ -116,7 +116,6 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    modules = _pooled(plan)
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
@@ -124,9 +123,21 @@ def calibrate(
         raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    batches = _batches(model, tokenizer, calibration)
+    with flushed_denormals():  # before anything is computed in parallel
+        batches = _batches(model, tokenizer, calibration)
+        _fit_all(plan, method, model, batches, calibration)
+
+
+def _fit_all(
+    plan: ConversionPlan,
+    method: CalibratedMethod,
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, torch.Tensor]],
+    calibration: Calibration,
+) -> None:
+    modules = _pooled(plan)
     attentions = {path: module for _, path, module in model.named_attentions()}
-    with flushed_denormals(), tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
+    with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
         for group in _recorded_together(modules, model.config, batches):
             calls = recorded_inputs(model, [module.name for module in group], batches)
             for module in group:

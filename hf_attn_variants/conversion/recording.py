@@ -67,10 +67,11 @@ class AttentionInputs:
 
 
 def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one attention on recorded inputs.
+    """Run one attention on recorded inputs, by torch's fused kernels.
 
     Returns:
-        The output [b, n, D] and the heads' outputs [b, n, h*d].
+        The output [b, n, D] and the heads' outputs [b, n, h*d]. Those of a query that may read nothing, and their
+        gradients, are arbitrary: read the valid ones alone.
     """
     context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
     return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context

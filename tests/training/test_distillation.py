@@ -7,6 +7,7 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from torch.nn import functional
 
+from hf_attn_variants.training import distillation
 from hf_attn_variants.training.distillation import (
     ActivationRecorder,
     Teacher,
@@ -64,6 +65,21 @@ def test_logits_divergence_is_kullback_leibler_at_the_temperature():
     sums, items = logits_divergence(student[:, 0], teacher[:, 0], None, temperature=2.0)
     torch.testing.assert_close(sums, 4 * (p * (p / q).log()).sum(-1)[:, 0])
     assert items.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_is_no_answer(dtype, temperature):
+    spans = [random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
+    inputs = {"attention_mask": MASK}
+    outputs = [types.SimpleNamespace(start_logits=pair[:, 0], end_logits=pair[:, 1]) for pair in spans]
+    masked = [distillation._span_logits(inputs, output) for output in outputs]
+    sums, items = logits_divergence(*masked, torch.ones(2, 2), temperature)
+    assert items.tolist() == [2, 2]
+    student, teacher = (pair[0, :, :3].float() for pair in spans)  # the first example has three tokens
+    p, q = (teacher / temperature).softmax(-1), (student / temperature).softmax(-1)
+    expected = temperature**2 * (p * (p / q).log()).sum()
+    torch.testing.assert_close(sums, torch.stack([expected, torch.zeros(())]), rtol=1e-4, atol=1e-6)
 
 
 def test_cross_entropy_and_embedding_distance():

@@ -13,6 +13,8 @@ import torch
 from fixtures.uptraining import make_bert, make_t5, make_text
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
@@ -28,6 +30,7 @@ from hf_attn_variants.training.errors import NonFiniteLossError
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.uptrain import main, parse_args
 from hf_attn_variants.training.uptraining_data import hold_out
+from hf_attn_variants.training.uptraining_objective import UptrainingObjective
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,29 +196,62 @@ def test_embeddings_alone_are_distilled(run):
     assert results["eval_loss"] == pytest.approx(1 - results["eval_embedding_cosine"], abs=1e-6)
 
 
-def test_an_encoder_reads_pairs_of_files_or_of_a_table(run, source, tmp_path):
-    target = source.with_name("target.txt")
-    columns = [path.read_text().splitlines() for path in (source, target)]
-    table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps({"question": a, "text": b}) + "\n" for a, b in zip(*columns, strict=True)))
+def write_pairs(source, path):
+    columns = [side.read_text().splitlines() for side in (source, source.with_name("target.txt"))]
+    path.write_text("".join(json.dumps({"question": a, "text": b}) + "\n" for a, b in zip(*columns, strict=True)))
+    return path
 
-    def initial_loss(*text):
-        argv = run.flags(
-            "distill", "--overwrite_output_dir", model=run.model, teacher=run.teacher, steps=1, output_dir=run.out
-        )
+
+def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
+    table = write_pairs(source, tmp_path / "rows.jsonl")
+
+    def initial_loss(*text, **options):
+        options = {"model": run.model, "teacher": run.teacher, "steps": 1, "output_dir": run.out} | options
+        argv = run.flags("distill", "--overwrite_output_dir", **options)
         position = argv.index("--train_file")
         return main(parse_args([*argv[:position], *map(str, text), *argv[position + 2 :]]))["initial_eval_loss"]
 
-    pairs = initial_loss("--source_file", source, "--target_file", target)
-    assert initial_loss("--train_file", table, "--source_column", "question", "--target_column", "text") == pairs
-    lines = initial_loss("--train_file", target)
-    assert initial_loss("--train_file", table) == lines != pairs  # the column "text"
-    with pytest.raises(ValueError, match="one is pairs and the other is single texts"):
-        initial_loss("--train_file", source, "--validation_source_file", source, "--validation_target_file", target)
-    with pytest.raises(ValueError, match=r"rows\.jsonl is a table and .*source\.txt is not"):
-        initial_loss("--train_file", source, table)
-    with pytest.raises(ValueError, match="an encoder needs --source_file and --target_file, or else --train_file"):
-        initial_loss()
+    pair = ["--text_columns", "question", "text"]
+    texts = initial_loss("--train_file", table)  # the column "text"
+    assert texts == initial_loss("--train_file", source.with_name("target.txt"))
+    assert len({texts, initial_loss("--train_file", table, *pair), initial_loss("--train_file", source)}) == 3
+    for flags, message in (
+        (["--train_file", source, table], r"rows\.jsonl is a table and .*source\.txt is not"),
+        (["--train_file", table, "--validation_file", source], r"rows\.jsonl is a table and .*source\.txt is not"),
+        (["--train_file", source, *pair], "--text_columns is for tables"),
+        (["--train_file", table, *pair, "more"], "--text_columns takes one column or two, got 3"),
+        (["--source_file", source], "--source_file is for an encoder-decoder; an encoder reads --train_file"),
+        ([], "--objective distill of an encoder needs --train_file"),
+        (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            initial_loss(*flags)
+
+
+def test_alberts_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch):
+    config = AlbertConfig(
+        vocab_size=AutoConfig.from_pretrained(bert).vocab_size,
+        embedding_size=8,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+    )
+    AlbertModel(config).save_pretrained(tmp_path / "albert")
+    tokenizer = AutoTokenizer.from_pretrained(bert)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's own of transformers v5
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+    tokenizer.save_pretrained(tmp_path / "albert")
+    convert_checkpoint(tmp_path / "albert", tmp_path / "mqa", 1)
+    seen = []
+    monkeypatch.setattr(UptrainingObjective, "count", lambda self, batch: seen.append(batch) or 1)
+    table = write_pairs(source, tmp_path / "rows.jsonl")
+    argv = run.flags("distill", model=tmp_path / "mqa", teacher=tmp_path / "albert", steps=1, output_dir=run.out)
+    position = argv.index("--train_file")
+    pair = ["--train_file", str(table), "--text_columns", "question", "text"]
+    main(parse_args([*argv[:position], *pair, *argv[position + 2 :]]))
+    assert all(set(batch["token_type_ids"].unique().tolist()) == {0, 1} for batch in seen) and seen
 
 
 def test_answers_are_distilled(run, bert, tmp_path):
@@ -232,6 +268,9 @@ def test_answers_are_distilled(run, bert, tmp_path):
     assert results["eval_logits_divergence"] < 0.5 * results["initial_eval_logits_divergence"]
     model = AutoModelForQuestionAnswering.from_pretrained(run.out)
     assert type(model).__name__ == "AttnVariantBertForQuestionAnswering"
+    flags = ["--logits_weight", 1, "--overwrite_output_dir"]
+    with pytest.raises(ValueError, match="of the model and its teacher, one alone answers questions"):
+        run("distill", *flags, model=tmp_path / "mqa")
 
 
 def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
