@@ -32,6 +32,8 @@ from hf_attn_variants.training.checkpoints import atomic_write
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {
     "tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "vocab_size": 500},
+    "t5-multi30k": {"d_model": 128, "d_kv": 16, "d_ff": 512, "num_heads": 8, "num_layers": 2, "vocab_size": 8000}
+    | {"feed_forward_proj": "gated-gelu"},  # that benchmarks/t5_multi30k.py trains
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6},
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 12},
     "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 24},
@@ -49,6 +51,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--num_layers", type=int, help="fewer layers than the shape has, where memory asks for it")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: MHA, 4, 2 and 1")
+    parser.add_argument(
+        "--equal_parameters", action="store_true", help="wider feed-forward layers where there are fewer K/V heads"
+    )
     parser.add_argument("--batch_size", type=int, nargs="+", default=[32])
     parser.add_argument("--source_length", type=int, nargs="+", default=[1024])
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -103,7 +108,8 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     heads = fields["num_heads"]
     models = {UPSTREAM: transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))}
     for k in args.num_key_value_heads:
-        config = hf_attn_variants.AttnVariantT5Config(**fields, num_key_value_heads=k)
+        wider = {"d_ff": equal_feed_forward(fields, k)} if args.equal_parameters else {}
+        config = hf_attn_variants.AttnVariantT5Config(**fields | wider, num_key_value_heads=k)
         models[variant_name(k, heads)] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
     for model in models.values():
         model.eval().to(args.device, getattr(torch, args.dtype))
@@ -114,6 +120,14 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
             torch._dynamo.config.recompile_limit = 16 * (len(args.num_key_value_heads) + 1)
             model.forward = torch.compile(model.forward)
     return models
+
+
+def equal_feed_forward(fields: dict[str, Any], kv_heads: int) -> int:
+    """Return the d_ff at which a model of fewer key/value heads has as many parameters (arXiv:1911.02150, 4.1)."""
+    saved = fields["num_heads"] - kv_heads  # heads of K and V, in both attentions of each decoder layer
+    saved *= fields["d_kv"] * fields["d_model"] * 2 * 2 * fields["num_layers"]
+    matrices = 3 if "gated" in fields.get("feed_forward_proj", "relu") else 2
+    return fields["d_ff"] + round(saved / (matrices * fields["d_model"] * 2 * fields["num_layers"]))
 
 
 def variant_name(kv_heads: int, heads: int) -> str:
@@ -237,7 +251,7 @@ def size_of(cache: Any) -> int:
 
 
 def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
-    """Return the seconds of one encoder pass; the same for every contestant, whose encoders are all multi-head."""
+    """Return the seconds of one pass of upstream's encoder; all are multi-head (with wider layers if so asked)."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
     return seconds(lambda: model.encoder(input_ids=ids), args.device)
 

@@ -1,0 +1,42 @@
+"""The decoding benchmark, tiny: a row for each model, and models of equal size."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("decode_t5")
+
+
+@pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])
+def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, flags):
+    argv = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "3", "--repeats", "1"]
+    argv += ["--skip_encoder", "--output_dir", str(tmp_path), "--run_name", "run", *flags]
+    monkeypatch.setattr(sys, "argv", ["decode_t5.py", *argv])
+    decode.main(decode.parse_args())
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == ["upstream MHA", "MHA", "GQA-2", "MQA"]
+    assert [row["cache_bytes_ratio"] for row in rows] == [1, 1, 0.5, 0.25]
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("shape", ["tiny", "t5-multi30k"])
+def test_wider_feed_forward_layers_make_up_for_fewer_heads(decode, shape):
+    fields = decode.SHAPES[shape]
+
+    def parameters(kv_heads):
+        wider = {"d_ff": decode.equal_feed_forward(fields, kv_heads)}
+        config = AttnVariantT5Config(**fields | wider, num_key_value_heads=kv_heads)
+        return sum(parameter.numel() for parameter in AttnVariantT5ForConditionalGeneration(config).parameters())
+
+    assert parameters(1) == pytest.approx(parameters(fields["num_heads"]), rel=1e-3)
