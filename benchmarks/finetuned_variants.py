@@ -37,9 +37,9 @@ TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
 TASK_DISTILLATION_TEXTS = 18_995  # all of the SQuAD subset's; uptrain.py holds 512 out
 TASK_DISTILLATION = ["--trainable", "all", "--learning_rate", "1e-4"]
-# Before the fine-tuning; and of a fine-tuned model, an epoch as that one had. The attentions were fitted before.
-STEPS_BEFORE, STEPS_AFTER = 150, 560
-TASK_DISTILLATION_AFTER = ["--logits_weight", "1", "--attention_outputs_weight", "0"]
+# Before the fine-tuning; and of a fine-tuned model, half an epoch. The attentions were fitted before.
+STEPS_BEFORE, STEPS_AFTER = 150, 280
+TASK_DISTILLATION_AFTER = ["--logits_weight", "1", "--attention_outputs_weight", "0", "--learning_rate", "2e-5"]
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 
