@@ -10,7 +10,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..denormals import flushed_denormals
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
 from .recording import recorded_inputs
@@ -116,6 +115,7 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
+    modules = _pooled(plan)
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
@@ -123,19 +123,7 @@ def calibrate(
         raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    with flushed_denormals():  # before anything is computed in parallel
-        batches = _batches(model, tokenizer, calibration)
-        _fit_all(plan, method, model, batches, calibration)
-
-
-def _fit_all(
-    plan: ConversionPlan,
-    method: CalibratedMethod,
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, torch.Tensor]],
-    calibration: Calibration,
-) -> None:
-    modules = _pooled(plan)
+    batches = _batches(model, tokenizer, calibration)
     attentions = {path: module for _, path, module in model.named_attentions()}
     with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
         for group in _recorded_together(modules, model.config, batches):

@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from transformers.utils import logging as transformers_logging
 
-from hf_attn_variants.denormals import flushed_denormals
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint
 
@@ -47,7 +46,7 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             arguments.prepare_output_dir(args)
-        with flushed_denormals(), _library_bars(not args.disable_tqdm):
+        with _library_bars(not args.disable_tqdm):
             yield accelerator
     finally:
         accelerator.end_training()

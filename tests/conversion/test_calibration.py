@@ -264,21 +264,6 @@ def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size)
         command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
-def test_denormals_are_flushed_while_heads_are_fitted():
-    if not torch.set_flush_denormal(False):
-        pytest.skip("this CPU cannot flush denormals")
-    seen = []
-
-    class Watching(Calibrated):
-        def convert_module(self, *args, **options):
-            seen.append(bool(torch.full((), torch.finfo(torch.float32).tiny) / 2 == 0))
-            return super().convert_module(*args, **options)
-
-    convert_model(bert(), 2, Watching(), calibration=calibration())
-    assert seen == [True, True]
-    assert torch.full((), torch.finfo(torch.float32).tiny) / 2 != 0
-
-
 def test_the_command_reads_lines_targets_and_tables(tmp_path):
     def read(*flags):
         found = command._calibration(
