@@ -52,10 +52,12 @@ def check_arguments(
     results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
     wanted = json.loads(json.dumps(vars(parse_args(flags)), default=str))
     used = results["arguments"]
+    # What is not given is None here, and in the results what the script took for it.
+    given = {name: value for name, value in wanted.items() if value is not None and name not in IGNORED}
     different = {
         name: f"{used[name]!r}, now {value!r}"
-        for name, value in wanted.items()
-        if name in used and name not in IGNORED and _without_folders(used[name]) != _without_folders(value)
+        for name, value in given.items()
+        if name in used and _without_folders(used[name]) != _without_folders(value)
     }
     if different:
         raise SystemExit(f"{folder} holds a run with other arguments {different}: use another --work_dir")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_attn_variants.training import run_glue
+from hf_attn_variants.training import run_glue, run_seq2seq
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]
@@ -43,6 +43,17 @@ def test_a_run_of_other_arguments_is_refused_by_name(records, tmp_path):
         records.check_arguments(tmp_path, run_glue.parse_args, [*FLAGS, "--seed", "7"])
     with pytest.raises(SystemExit, match=r"model_name_or_path.*models/a.*models/b"):
         records.check_arguments(tmp_path, run_glue.parse_args, ["--model_name_or_path", "models/b", *FLAGS[2:]])
+
+
+def test_what_a_script_fills_in_is_no_difference(records, tmp_path):
+    flags = ["--model_name_or_path", "t5", "--output_dir", "o", "--source_file", "a.en", "--target_file", "a.de"]
+    args = run_seq2seq.parse_args(flags)
+    args.max_target_length, args.metrics = 64, ["bleu"]  # as its results have them
+    arguments = json.loads(json.dumps(vars(args), default=str))
+    (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "arguments": arguments}))
+    assert records.check_arguments(tmp_path, run_seq2seq.parse_args, flags)["eval_loss"] == 1.0
+    with pytest.raises(SystemExit, match=r"max_target_length.*64, now 32"):
+        records.check_arguments(tmp_path, run_seq2seq.parse_args, [*flags, "--max_target_length", "32"])
 
 
 def test_a_checkpoint_of_another_model_is_refused(records, tmp_path):
