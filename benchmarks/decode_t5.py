@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for batch_size, source_length in itertools.product(args.batch_size, args.source_length):
         rows += measure(models, args, batch_size, source_length)
-    arguments = {key: str(value) for key, value in vars(args).items()}
+    arguments = {key: str(value) for key, value in vars(args).items() if key != "output_dir"}
     results = {"arguments": arguments, "machine": machine(args), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = [f"batch{'-'.join(map(str, args.batch_size))}", f"source{'-'.join(map(str, args.source_length))}"]

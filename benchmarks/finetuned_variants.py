@@ -35,11 +35,11 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
-TASK_DISTILLATION_TEXTS = 18_995  # all of the SQuAD subset's; uptrain.py holds 512 out
-TASK_DISTILLATION = ["--trainable", "all", "--learning_rate", "1e-4"]
-# Before the fine-tuning; and of a fine-tuned model, half an epoch. The attentions were fitted before.
-STEPS_BEFORE, STEPS_AFTER = 150, 280
-TASK_DISTILLATION_AFTER = ["--logits_weight", "1", "--attention_outputs_weight", "0", "--learning_rate", "2e-5"]
+# On the task, before the fine-tuning, and of a fine-tuned model (half an epoch of the SQuAD subset): the attentions are
+# fitted by then. Of the texts uptrain.py holds a twentieth out, at most 512.
+TEXTS_BEFORE, DISTILLATION_BEFORE = 5312, ["--max_train_steps", "150", "--learning_rate", "1e-4"]
+TEXTS_AFTER, DISTILLATION_AFTER = 18_995, ["--max_train_steps", "280", "--learning_rate", "2e-5"]
+DISTILLATION_AFTER += ["--attention_outputs_weight", "0"]
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 
@@ -251,14 +251,14 @@ def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -
 def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path, start: Path, folder: Path) -> None:
     flags = ["--model_name_or_path", str(start), "--teacher", str(teacher), "--objective", "distill"]
     if variant.on_task:
-        texts = task_texts(args, task, TASK_DISTILLATION_TEXTS)
-        flags += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *TASK_DISTILLATION]
-        flags += ["--max_length", str(TASKS[task].max_length)]
-        steps = STEPS_AFTER if variant.of_finetuned else STEPS_BEFORE
-        flags += ["--max_train_steps", str(steps), "--eval_steps", str(steps)]
+        after = variant.of_finetuned
+        texts = task_texts(args, task, TEXTS_AFTER if after else TEXTS_BEFORE)
+        flags += _write_table(folder.with_name(f"{folder.name}.jsonl"), texts)
+        flags += DISTILLATION_AFTER if after else DISTILLATION_BEFORE
+        flags += ["--trainable", "all", "--eval_steps", "1000", "--max_length", str(TASKS[task].max_length)]
         # A regression's score alone is no distribution.
-        if variant.of_finetuned and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
-            flags += TASK_DISTILLATION_AFTER
+        if after and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
+            flags += ["--logits_weight", "1"]
     else:
         lines = folder.with_name(f"{folder.name}.txt")
         # uptrain.py holds a twentieth out.

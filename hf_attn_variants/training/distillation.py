@@ -94,7 +94,8 @@ class ActivationRecorder:
 
 
 def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
-    if getattr(outputs, "start_logits", None) is None:
+    # A T5 that answers questions scores the tokens of its decoder, which here reads a target.
+    if getattr(outputs, "start_logits", None) is None or "decoder_input_ids" in inputs:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
     # No weight is left of it, at any temperature that is used, and half precision holds it.

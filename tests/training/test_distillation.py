@@ -82,6 +82,14 @@ def test_padding_is_no_answer(dtype, temperature):
     torch.testing.assert_close(sums, torch.stack([expected, torch.zeros(())]), rtol=1e-4, atol=1e-6)
 
 
+def test_a_t5_that_answers_questions_has_no_distribution_over_its_sources():
+    model = T5.model("T5ForQuestionAnswering")
+    ids = torch.tensor([[3, 4, 5, 1]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :2]}
+    found = ActivationRecorder(model).run(model, inputs)
+    assert found.span_logits is None and found.logits is None
+
+
 def test_cross_entropy_and_embedding_distance():
     logits, labels = random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
     sums, items = token_cross_entropy(logits, labels)
