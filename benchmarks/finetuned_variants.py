@@ -35,8 +35,8 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
-# On the task, before the fine-tuning, and of a fine-tuned model (half an epoch of the SQuAD subset): the attentions are
-# fitted by then. Of the texts uptrain.py holds a twentieth out, at most 512.
+# On the task: before the fine-tuning, and of a fine-tuned model, half an epoch of the SQuAD subset (by then the
+# attentions are fitted). Of the texts uptrain.py holds a twentieth out, at most 512.
 TEXTS_BEFORE, DISTILLATION_BEFORE = 5312, ["--max_train_steps", "150", "--learning_rate", "1e-4"]
 TEXTS_AFTER, DISTILLATION_AFTER = 18_995, ["--max_train_steps", "280", "--learning_rate", "2e-5"]
 DISTILLATION_AFTER += ["--attention_outputs_weight", "0"]
