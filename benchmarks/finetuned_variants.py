@@ -80,6 +80,7 @@ VARIANTS = {
     "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
+    "MQA (calibrated on the task)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, on_task=True),
     "MQA (mean)": Variant({"num_key_value_heads": 1}),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }

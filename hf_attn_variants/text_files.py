@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["is_table", "read_columns", "read_lines", "read_pairs"]
+__all__ = ["is_table", "read_columns", "read_lines", "read_pairs", "text_columns"]
 
 COMPRESSED_SUFFIX = ".gz"
 MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
@@ -56,12 +56,15 @@ def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[s
     return pairs
 
 
-def read_columns(paths: Sequence[str | Path], columns: Sequence[str]) -> list[tuple[str, ...]]:
+def read_columns(
+    paths: Sequence[str | Path], columns: Sequence[str], named_by: str | None = None
+) -> list[tuple[str, ...]]:
     """Reads text columns of tables; rows with a blank one are left out.
 
     Args:
         paths: .csv with a header, .json (a list of objects, or one object a line) or .jsonl, each also as .gz.
         columns: Their names.
+        named_by: The flag, or flags, that name them; an error over a missing one says so.
 
     Raises:
         OSError: A file cannot be read.
@@ -74,13 +77,40 @@ def read_columns(paths: Sequence[str | Path], columns: Sequence[str]) -> list[tu
             missing = [name for name in columns if not isinstance(record.get(name), str)]
             if missing:
                 has = ", ".join(str(name) for name in record) or "none"
-                raise ValueError(f"{path}, row {number}: no text in column {missing[0]!r}; its columns are {has}")
+                advice = f"; {named_by} can name another" if named_by else ""
+                raise ValueError(
+                    f"{path}, row {number}: no text in column {missing[0]!r}; its columns are {has}{advice}"
+                )
             if all(record[name].strip() for name in columns):
                 found.append(tuple(record[name] for name in columns))
         if not found:
             raise ValueError(f"{path} is empty: it has no row of text")
         rows += found
     return rows
+
+
+def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    """Names the columns that hold an encoder's texts, one, or two of pairs; none where the files are lines of text.
+
+    Args:
+        paths: Tables, or else lines of text.
+        columns: What `flag` gave; None: a table has its texts in "text".
+        flag: Which errors speak of.
+
+    Raises:
+        ValueError: The files are of both kinds, there are more than two columns, or columns of lines.
+    """
+    tables = [path for path in paths if is_table(path)]
+    if not tables:
+        if columns is not None:
+            raise ValueError(f"{flag} is for tables ({', '.join(TABLE_SUFFIXES)}); {paths[0]} is none")
+        return ()
+    if len(tables) < len(paths):
+        other = next(path for path in paths if path not in tables)
+        raise ValueError(f"{tables[0]} is a table and {other} is not: give files of one kind")
+    if columns is not None and len(columns) > 2:
+        raise ValueError(f"{flag} takes one column or two, got {len(columns)}")
+    return tuple(columns or ("text",))
 
 
 def is_table(path: str | Path) -> bool:

@@ -89,6 +89,8 @@ def test_tables_give_their_columns(write, name, text):
     assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
     with pytest.raises(ValueError, match="row 1: no text in column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
+    with pytest.raises(ValueError, match="its columns are en, de; --text_columns can name another"):
+        read_columns([path], ("en", "fr"), "--text_columns")
 
 
 @pytest.mark.parametrize(

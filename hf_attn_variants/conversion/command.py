@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cli import HelpFormatter, program_name
-from ..text_files import is_table, read_columns, read_lines, read_pairs
+from ..text_files import read_columns, read_lines, read_pairs, text_columns
 from .calibration import Calibration
 from .convert import DTYPES, convert_checkpoint
 from .methods import METHODS
@@ -22,7 +22,8 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
       --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
 """
 
-
+# What a model with such a head is for; any other is fine-tuned, as most are, on sentences.
+NEXT_COMMANDS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
 CALIBRATION_OPTIONS = (
     "calibration_file",
     "calibration_columns",
@@ -119,7 +120,7 @@ def main(args: argparse.Namespace) -> ConversionReport:
         options.pop(name)
     report = convert_checkpoint(calibration=_calibration(args), **options)
     print(report.summary())
-    task = "seq2seq" if report.architecture.endswith("ForConditionalGeneration") else "glue"
+    task = next((task for head, task in NEXT_COMMANDS.items() if report.architecture.endswith(head)), "glue")
     print(f'Next: attn-variants {task} --model_name_or_path "{report.output_dir}" ...')
     return report
 
@@ -143,20 +144,18 @@ def _calibration(args: argparse.Namespace) -> Calibration | None:
 def _read_examples(args: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
     """Read texts, or pairs of them, and the targets, if any."""
     path, target = args.calibration_file, args.calibration_target_column
-    columns = args.calibration_columns or ["text"]
-    if is_table(path):
+    columns = text_columns([path], args.calibration_columns, "--calibration_columns")
+    if columns:
         if args.calibration_target_file is not None:
             raise ValueError(
                 "--calibration_target_file is for lines of text; a table takes --calibration_target_column."
             )
-        if len(columns) > 2:
-            raise ValueError(f"--calibration_columns takes one column or two; got {len(columns)}.")
-        rows = read_columns([path], [*columns, *([target] if target else [])])
+        flags = "--calibration_columns" + (" and --calibration_target_column" if target else "")
+        rows = read_columns([path], [*columns, *([target] if target else [])], flags)
         texts = [row[: len(columns)] if len(columns) == 2 else row[0] for row in rows]
         return texts, [row[-1] for row in rows] if target else None
-    for name in ("calibration_columns", "calibration_target_column"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name} is for a table (.csv, .json, .jsonl); {path} is none.")
+    if target is not None:
+        raise ValueError(f"--calibration_target_column is for a table; {path} is none.")
     if args.calibration_target_file is None:
         return read_lines([path]), None
     pairs = read_pairs(path, args.calibration_target_file)

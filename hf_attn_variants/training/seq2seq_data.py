@@ -101,7 +101,7 @@ def _read_split(args: argparse.Namespace, name: str, prefix: str) -> list[tuple[
     if source is not None:
         return [(line,) for line in read_lines([source])]
     if table is not None:
-        return read_columns(table, columns)
+        return read_columns(table, columns, "--source_column and --target_column")
     return _read_dataset(args, name, columns) if args.dataset_name is not None else None
 
 

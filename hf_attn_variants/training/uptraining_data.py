@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_attn_variants.text_files import is_table, read_columns, read_lines, read_pairs
+from hf_attn_variants.text_files import read_columns, read_lines, read_pairs, text_columns
 from hf_attn_variants.training.masked_lm import MaskedLMPreparation
 
 __all__ = [
@@ -217,18 +217,12 @@ def _read_texts(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     _refuse(args, PARALLEL_FLAGS, "is for an encoder-decoder; an encoder reads --train_file")
     if not args.train_file:
         raise ValueError(f"--objective {args.objective} of an encoder needs --train_file")
-    files = [*args.train_file, *(args.validation_file or [])]
-    tables = [path for path in files if is_table(path)]
-    if not tables:
-        _refuse(args, ("text_columns",), "is for tables (.csv, .json, .jsonl); --train_file names none")
+    columns = text_columns([*args.train_file, *(args.validation_file or [])], args.text_columns, "--text_columns")
+    if not columns:
         return read_lines(args.train_file), read_lines(args.validation_file or [])
-    if len(tables) < len(files):
-        other = next(path for path in files if path not in tables)
-        raise ValueError(f"{tables[0]} is a table and {other} is not: give files of one kind")
-    columns = args.text_columns or ["text"]
-    if len(columns) > 2:
-        raise ValueError(f"--text_columns takes one column or two, got {len(columns)}")
-    train, held_out = (read_columns(paths or [], columns) for paths in (args.train_file, args.validation_file))
+    train, held_out = (
+        read_columns(paths or [], columns, "--text_columns") for paths in (args.train_file, args.validation_file)
+    )
     if len(columns) == 1:
         return [text for (text,) in train], [text for (text,) in held_out]
     return train, held_out
@@ -243,10 +237,10 @@ def _read_pairs(args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
         raise ValueError("an encoder-decoder needs --source_file and --target_file, or else a table as --train_file")
     if held_out[0] and args.validation_file:
         raise ValueError("give --validation_source_file and --validation_target_file or --validation_file, not both")
-    columns = (args.source_column, args.target_column)
+    columns = (args.source_column, args.target_column), "--source_column and --target_column"
     return (
-        read_pairs(*train) if args.source_file else read_columns(args.train_file, columns),
-        read_pairs(*held_out) if held_out[0] else read_columns(args.validation_file or [], columns),
+        read_pairs(*train) if args.source_file else read_columns(args.train_file, *columns),
+        read_pairs(*held_out) if held_out[0] else read_columns(args.validation_file or [], *columns),
     )
 
 
