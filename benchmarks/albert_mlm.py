@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from run_records import check_arguments
+from run_records import check_arguments, check_data_dir
 from transformers import AutoTokenizer
 
 from hf_attn_variants.training import pretrain_mlm
@@ -68,6 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Train, convert and evaluate what is not there yet, write the JSON and print the table."""
     data, work = Path(args.data_dir), Path(args.work_dir)
+    check_data_dir(data, "valid.txt.gz")
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
     if not (work / "tokenizer").is_dir():
         make_vocabulary(args.tokenizer, shards[0], work / "tokenizer")

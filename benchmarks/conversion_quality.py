@@ -29,6 +29,7 @@ import transformers
 from conversion_subjects import SUBJECTS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from run_records import check_data_dir
 
 from hf_attn_variants.conversion import command
 from hf_attn_variants.conversion.report import package_versions
@@ -128,6 +129,7 @@ def measure(kind: Any, wanted: Sequence[Row], results: Results, data_dir: Path, 
     """Convert, uptrain and score what is wanted, and add each row to the results as it comes."""
     if not wanted:
         return
+    check_data_dir(data_dir, *kind.reads)
     subject = kind(data_dir)
     done, started = 0, time.perf_counter()
     by_conversion = itertools.groupby(wanted, key=lambda row: (row["method"], row["num_key_value_heads"], row["seed"]))

@@ -35,6 +35,7 @@ class SentenceEncoder:
     """all-MiniLM-L6-v2: 6 layers, 12 heads of 32."""
 
     name = "all-MiniLM-L6-v2"
+    reads = ("glue/STS-B/dev.tsv", "wikipedia/valid.txt.gz")
     heads = 12
     kv_heads = (6, 4, 2, 1)
     metrics = {
@@ -108,6 +109,7 @@ class Translator:
     """The T5 trained on Multi30k: 4 + 4 layers, 8 heads of 32; the decoder's two attentions are converted."""
 
     name = "t5-mini-multi30k-en-de"
+    reads = (f"checkpoints/{name}", "multi30k")
     heads = 8
     kv_heads = (4, 2, 1)
     metrics = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from run_records import check_arguments, check_source, write_rows
+from run_records import check_arguments, check_data_dir, check_source, write_rows
 
 from hf_attn_variants.training import run_glue, run_squad, uptrain
 from hf_attn_variants.training.glue import get_task
@@ -146,6 +146,7 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
 
 def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
     """Convert, run what is not there yet, add the rows to the JSON and print the table."""
+    check_data_dir(args.data_dir, *dict.fromkeys(path for name in args.tasks for path in TASKS[name].files.values()))
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     sources = {run._replace(variant=MHA): None for run in runs if variants[run.variant].of_finetuned}

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_attn_variants.training.checkpoints import atomic_write
 
-__all__ = ["check_arguments", "check_source", "write_rows"]
+__all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
 
 # Of where things are written and shown, not of what is computed.
 IGNORED = ("output_dir", "overwrite_output_dir", "disable_tqdm")
@@ -34,6 +34,13 @@ def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]],
     for name, value in head.items():
         found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
     atomic_write(path, json.dumps(found | {"runs": list(merged.values())}, indent=1) + "\n")
+
+
+def check_data_dir(data_dir: Path, *names: str) -> None:
+    """Exit if what a benchmark reads is not in the folder that it was given, before anything is made."""
+    missing = [name for name in names if not (data_dir / name).exists()]
+    if missing:
+        raise SystemExit(f"--data_dir {data_dir} has no {', '.join(missing)}")
 
 
 def check_arguments(

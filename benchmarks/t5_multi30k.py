@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from run_records import check_arguments, check_source, write_rows
+from run_records import check_arguments, check_data_dir, check_source, write_rows
 
 from hf_attn_variants.training import run_seq2seq
 
@@ -171,6 +171,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run what is not there yet; add each run to the JSON, print the table at the end, and return the rows."""
+    check_data_dir(args.data_dir, "train.en.gz", "train.de.gz", "val.en.gz", "val.de.gz")
     rows: list[dict[str, Any]] = []
     variants = [v for v in VARIANTS[args.start] if not args.variants or v.name in args.variants]
     for seed in args.seeds:

@@ -36,6 +36,7 @@ def tiny(quality, subjects, tmp_path, monkeypatch):
 
     class Tiny:
         name, heads, kv_heads, source = "tiny", 4, (2, 1), tmp_path / "source"
+        reads = ()
         metrics = {"size": subjects.Metric("parameters", ".1f")}
 
         def __init__(self, data_dir):

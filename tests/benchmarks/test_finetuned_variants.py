@@ -135,6 +135,7 @@ def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
 def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, tmp_path, monkeypatch, variant):
     for name in ("_run", "make_checkpoint"):
         monkeypatch.setattr(comparison, name, lambda *run: pytest.fail("work was begun"))
+    (tmp_path / "glue/CoLA").mkdir(parents=True)
     flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
     args = comparison.parse_args([*flags, "--variants", variant, "--output", str(tmp_path / "rows.json")])
     run = comparison.Run("cola", 42, "MHA")

@@ -62,3 +62,10 @@ def test_a_checkpoint_of_another_model_is_refused(records, tmp_path):
     records.check_source(tmp_path, Path("b/minilm"))
     with pytest.raises(SystemExit, match="converted from a/minilm, not from a/bert"):
         records.check_source(tmp_path, "a/bert")
+
+
+def test_a_folder_without_the_data_is_refused(records, tmp_path):
+    (tmp_path / "val.en.gz").touch()
+    records.check_data_dir(tmp_path, "val.en.gz")
+    with pytest.raises(SystemExit, match=r"--data_dir .* has no train\.en\.gz$"):
+        records.check_data_dir(tmp_path, "val.en.gz", "train.en.gz")
