@@ -67,7 +67,8 @@ def test_a_part_adds_its_runs_to_the_json(comparison, tmp_path, monkeypatch):
     for split in ("train", "val"):
         for language in ("en", "de"):
             (tmp_path / f"{split}.{language}.gz").touch()
-    folders = ["--data_dir", str(tmp_path), "--work_dir", "w", "--tokenizer", "t", "--output", str(tmp_path / "runs.json")]
+    folders = ["--data_dir", str(tmp_path), "--work_dir", "w", "--tokenizer", "t"]
+    folders += ["--output", str(tmp_path / "runs.json")]
     for name in ("MHA 8x16", "MQA 8x16"):
         comparison.main(comparison.parse_args(["scratch", *folders, "--variants", name]))
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
