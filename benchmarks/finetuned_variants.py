@@ -139,6 +139,7 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--threads", type=int, help="CPU threads of each run.")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--max_train_samples", type=int, help="Train on no more than the first N rows of a task.")
     parser.add_argument("--max_train_steps", type=int, help="Shorter runs, to try the script.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/finetuned_variants.json")
     return parser.parse_args(argv)
@@ -169,7 +170,8 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
             for name in args.tasks
         },
     }
-    write_rows(args.output, head, rows, ("variant", "task", "seed"))
+    # A row that has a batch_order was made by an earlier version of --group_by_length.
+    write_rows(args.output, head, rows, ("variant", "task", "seed", "max_train_samples", "batch_order"))
     print(table(rows))
 
 
@@ -304,6 +306,7 @@ def _command(
         command += [f"--{flag}", str(args.data_dir / path)]
     epochs = 0 if variants[run.variant].of_finetuned else task.epochs
     command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(epochs)]
+    command += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
     command += [*RECIPE, "--seed", str(run.seed), "--mixed_precision", args.mixed_precision]
     return command + (["--max_train_steps", str(args.max_train_steps)] if args.max_train_steps and epochs else [])
 
@@ -331,7 +334,8 @@ def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) ->
     found = check_arguments(folder, parse, flags)
     kept = {metric: found[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
     kept |= {key: found.get(key) for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
-    return {"variant": run.variant, "task": run.task, "seed": run.seed, **kept}
+    samples = {"max_train_samples": args.max_train_samples} if args.max_train_samples else {}
+    return {"variant": run.variant, "task": run.task, "seed": run.seed, **samples, **kept}
 
 
 def _device() -> str:
