@@ -68,6 +68,13 @@ class Calibration:
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` of a calibration must be at least {least}; got {getattr(self, name)}.")
 
+    def settings(self) -> dict[str, Any]:
+        """Return what a report says of it, as JSON values: how many texts and of what kind, no text itself."""
+        names = ("max_length", "fit_steps", "fit_learning_rate", "fit_batch_size")
+        kind = "pairs" if isinstance(self.texts[0], tuple) else "texts"
+        targets = self.target_texts is not None
+        return {"count": len(self.texts), "kind": kind, "targets": targets} | {n: getattr(self, n) for n in names}
+
 
 def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
     """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.

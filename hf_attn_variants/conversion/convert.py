@@ -196,7 +196,7 @@ def convert_checkpoint(
         new_entries = planned_entries(plan, reader)
         size = sum(byte_size(entry) for entry in new_entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
-        _calibrate_from_folder(plan, reader, folder, calibration)
+        calibrated = _calibrate_from_folder(plan, reader, folder, calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
             layers = write_weights(plan, reader, new_entries, stage, size)
@@ -221,6 +221,7 @@ def convert_checkpoint(
                 files_copied=copied,
                 files_left_out=left_out,
                 versions=package_versions(),
+                calibration=calibration.settings() if calibrated and calibration is not None else None,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
@@ -229,11 +230,11 @@ def convert_checkpoint(
 
 def _calibrate_from_folder(
     plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
-) -> None:
+) -> bool:
     """Calibrate on the model in a folder, where the method needs it; the model lives only as long."""
     method = method_to_calibrate(plan, calibration)
     if method is None:
-        return
+        return False
     source = {name: reader.read(name) for name in reader.entries}
     source = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in source.items()}
     # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
@@ -243,6 +244,7 @@ def _calibrate_from_folder(
     if calibration is None or calibration.tokenizer is None:
         tokenizer = _load_tokenizer(folder)
     calibrate(plan, method, model, tokenizer, calibration)
+    return True
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -75,6 +75,7 @@ class ConversionReport:
             stored; "cross" counts tokens of the encoder. None for an encoder, which has no cache.
         files_copied, files_left_out: of what lay beside the weights.
         versions: of the packages.
+        calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
         seconds: the time that the conversion took.
     """
 
@@ -93,6 +94,7 @@ class ConversionReport:
     files_copied: list[str]
     files_left_out: list[str]
     versions: dict[str, str]
+    calibration: dict[str, Any] | None = None
     seconds: float = 0.0
 
     @property

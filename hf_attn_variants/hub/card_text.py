@@ -146,6 +146,12 @@ def conversion_text(report: Mapping[str, Any], base_model: str | None) -> dict[s
     """Return what a `conversion_report.json` says: a sentence, rows of before and after, the mean errors."""
     source = base_model or _source_name(report)
     sentence = f"`{source}` was converted by `--method {report['method']}`, seed {report['seed']}."
+    if calibration := report.get("calibration"):
+        targets = " with their targets" if calibration["targets"] else ""
+        sentence += (
+            f" Calibration: {calibration['count']:,} {calibration['kind']}{targets}, cut at "
+            f"{calibration['max_length']} tokens."
+        )
     details = [layer.get("details", {}) for layer in report.get("layers", [])]
     fitted = [row for row in details if "relative_error_fitted" in row]
     if fitted:

@@ -21,8 +21,8 @@ EPILOG = """examples (4 key/value heads, drawn towards the model they come from:
   %(prog)s --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
       --train_file wikipedia/train-00000.txt.gz --output_dir runs/minilm-gqa4 --group_by_length --cpu
   %(prog)s --model_name_or_path ./squad-gqa4 --teacher ./squad --objective distill --logits_weight 1 \\
-      --train_file pairs.jsonl --text_columns question context --max_length 256 \\
-      --output_dir runs/squad-gqa4 --cpu
+      --attention_outputs_weight 0 --trainable all --learning_rate 2e-5 --train_file pairs.jsonl \\
+      --text_columns question context --max_length 256 --output_dir runs/squad-gqa4 --cpu
   %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu

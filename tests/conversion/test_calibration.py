@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.fitting import _split
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
+from hf_attn_variants.hub.card_text import conversion_text
 
 WORDS = 60
 
@@ -207,6 +208,22 @@ def test_a_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
     for layer in report.layers:
         assert 0 < layer.details["relative_error_closed_form"] < 1 and 0 < layer.details["relative_error_fitted"] < 1
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    found = {}
+    for name, given in (("text", calibration(max_length=48)), ("none", None)):
+        convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=given)
+        found[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
+    settings = found["text"]["calibration"]
+    assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
+    assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
+    assert "Calibration: 512 texts, cut at 48 tokens." in conversion_text(found["text"], None)["sentence"]
+    assert found["none"]["calibration"] is None
+    assert "Calibration:" not in conversion_text(found["none"], None)["sentence"]
+    pairs = Calibration([("a", "b")], target_texts=["c"]).settings()
+    assert pairs["kind"] == "pairs" and pairs["targets"]
 
 
 def test_a_method_that_is_used_again_looks_at_the_new_model():
