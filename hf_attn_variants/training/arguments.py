@@ -260,6 +260,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--max_train_minutes must be more than 0, got {args.max_train_minutes}")
     if not isinstance(args.lr_scheduler_kwargs, dict):
         raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {args.lr_scheduler_kwargs!r}")
+    # transformers would pass over both without a word.
+    if args.lr_scheduler_type == "constant" and (args.num_warmup_steps or args.warmup_ratio):
+        raise ValueError("--lr_scheduler_type constant has no warm-up: give constant_with_warmup")
+    if args.lr_scheduler_type in ("constant", "constant_with_warmup") and args.lr_scheduler_kwargs:
+        raise ValueError(f"--lr_scheduler_type {args.lr_scheduler_type} takes no --lr_scheduler_kwargs")
     if args.mixed_precision == "fp16" and (args.cpu or not torch.accelerator.is_available()):
         raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
     if args.mixed_precision == "bf16" and (args.cpu or not torch.accelerator.is_available()):

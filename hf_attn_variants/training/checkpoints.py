@@ -93,7 +93,11 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Lists the complete checkpoints of a run, oldest first."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     whole = [path for path in folders if (path / STATE_FILE).is_file()]
-    return sorted(whole, key=lambda path: int(NAME_PATTERN.fullmatch(path.name)[1]))
+    return sorted(whole, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(NAME_PATTERN.fullmatch(checkpoint.name)[1])
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
@@ -132,7 +136,8 @@ def save_checkpoint(
         accelerator: Has prepared the model, optimiser and schedule.
         state: The run's state.
         output_dir: The run's folder; its log and best weights are copied into the checkpoint.
-        save_total_limit: Older checkpoints beyond this number are deleted; None keeps all.
+        save_total_limit: Other checkpoints are deleted until this many are left, first those of later steps, which a
+            run that went back to an earlier one leaves behind, then the oldest; None keeps all.
 
     Returns:
         The checkpoint's folder.
@@ -158,7 +163,10 @@ def save_checkpoint(
         last = f"; the last good one is {kept[-1]}" if kept else ""
         raise OSError(f"could not write checkpoint {target} ({type(error).__name__}: {error}){last}") from error
     if accelerator.is_main_process and save_total_limit is not None:
-        for old in list_checkpoints(output_dir)[:-save_total_limit]:
+        others = [path for path in list_checkpoints(output_dir) if path != target]
+        later = [path for path in others if _step_of(path) > state.step]
+        doomed = [*later, *(path for path in others if path not in later)]
+        for old in doomed[: max(len(others) + 1 - save_total_limit, 0)]:
             _remove(old)
     accelerator.wait_for_everyone()
     return target

@@ -1,6 +1,7 @@
 """Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
 
 import argparse
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ def create_train_dataloader(
         sampler=sampler,
         collate_fn=collate,
         num_workers=num_workers,
+        worker_init_fn=_ignore_sigterm,
         # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
         generator=torch.Generator().manual_seed(seed),
         persistent_workers=False,
@@ -144,6 +146,7 @@ def create_stream_dataloader(
         stream,
         batch_size=None,
         num_workers=num_workers,
+        worker_init_fn=_ignore_sigterm,
         generator=torch.Generator().manual_seed(seed),
         pin_memory=torch.cuda.is_available(),
     )
@@ -167,6 +170,13 @@ def create_eval_dataloader(
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,
+        worker_init_fn=_ignore_sigterm,
         generator=torch.Generator().manual_seed(0),
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def _ignore_sigterm(worker: int) -> None:
+    # Schedulers and torchrun send it to all processes of a job. The loop saves a checkpoint first, and workers that
+    # were gone by then would end it with an error; once it has ended, they do.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -94,7 +94,7 @@ class TrainingLoop:
         }
         self.log = RunLog(accelerator, settings.output_dir)
         # Losses, gradient norms and batches of steps not yet looked at: on a GPU, looking waits for the step to end.
-        self._pending: list[tuple[int, Tensor, Tensor, list[dict[str, Tensor]]]] = []
+        self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
         self._terminated = False
@@ -147,7 +147,7 @@ class TrainingLoop:
                 self._raise_if_terminated()
         finally:
             bar.close()
-        if state.window_steps or self._pending:
+        if state.window_steps or self._pending is not None:
             self._log_window()
         if settings.keep_best and state.best_step is not None:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
@@ -187,7 +187,7 @@ class TrainingLoop:
             state.batch_in_epoch += len(group)
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
-            self._maybe_log(is_last)
+            self._maybe_log()
             state.train_seconds += time.perf_counter() - clock
             bar.update()
             self._maybe_evaluate(is_last)
@@ -217,6 +217,8 @@ class TrainingLoop:
             device=accelerator.device,
         )
         items, examples, stopping = accelerator.reduce(counts, "sum").tolist()
+        # That has waited for the step before on any device: its loss costs nothing to look at now.
+        self._look_at_loss()
         self._stopping = stopping > 0
         state.examples += examples
         loss_sum = torch.zeros((), device=accelerator.device)
@@ -230,31 +232,33 @@ class TrainingLoop:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self._lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
+        # By the loss scaler of fp16; fused AdamW skips within its kernel, unseen, and the schedule counts such a step.
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
         self._position = group[-1].get("position")
         state.step += 1
-        self._pending.append((state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group))
+        self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
 
-    def _look_at_losses(self) -> None:
-        state, pending = self.state, self._pending
-        self._pending = []
-        for step, loss, norm, group in pending:
-            value, norm_value = float(loss), float(norm)
-            # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
-            bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-            if bad == "loss" or (bad and self.accelerator.scaler is None):
-                shown = value if bad == "loss" else norm_value
-                saved = self._save_bad_batch(step, group)
-                raise NonFiniteLossError(
-                    f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
-                    f"{self.settings.output_dir}, the step's batches in {saved}. Try a lower --learning_rate, more "
-                    "warm-up or --mixed_precision no"
-                )
-            state.loss_total += value
-            state.window_loss += value
-            state.window_steps += 1
+    def _look_at_loss(self) -> None:
+        """Counts the loss of the step before, and stops the run if it is no number."""
+        if self._pending is None:
+            return
+        (step, loss, norm, group), self._pending = self._pending, None
+        value, norm_value = float(loss), float(norm)
+        # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
+        bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
+        if bad == "loss" or (bad and self.accelerator.scaler is None):
+            shown = value if bad == "loss" else norm_value
+            saved = self._save_bad_batch(step, group)
+            raise NonFiniteLossError(
+                f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
+                f"{self.settings.output_dir}, the step's batches in {saved}. Try a lower --learning_rate, more "
+                "warm-up or --mixed_precision no"
+            )
+        self.state.loss_total += value
+        self.state.window_loss += value
+        self.state.window_steps += 1
 
     def _save_bad_batch(self, step: int, group: list[dict[str, Tensor]]) -> Path:
         # Each process its own batches; `torch.load` reads them.
@@ -277,26 +281,18 @@ class TrainingLoop:
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _maybe_log(self, epoch_ended: bool) -> None:
-        due = self.state.step % self.settings.logging_steps == 0
-        if (
-            due
-            or epoch_ended
-            or self.accelerator.device.type == "cpu"
-            or self._due(self.settings.checkpointing_steps, False)
-        ):
-            self._look_at_losses()
-        if due:
+    def _maybe_log(self) -> None:
+        if self.state.step % self.settings.logging_steps == 0:
             self._log_window()
 
     def _log_window(self) -> None:
         state = self.state
-        self._look_at_losses()
+        self._look_at_loss()
         self.log.write(
             {
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
-                "lr": self._lr,
+                "lr": float(self._lr),  # Adafactor's own is a tensor
                 "epoch": round(self.epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
             }
@@ -341,7 +337,7 @@ class TrainingLoop:
         last = state.step >= settings.total_steps
         if self.evaluate is None or not (self._due(settings.eval_steps or "epoch", epoch_ended) or last):
             return
-        self._look_at_losses()
+        self._look_at_loss()
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()
@@ -382,7 +378,7 @@ class TrainingLoop:
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        self._look_at_losses()
+        self._look_at_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
         save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)

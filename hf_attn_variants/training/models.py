@@ -130,14 +130,19 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> bool:
     """Lets a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
 
     ALBERT's of transformers v5 does so only where asked.
+
+    Returns:
+        Whether it did not do so before.
     """
-    if getattr(config, "type_vocab_size", 0) > 1 and "token_type_ids" not in tokenizer.model_input_names:
-        tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
+    if getattr(config, "type_vocab_size", 0) < 2 or "token_type_ids" in tokenizer.model_input_names:
+        return False
+    tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
+    return True
 
 
 def check_max_length(

@@ -102,13 +102,18 @@ def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace,
         total_steps: Optimiser steps of the whole run.
 
     Raises:
-        ValueError: The warm-up is longer than the run, or the schedule does not know a setting.
+        ValueError: The warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
+            setting.
     """
     if args.optim == "adafactor" and args.adafactor_relative_step:
         return AdafactorSchedule(optimizer)
     warmup = warmup_steps(args, total_steps)
+    # A run that only evaluates needs none, and a polynomial would divide by its steps.
+    kind = args.lr_scheduler_type if total_steps else "constant"
+    if kind == "polynomial" and warmup == total_steps:
+        raise ValueError(f"a warm-up of all {total_steps} steps leaves --lr_scheduler_type polynomial none to fall in")
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
+        return get_scheduler(kind, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
     except TypeError as error:
         raise ValueError(
             f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}"

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.conversion.source import copy_side_files, resolve_source, side_files
@@ -92,8 +93,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     data = load_uptraining_data(args, config, tokenizer)
     pairs = not config.is_encoder_decoder and isinstance(data.train.texts[0], tuple)
     check_max_length(args.max_length, config, tokenizer, pairs)
-    if pairs:
-        give_token_types(tokenizer, config)
+    tells_pairs = pairs and give_token_types(tokenizer, config)
     set_seed(args.seed)
     model = load_model(args, args.model_name_or_path, config, _model_class(args, args.model_name_or_path, config))
     if args.gradient_checkpointing:
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         accelerator, wrapped if peft_model is None else merge_lora(peft_model), tokenizer, args.output_dir
     )
     if accelerator.is_main_process:
-        _copy_side_files(args)
+        _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
         _write_outputs(args, results)
     accelerator.wait_for_everyone()
     return results
@@ -314,15 +314,22 @@ def _results(
     }
 
 
-def _copy_side_files(args: argparse.Namespace) -> None:
-    """Copies what lies beside the source's weights, so that the result is as whole a checkpoint as the source."""
+def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
+    """Copies what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
+
+    Args:
+        args: The run's.
+        own: Names of files that are not to be the source's.
+    """
     folder, output = resolve_source(args.model_name_or_path), Path(args.output_dir)
     if folder.resolve() == output.resolve():
         return
     copied, _ = side_files(folder, [])
     # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
     kept = [
-        name for name in copied if not (output / name).exists() or not (name.endswith(".py") or args.tokenizer_name)
+        name
+        for name in copied
+        if not (output / name).exists() or not (name in own or name.endswith(".py") or args.tokenizer_name)
     ]
     copy_side_files(folder, output, kept)
 

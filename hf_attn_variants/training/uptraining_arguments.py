@@ -52,7 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(max_length=64, learning_rate=1e-3, num_train_epochs=None, warmup_ratio=None)
     args = parser.parse_args(argv)
     if args.warmup_ratio is None:
-        args.warmup_ratio = WARMUP_RATIO if args.num_warmup_steps is None else 0.0
+        takes_none = args.lr_scheduler_type == "constant" or args.adafactor_relative_step
+        args.warmup_ratio = 0.0 if takes_none or args.num_warmup_steps is not None else WARMUP_RATIO
     return args
 
 

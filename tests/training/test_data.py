@@ -1,9 +1,19 @@
 import itertools
+import multiprocessing
+import os
+import signal
 
 import pytest
 import torch
+from accelerate import Accelerator, skip_first_batches
+from torch.utils.data import IterableDataset
 
-from hf_attn_variants.training.data import EpochSampler, create_train_dataloader
+from hf_attn_variants.training.data import (
+    EpochSampler,
+    create_eval_dataloader,
+    create_stream_dataloader,
+    create_train_dataloader,
+)
 
 
 def test_order_is_a_function_of_seed_and_epoch():
@@ -52,3 +62,28 @@ def test_iterating_leaves_the_global_random_state_alone():
 def test_no_examples():
     with pytest.raises(ValueError, match="no training examples"):
         EpochSampler(0, seed=0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return ({"x": torch.tensor([i])} for i in range(12))
+
+
+@pytest.mark.parametrize("kind", ["training", "resumed training", "stream", "evaluation"])
+def test_workers_outlive_a_sigterm_that_the_loop_catches(kind):
+    # torchrun and schedulers send it to all processes of a job.
+    rows = list(range(12))
+    accelerator = Accelerator(cpu=True, rng_types=[])
+    train = create_train_dataloader(rows, EpochSampler(12, seed=0), 1, torch.tensor, seed=0, num_workers=1)
+    loader = {
+        "training": train,
+        "resumed training": skip_first_batches(accelerator.prepare(train), 2),
+        "stream": create_stream_dataloader(accelerator, Stream(), seed=0, num_workers=1),
+        "evaluation": create_eval_dataloader(rows, 1, torch.tensor, num_workers=1),
+    }[kind]
+    batches = iter(loader)
+    next(batches)
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    assert len(workers) == 1 and len(list(batches)) == (9 if kind == "resumed training" else 11)

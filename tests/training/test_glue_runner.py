@@ -271,6 +271,12 @@ def test_gradient_checkpointing_and_bf16_run(run):
         ("cola", ["--gradient_accumulation_steps", 0], "--gradient_accumulation_steps must be at least 1"),
         ("cola", ["--learning_rate", "nan"], "--learning_rate must be at least 0"),
         ("cola", ["--dropout_rate", 1], "--dropout_rate must be in"),
+        ("cola", ["--lr_scheduler_type", "constant", "--warmup_ratio", 0.1], "constant has no warm-up: give"),
+        (
+            "cola",
+            ["--lr_scheduler_type", "constant_with_warmup", "--lr_scheduler_kwargs", '{"a": 1}'],
+            "constant_with_warmup takes no --lr_scheduler_kwargs",
+        ),
         ("cola", ["--mixed_precision", "fp16"], "fp16 needs an accelerator"),
         ("cola", ["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
         ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),

@@ -141,6 +141,23 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
     assert [(r["step"], r["loss"]) for r in log_of(cut)] == [(r["step"], r["loss"]) for r in log_of(whole)]
 
 
+def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
+    make_loop(tmp_path, total_steps=6, checkpointing_steps=1, save_total_limit=4).run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    there = []
+
+    class Watched(TrainingLoop):
+        def _save_checkpoint(self):
+            super()._save_checkpoint()
+            there.append([int(path.name.removeprefix("checkpoint-")) for path in list_checkpoints(tmp_path)])
+
+    back = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3"), "save_total_limit": 2}
+    loop = make_loop(tmp_path, total_steps=6, checkpointing_steps=1, **back)
+    loop.__class__ = Watched
+    loop.run()
+    assert there == [[3, 4], [4, 5], [5, 6]]
+
+
 def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
     def evaluate():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -177,15 +194,27 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     assert last.scores_are_current()
 
 
-def test_the_last_losses_are_looked_at_where_looking_is_put_off(tmp_path, monkeypatch):
+def test_the_last_losses_are_looked_at_where_no_window_is_full(tmp_path):
     loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=rows(20))
-    # As on a GPU, where losses are not looked at before a window is full.
-    monkeypatch.setattr(loop, "_maybe_log", lambda ended: loop._log_window() if loop.state.step % 3 == 0 else None)
     loop.run()
-    assert [record["step"] for record in log_of(tmp_path)] == [3, 5] and not loop._pending
+    assert [record["step"] for record in log_of(tmp_path)] == [3, 5]
     assert loop.results(20)["train_loss"] == pytest.approx(
         (3 * log_of(tmp_path)[0]["loss"] + 2 * log_of(tmp_path)[1]["loss"]) / 5
     )
+
+
+def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
+    looked = []
+
+    class Watched(TrainingLoop):
+        def _look_at_loss(self):
+            looked.append(self._pending and self._pending[0])
+            super()._look_at_loss()
+
+    loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
+    loop.__class__ = Watched
+    loop.run()
+    assert looked == [None, 1, 2, 3, 4]
 
 
 def test_sigterm_is_one_line_and_a_status(capsys):

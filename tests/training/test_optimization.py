@@ -97,6 +97,14 @@ def test_adafactors_relative_steps_are_its_own_schedule():
     assert rates == pytest.approx([1e-6, 2e-6, 3e-6])
 
 
+def test_a_run_that_only_evaluates_needs_no_schedule_and_a_polynomial_needs_steps():
+    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
+    assert create_scheduler(optimizer, argparse.Namespace(**given), total_steps=0).get_last_lr()[0] == 1e-2
+    with pytest.raises(ValueError, match="a warm-up of all 8 steps leaves --lr_scheduler_type polynomial none"):
+        create_scheduler(optimizer, argparse.Namespace(**given | {"num_warmup_steps": 8}), total_steps=8)
+
+
 def test_groups_hold_each_trainable_parameter_once():
     model = TalkingHeads()
     model.x2l_proj.requires_grad_(False)

@@ -252,6 +252,7 @@ def test_alberts_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch
     pair = ["--train_file", str(table), "--text_columns", "question", "text"]
     main(parse_args([*argv[:position], *pair, *argv[position + 2 :]]))
     assert all(set(batch["token_type_ids"].unique().tolist()) == {0, 1} for batch in seen) and seen
+    assert set(AutoTokenizer.from_pretrained(run.out)("a", "b")["token_type_ids"]) == {0, 1}
 
 
 def test_answers_are_distilled(run, bert, tmp_path):
