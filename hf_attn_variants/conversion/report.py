@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..modeling.variant_mixins import can_cache
 from .checkpoint_io import TORCH_DTYPES, TensorEntry
 from .grouping import HeadCounts
 from .head_sharing import reorder_heads
@@ -72,7 +73,8 @@ class ConversionReport:
         layers: one row an attention module.
         parameters: elements of all floating-point tensors stored, {"before": ..., "after": ...}.
         kv_cache_bytes_per_token: for decoders, {site: {"before": ..., "after": ...}}, over all layers and in the dtype
-            stored; "cross" counts tokens of the encoder. None for an encoder, which has no cache.
+            stored; "cross" counts tokens of the encoder. None for an encoder, which has no cache, and for memory-side
+            dynamic projections, which cannot use one.
         files_copied, files_left_out: of what lay beside the weights.
         versions: of the packages.
         calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
@@ -215,7 +217,9 @@ def added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
 def cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    """Return what a token costs in each kind of cached attention, over all layers."""
+    """Return what a token costs in each kind of cached attention, over all layers; None where there is no cache."""
+    if not can_cache(plan.config):
+        return None
     sites: dict[str, dict[str, int]] = {}
     for module in plan.modules:
         # The encoder's attention, or any attention of an encoder-only model, is computed once.

@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..conversion.report import REPORT_NAME
 from ..conversion.source import read_config
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
-from ..registration import supported_model_types
+from ..registration import supported_model_types, variant_model_class
 from ..training.glue import TASKS
 from .card_text import (
     PIPELINE_TAGS,
@@ -32,6 +32,7 @@ from .card_text import (
     usage_snippet,
 )
 from .heads_diagram import heads_diagram
+from .local_paths import is_local_path, without_local_paths
 
 __all__ = ["CARD_NAME", "RESULTS_NAME", "CardOptions", "eval_results", "is_untouched", "model_card", "read_json"]
 
@@ -89,9 +90,11 @@ def model_card(folder: Path, repo_id: str, options: CardOptions | None = None) -
     """
     options = options or CardOptions()
     config = read_config(folder)
-    variant = _variant(config)
-    report, results = read_json(folder / REPORT_NAME), read_json(folder / RESULTS_NAME)
     architecture = (config.get("architectures") or [""])[0]
+    variant, kv_heads, table = _variant(config)
+    report, results = read_json(folder / REPORT_NAME), read_json(folder / RESULTS_NAME)
+    datasets = options.datasets or _datasets(results)
+    results = without_local_paths(results)
     is_sentence_model = (folder / "modules.json").is_file()
     task = options.pipeline_tag or (
         "sentence-similarity" if is_sentence_model else PIPELINE_TAGS.get(architecture_head(architecture))
@@ -99,17 +102,20 @@ def model_card(folder: Path, repo_id: str, options: CardOptions | None = None) -
     base_model = options.base_model or _base_model(report, results)
     scores = eval_results(results, task) + [_evaluation(row) for row in options.evaluations]
     source = _source_metadata(folder)
+    terms = source if options.license is None else {}
     title = options.title or repo_id.split("/")[-1]
     data = ModelCardData(
         base_model=base_model,
-        datasets=options.datasets or _datasets(results),
+        datasets=datasets,
         eval_results=scores or None,
         language=options.language or source.get("language"),
         library_name="sentence-transformers" if is_sentence_model else "transformers",
-        license=options.license or source.get("license"),
+        license=options.license or terms.get("license"),
+        license_name=terms.get("license_name"),
+        license_link=terms.get("license_link"),
         model_name=title if scores else None,
         pipeline_tag=task,
-        tags=_tags(variant),
+        tags=_tags(variant, kv_heads),
         ignore_metadata_errors=False,
     )
     made = conversion_text(report, base_model) if report else None
@@ -117,19 +123,21 @@ def model_card(folder: Path, repo_id: str, options: CardOptions | None = None) -
         data,
         template_path=str(TEMPLATE),
         title=title,
-        summary=summary(variant, architecture, base_model, report, results),
+        summary=summary(variant, kv_heads, architecture, base_model, report, results),
         notes=options.notes,
-        diagram=heads_diagram(variant) if variant is not None else None,
-        sizes=size_rows(config) if variant is not None else [],
+        diagram=heads_diagram(variant, kv_heads) if variant is not None else None,
+        sizes=size_rows(table, variant, kv_heads) if variant is not None else [],
         usage=usage_snippet(repo_id, config, is_sentence_model),
         needs_code=bool(config.get("auto_map")),
         transformers_range="5.15 or newer, below 6",
         conversion=made,
         training=training_text(results) if results else None,
         metrics=[_score_row(score) for score in scores],
-        limits=limits(variant, config, report, results),
-        licence=licence_text(data.license, base_model),
-        papers=papers(variant),
+        limits=limits(variant, table, report, results),
+        licence=licence_text(
+            data.license, terms.get("license_link") or terms.get("license_name"), bool(terms.get("license"))
+        ),
+        papers=papers(variant, kv_heads),
     )
     text = re.sub(r"\n{3,}", "\n\n", card.content).rstrip() + "\n"
     return ModelCard(f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_digest(text))}\n")
@@ -196,13 +204,20 @@ def eval_results(results: Mapping[str, Any] | None, task: str | None) -> list[Ev
     return found
 
 
-def _variant(config: Mapping[str, Any]) -> Any:
-    """Return the variant configuration of a checkpoint, upstream's multi-head ones included; None for others."""
-    from ..inspection.cost_table import variant_config
+def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, int], Any]:
+    """Return what a card of an architecture here is about, upstream's multi-head models included.
+
+    Returns:
+        The variant configuration, the key/value heads of each kind of attention that the model has, by the
+        configuration's field, and its `CostTable`; None, {} and None for other architectures.
+    """
+    from ..inspection.cost_table import cost_table, used_kv_heads_fields, variant_config
 
     if config["model_type"] not in supported_model_types():
-        return None
-    return variant_config(config)
+        return None, {}, None
+    variant, table = variant_config(config), cost_table(config)
+    fields = used_kv_heads_fields(variant_model_class(table.architecture), variant)
+    return variant, {name: getattr(variant, name) for name in fields}, table
 
 
 def _is_number(value: Any) -> bool:
@@ -273,7 +288,8 @@ def _datasets(results: Mapping[str, Any] | None) -> list[str] | None:
     arguments = (results or {}).get("arguments") or {}
     if _task_name(results or {}) in TASKS:
         return ["nyu-mll/glue"]
-    return [arguments["dataset_name"]] if arguments.get("dataset_name") else None
+    named = arguments.get("dataset_name")
+    return [named] if named and not is_local_path(named) and not Path(named).exists() else None
 
 
 def _source_metadata(folder: Path) -> dict[str, Any]:
@@ -282,16 +298,24 @@ def _source_metadata(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return ModelCard.load(path).data.to_dict()
+        found = ModelCard.load(path).data.to_dict()
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} has metadata that cannot be read: {' '.join(str(error).split())}") from error
+    if "language" in found:
+        given = found["language"]
+        found["language"] = [_language(each) for each in given] if isinstance(given, list) else _language(given)
+    return found
 
 
-def _tags(variant: Any) -> list[str]:
+def _language(code: Any) -> Any:
+    return "no" if code is False else code  # what YAML makes of Norwegian's
+
+
+def _tags(variant: Any, kv_heads: Mapping[str, int]) -> list[str]:
     tags = ["attn-variants"]
     if variant is None:
         return tags
-    counts = [getattr(variant, name) for name in variant.kv_heads_fields()]
+    counts = kv_heads.values()
     if any(count == 1 < variant.num_attention_heads for count in counts):
         tags.append("multi-query-attention")
     if any(1 < count < variant.num_attention_heads for count in counts):

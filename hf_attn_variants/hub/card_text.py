@@ -1,9 +1,14 @@
 """The sentences and tables of a model card, each from the values that it is about."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it
+    from ..inspection.cost_table import CostTable
 
 __all__ = [
     "PIPELINE_TAGS",
@@ -64,12 +69,13 @@ PAPERS = {
 
 def summary(
     variant: Any,
+    kv_heads: Mapping[str, int],
     architecture: str,
     base_model: str | None,
     report: Mapping[str, Any] | None,
     results: Mapping[str, Any] | None,
 ) -> str:
-    """Return what the model is, in a sentence or two."""
+    """Return what the model is, in a sentence or two; `kv_heads` as for `heads_diagram`."""
     made = "A checkpoint"
     if base_model:
         made = f"[{base_model}](https://huggingface.co/{base_model})"
@@ -77,7 +83,7 @@ def summary(
         made = f"`{_source_name(report)}`"
     if variant is None:
         return f"{made}, as `{architecture}`."
-    text = f"{made} with {_attention(variant)}, as `{architecture}`."
+    text = f"{made} with {_attention(variant, kv_heads)}, as `{architecture}`."
     if report and not results:
         text += " It was converted and not trained afterwards."
     elif results:
@@ -86,21 +92,19 @@ def summary(
     return text + " Made with hf_attn_variants."
 
 
-def size_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
-    from ..inspection.cost_table import cost_table
-
-    table = cost_table(config)
     now = table.current
     made = [
         (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(value))
-        for name, value in _head_counts(config).items()
+        for name, value in _head_counts(variant, kv_heads).items()
     ]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
-        made.append(("key/value cache", "none (an encoder)"))
-    full = max(table.rows, key=lambda row: row.fields["num_key_value_heads"])
+        why = "its dynamic projections need past inputs" if "decoder" in now.flops_per_token else "an encoder"
+        made.append(("key/value cache", f"none ({why})"))
+    full = table.rows[0]  # as many key/value heads as query heads
     for site, count in (now.kv_cache_bytes_per_token or {}).items():
         token = "a token of the encoder" if site == "cross" else "a generated token"
         name = f"key/value cache, bytes for {token} ({table.dtype}, all layers)"
@@ -127,8 +131,17 @@ def usage_snippet(repo_id: str, config: Mapping[str, Any], is_sentence_model: bo
             "output = model.generate(**inputs, max_new_tokens=40)",
             "print(tokenizer.decode(output[0], skip_special_tokens=True))",
         ]
+    elif auto_class == "AutoModelForMultipleChoice":
+        load += [
+            'question, choices = "Two dogs run in the snow.", ["They are outside.", "They sleep."]',
+            'inputs = tokenizer([question] * 2, choices, padding=True, return_tensors="pt")',
+            "# one question: [1, choices, tokens]",
+            "outputs = model(**{name: tensor.unsqueeze(0) for name, tensor in inputs.items()})",
+        ]
     else:
-        load.append('outputs = model(**tokenizer("Two dogs run in the snow.", return_tensors="pt"))')
+        load.append('inputs = tokenizer("Two dogs run in the snow.", return_tensors="pt")')
+        decoder = ', decoder_input_ids=inputs["input_ids"]' if architecture.endswith("T5Model") else ""
+        load.append(f"outputs = model(**inputs{decoder})")
     if not is_sentence_model:
         return "\n".join(load)
     sentence = [
@@ -197,15 +210,15 @@ def training_text(results: Mapping[str, Any]) -> dict[str, Any]:
     rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
     return {
         "sentence": f"{', '.join(parts)}." if parts else "",
-        "rows": [(name, PurePath(str(value)).name if _is_path(value) else value) for name, value in rows],
+        "rows": rows,
         "versions": _versions(results.get("versions")),
     }
 
 
 def limits(
-    variant: Any, config: Mapping[str, Any], report: Mapping[str, Any] | None, results: Mapping[str, Any] | None
+    variant: Any, table: CostTable | None, report: Mapping[str, Any] | None, results: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return what a user should know before relying on the model."""
+    """Return what a user should know before relying on the model; without a variant there is no table."""
     found = []
     if report and not results:
         found.append(
@@ -216,17 +229,21 @@ def limits(
         found.append(
             "The scores are of one run with one seed, on the data named above, and say nothing of other data."
         )
-    if variant is not None and variant.num_key_value_heads < variant.num_attention_heads:
-        if config.get("is_encoder_decoder") or config.get("is_decoder"):
+    decodes = table is not None and "decoder" in table.current.flops_per_token
+    caches = table is not None and table.current.kv_cache_bytes_per_token is not None
+    if table is not None and table.current.name.startswith(("MQA", "GQA")):
+        if caches:
             found.append(
                 "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
                 "short texts."
             )
-        else:
+        elif not decodes:
             found.append(
                 "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
                 "attention time."
             )
+    if decodes and not caches:
+        found.append("It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.")
     if variant is not None and variant.talking_heads is not None:
         found.append(
             "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them."
@@ -235,21 +252,27 @@ def limits(
     return found
 
 
-def licence_text(license_id: str | None, base_model: str | None) -> str:
-    """Return the licence's sentence."""
+def licence_text(license_id: str | None, own_terms: str | None, is_the_sources: bool) -> str:
+    """Return the licence's sentence.
+
+    Args:
+        license_id: its id on the Hub; "other" for one that has none.
+        own_terms: the name, or a link to the text, of a licence that has no id.
+        is_the_sources: whether the README of the model it was made from says so.
+    """
     code = " The code files are Apache-2.0."
     if license_id == "other":
-        return f"None of the Hub's list; see above.{code}"
+        return f"{own_terms or 'One that is not on the list of the Hub: ask those who made this checkpoint'}.{code}"
     if license_id:
-        return f"{license_id}{', as the model it was made from' if base_model else ''}.{code}"
+        return f"{license_id}{', as the model it was made from' if is_the_sources else ''}.{code}"
     return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
 
 
-def papers(variant: Any) -> list[tuple[str, str]]:
+def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the papers of what a variant does, (name, arXiv id)."""
     if variant is None:
         return []
-    counts = {getattr(variant, name) for name in variant.kv_heads_fields()} - {variant.num_attention_heads}
+    counts = set(kv_heads.values()) - {variant.num_attention_heads}
     found = [PAPERS["MQA"]] if 1 in counts else []
     found += [PAPERS["GQA"]] if counts else []
     return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
@@ -259,29 +282,23 @@ def _source_name(report: Mapping[str, Any]) -> str:
     return PurePath(str(report.get("source") or "a checkpoint")).name
 
 
-def _attention(variant: Any) -> str:
-    heads, names = variant.num_attention_heads, variant.kv_heads_fields()
-    parts = []
-    for name in names:
+def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
+    heads, parts = variant.num_attention_heads, []
+    for name, count in kv_heads.items():
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
-        count = getattr(variant, name)
         kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
         shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"
-        parts.append(f"{kind} attention{shared}{where[name] if len(names) > 1 else ''}")
+        parts.append(f"{kind} attention{shared}{where[name] if len(kv_heads) > 1 else ''}")
     if variant.talking_heads is not None:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
     return " and ".join(parts)
 
 
-def _head_counts(config: Mapping[str, Any]) -> dict[str, int]:
-    from ..inspection.cost_table import variant_config
-
-    variant = variant_config(config)
-    names = ["num_attention_heads", *variant.kv_heads_fields()]
-    if variant.talking_heads is not None:
-        names += ["num_softmax_heads", "num_value_heads"]
-    return {name: getattr(variant, name) for name in names}
+def _head_counts(variant: Any, kv_heads: Mapping[str, int]) -> dict[str, int]:
+    names = ["num_softmax_heads", "num_value_heads"] if variant.talking_heads is not None else []
+    own = {name: getattr(variant, name) for name in names}
+    return {"num_attention_heads": variant.num_attention_heads, **kv_heads, **own}
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
@@ -298,10 +315,6 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
         r"For(MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering)$", architecture
     )
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and re.match(r"(/|~|\.\.?/|[A-Za-z]:\\)", value) is not None
 
 
 def _versions(versions: Mapping[str, str] | None) -> str:

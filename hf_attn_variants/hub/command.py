@@ -18,6 +18,10 @@ example (--dry_run lists what would go up, and shows the card):
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
 
 
+# What a generated card says.
+CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
@@ -69,6 +73,10 @@ def main(args: argparse.Namespace) -> Any:
     from .card import CardOptions
     from .push import full_repo_id, plan_push, push_checkpoint
 
+    if args.card is not None:
+        given = [name for name in CARD_FLAGS if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"--card gives the whole card: --{given[0]} is for a generated one.")
     options = CardOptions(
         base_model=args.base_model,
         license=args.license,

@@ -1,5 +1,6 @@
 """Which query heads read which key/value heads, drawn in text."""
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["heads_diagram"]
@@ -8,17 +9,20 @@ MAX_WIDTH = 90
 SITES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
 
 
-def heads_diagram(config: Any) -> str:
+def heads_diagram(config: Any, kv_heads: Mapping[str, int] | None = None) -> str:
     """Return a drawing of a variant configuration's heads: groups side by side, talking heads as a chain.
 
     Args:
-        config: a variant configuration; one with several kinds of attention (T5) gets a drawing for each.
+        config: a variant configuration.
+        kv_heads: the key/value heads of each kind of attention that the model has, by the configuration's field;
+            several (T5's) get a drawing each. None = all that the configuration speaks of.
     """
-    fields = config.kv_heads_fields()
+    if kv_heads is None:
+        kv_heads = {field: getattr(config, field) for field in config.kv_heads_fields()}
     blocks = []
-    for field in fields:
-        title = [f"{SITES[field]}:"] if len(fields) > 1 else []
-        blocks.append("\n".join([*title, *_groups(config.num_attention_heads, getattr(config, field))]))
+    for field, count in kv_heads.items():
+        title = [f"{SITES[field]}:"] if len(kv_heads) > 1 else []
+        blocks.append("\n".join([*title, *_groups(config.num_attention_heads, count)]))
     if config.talking_heads is not None:
         blocks.append(_chain(config))
     return "\n\n".join(blocks)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -24,7 +24,8 @@ from huggingface_hub.utils import validate_repo_id
 from ..conversion.checkpoint_io import open_checkpoint
 from ..conversion.report import REPORT_NAME
 from ..conversion.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
-from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card
+from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card, read_json
+from .local_paths import without_local_paths
 
 __all__ = [
     "PushPlan",
@@ -40,8 +41,7 @@ __all__ = [
 TRAINING_FILES = ("checkpoint-*", "best_model.safetensors", *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (REPORT_NAME, RESULTS_NAME)
-LOCAL_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)")
-NOTHING_LOST = "Nothing was changed on the Hub; repeat the command when that is put right."
+NOTHING_LOST = "No file on the Hub was changed; repeat the command when that is put right."
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ def plan_push(
     text = card if card is not None else str(model_card(folder, repo_id, card_options))
     tokenizers = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
     warnings = [] if any(name in files for name in tokenizers) else ["the folder has no tokenizer"]
+    if "/" not in repo_id and card is None:
+        warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
     return PushPlan(folder, repo_id, files, left_out, text, warnings)
 
 
@@ -190,24 +192,38 @@ def push_checkpoint(
         ValueError: if the repository is private where a public one was asked for or the other way round, or holds a
             README.md that somebody wrote.
     """
-    api = api or HfApi()
-    with _explained(plan.repo_id):
-        repo_id = full_repo_id(plan.repo_id, api)
-        if not check_visibility(api, repo_id, private):
-            api.create_repo(repo_id, private=private)
-        if revision not in (None, "main"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        info = api.model_info(repo_id, revision=revision)
-        existing = [each.rfilename for each in info.siblings or []]
-        if CARD_NAME in existing and not overwrite_card:
-            _check_remote_card(api, repo_id, info.sha, plan.card)
-        stale = sorted(name for name in existing if _is_weight_file(name) and name not in plan.files)
-        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-        operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
-        operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
-        commit = api.create_commit(
-            repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
-        )
+    api, made = api or HfApi(), False
+    try:
+        with _explained(plan.repo_id):
+            repo_id = full_repo_id(plan.repo_id, api)
+            if not check_visibility(api, repo_id, private):
+                api.create_repo(repo_id, private=private)
+                made = True
+            return _commit(plan, repo_id, revision, commit_message, overwrite_card, api)
+    except (ValueError, OSError) as error:
+        if not made:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(f"{error} {repo_id} was made for it, and stays.") from error
+
+
+def _commit(
+    plan: PushPlan, repo_id: str, revision: str | None, commit_message: str, overwrite_card: bool, api: HfApi
+) -> PushResult:
+    """Upload a plan into a repository that is there, in one commit on what its branch holds."""
+    if revision not in (None, "main"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    info = api.model_info(repo_id, revision=revision)
+    existing = [each.rfilename for each in info.siblings or []]
+    if CARD_NAME in existing and not overwrite_card:
+        _check_remote_card(api, repo_id, info.sha, plan.card)
+    stale = sorted(name for name in existing if _is_weight_file(name) and name not in plan.files)
+    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
+    operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
+    commit = api.create_commit(
+        repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
+    )
     return PushResult(repo_id, f"{api.endpoint}/{repo_id}", commit.oid, commit.oid != info.sha, stale)
 
 
@@ -279,15 +295,7 @@ def _payload(folder: Path, name: str) -> str | bytes:
 
 
 def _content(path: Path) -> str:
-    return json.dumps(_without_paths(json.loads(path.read_text(encoding="utf-8"))), indent=2) + "\n"
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_paths(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(each) for each in value]
-    return PurePath(value).name if isinstance(value, str) and LOCAL_PATH.match(value) else value
+    return json.dumps(without_local_paths(read_json(path)), indent=2) + "\n"
 
 
 @contextmanager

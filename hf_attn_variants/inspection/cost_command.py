@@ -131,7 +131,9 @@ def _notes(table: Any) -> list[str]:
     notes = ["* the checkpoint as it is"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
         notes.append("- no conversion leads there: neither number of key/value heads divides the other")
-    if table.current.kv_cache_bytes_per_token is None:
+    if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
+        notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
+    elif table.current.kv_cache_bytes_per_token is None:
         notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
     return notes
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..conversion.grouping import relation
-from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
+from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, can_cache, projection_shapes
 from ..registration import variant_config_class, variant_model_class
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "cost_table",
     "flops_per_token",
     "kv_cache_bytes_per_token",
+    "module_runs",
+    "used_kv_heads_fields",
     "variant_config",
     "variant_name",
 ]
@@ -205,8 +207,10 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
 
     Returns:
         {site: bytes}: "self" or "decoder" for a generated token, "cross" for a token of the encoder; None for a model
-        without a cache.
+        without a cache, an encoder or one that `can_cache` refuses.
     """
+    if not can_cache(model.config):
+        return None
     sites: Counter[str] = Counter()
     for site, _, module in model.named_attentions():
         if _stack(model, site) == "decoder":
@@ -232,7 +236,7 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
     linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     has_decoder = any(_stack(model, site) == "decoder" for site, _, _ in model.named_attentions())
     for site, path, module in model.named_attentions():
-        runs, stack = _runs(path, config), _stack(model, site)
+        runs, stack = module_runs(path, config), _stack(model, site)
         memory_stack = "encoder" if site.name == "cross" else stack
         for role, where in (("query", stack), ("output", stack), ("key", memory_stack), ("value", memory_stack)):
             name = f"{path}.{getattr(site, role)}"
@@ -249,7 +253,7 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
         if not _once_a_sequence(model, name):
             inside = name.split(".")[0] if config.is_encoder_decoder else None
             where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[where] += 2 * _runs(name, config) * linear.weight.numel()
+            flops[where] += 2 * module_runs(name, config) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
@@ -259,8 +263,8 @@ def _stack(model: AttnVariantModelMixin, site: AttentionSite) -> str:
     return "encoder" if site.name == "encoder" else "decoder"
 
 
-def _runs(name: str, config: Any) -> int:
-    """How often a token passes a module: ALBERT's layers share theirs."""
+def module_runs(name: str, config: Any) -> int:
+    """How often a token passes a module of the base model, by its path: ALBERT's layers share theirs."""
     match = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", name)
     if match is None:
         return 1
@@ -283,11 +287,16 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
     return total
 
 
-def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
-    """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
+def used_kv_heads_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
+    """The fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
     with _configuration_errors(), torch.device("meta"):
         used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
-    return next((name for name in config.kv_heads_fields() if name in used), "num_key_value_heads")
+    return tuple(name for name in config.kv_heads_fields() if name in used)
+
+
+def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
+    """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
+    return next(iter(used_kv_heads_fields(model_class, config)), "num_key_value_heads")
 
 
 def kv_head_counts(config: Any) -> list[int]:

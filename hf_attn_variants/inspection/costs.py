@@ -1,6 +1,7 @@
 """What the attention of a model costs, counted from its shapes."""
 
 from ..modeling.variant_mixins import AttnVariantModelMixin
+from .cost_table import module_runs
 
 __all__ = ["attention_projection_flops"]
 
@@ -14,7 +15,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
         model: a variant model; the multi-head one counts as upstream's does.
     """
     return sum(
-        2 * module.get_submodule(path).weight.numel()
-        for site, _, module in model.named_attentions()
-        for path in (site.query, site.key, site.value, site.output)
+        2 * module_runs(path, model.config) * module.get_submodule(linear).weight.numel()
+        for site, path, module in model.named_attentions()
+        for linear in (site.query, site.key, site.value, site.output)
     )

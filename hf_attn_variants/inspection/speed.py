@@ -149,6 +149,8 @@ def measure_speed(
 
 def _check_device(device: str) -> None:
     try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are timed")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
@@ -167,8 +169,10 @@ def _contestants(
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
     heads, field = current.num_attention_heads, kv_heads_field(model_class, current)
-    fitting = {heads, 4, 2, 1} & set(kv_head_counts(current))
-    variants = [{field: k} for k in sorted(set(fitting if kv_heads is None else kv_heads), reverse=True)]
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current)) if kv_heads is None else set(kv_heads)
+    if config["model_type"] == current.model_type:
+        counts |= {heads}  # no class of transformers is the baseline then
+    variants = [{field: k} for k in sorted(counts, reverse=True)]
     if talking_heads and current.talking_heads is None:
         variants.append({field: getattr(current, field), "talking_heads": "both"})
     for fields in variants:
@@ -200,7 +204,7 @@ def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int) -
 
 @torch.no_grad()
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait = {"cuda": lambda: torch.cuda.synchronize(device), "cpu": lambda: None}[torch.device(device).type]
     wait()
     start = time.perf_counter()
     run()
@@ -209,10 +213,11 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def _machine(device: str) -> dict[str, Any]:
+    on_cuda = torch.device(device).type == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

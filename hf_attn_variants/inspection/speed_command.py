@@ -95,6 +95,6 @@ def main(args: argparse.Namespace) -> Any:
         title, ["variant", f"ms a {'generation' if table.work == 'generate' else 'batch'}", "tokens/s", "speed"], rows
     )
     machine = table.machine
-    load = machine["load_average"][0]
-    print(f"Medians of {args.rounds} rounds; {machine['threads']} threads, load {load:.1f} at the end.")
+    load = f", load {machine['load_average'][0]:.1f} at the end" if machine["load_average"] else ""
+    print(f"Medians of {args.rounds} rounds; {machine['threads']} threads{load}.")
     return table

@@ -11,15 +11,16 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     if sys.stdout.isatty():
         try:
             from rich.console import Console
+            from rich.markup import escape
             from rich.table import Table
         except ImportError:
             pass
         else:
-            table = Table(title=title, title_justify="left")
+            table = Table(title=escape(title), title_justify="left")
             for index, name in enumerate(header):
                 table.add_column(name, justify="right" if index else "left", overflow="fold")
             for row in rows:
-                table.add_row(*row)
+                table.add_row(*map(escape, row))
             Console().print(table)
             return
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

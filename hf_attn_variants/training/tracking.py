@@ -18,6 +18,9 @@ from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 
+# Arguments that are a folder or a Hub id.
+HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
+
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
     """Makes a progress bar with an estimate, on the main process only; in a log file it prints a line now and then."""
@@ -83,9 +86,10 @@ def library_versions() -> dict[str, str]:
 def save_results(path: str | Path, results: dict[str, Any], args: argparse.Namespace) -> None:
     """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
     arguments = {key: value for key, value in vars(args).items() if key != "hub_token"}
-    source = arguments.get("model_name_or_path")
-    if source is not None and not Path(source).is_absolute() and Path(source).is_dir():
-        arguments["model_name_or_path"] = f"./{source}"  # "runs/bert" would read like a Hub id elsewhere
+    for name in HUB_IDS:
+        given = arguments.get(name)
+        if given is not None and not Path(given).is_absolute() and Path(given).is_dir():
+            arguments[name] = f"./{given}"  # "runs/bert" would read like a Hub id elsewhere
     record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": library_versions()}
     atomic_write(path, json.dumps(_finite(record), indent=2, default=str) + "\n")
 

@@ -7,8 +7,15 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.inspection.cost_table import cost_table, flops_per_token, variant_name
+from hf_attn_variants.inspection import attention_projection_flops
+from hf_attn_variants.inspection.cost_table import (
+    cost_table,
+    flops_per_token,
+    kv_cache_bytes_per_token,
+    variant_name,
+)
 
 LENGTH, SOURCE = 7, 5
 BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
@@ -149,3 +156,19 @@ def test_a_wrong_configuration_is_an_error(change, message):
 def test_sizes_begin_at_one(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
         cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})
+
+
+def test_layers_that_share_their_projections_use_them_each():
+    bert, albert = (
+        row.config_class(hidden_size=48, num_attention_heads=12, num_hidden_layers=6, intermediate_size=48)
+        for row in (BERT, ALBERT)
+    )
+    models = [AttnVariantBertModel(bert), AttnVariantAlbertModel(albert)]
+    assert [attention_projection_flops(model) for model in models] == [6 * 4 * 2 * 48 * 48] * 2
+
+
+def test_no_cache_is_counted_where_none_can_be_used():
+    config = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"])
+    table = cost_table(json.loads(config.to_json_string(use_diff=False)))
+    assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
+    assert kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None

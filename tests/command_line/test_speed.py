@@ -34,6 +34,8 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert "AttnVariantBertModel" in lines[0] and lines[3].startswith("MHA") and lines[3].endswith("1.00x")
     assert not any("talking" in line or "upstream" in line for line in lines)
+    assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--num_key_value_heads", "2", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:6]] == ["MHA", "GQA-2", "MQA"]
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -58,8 +60,9 @@ def test_only_heads_that_divide_the_value_heads_are_timed():
 
 
 def test_a_device_that_is_not_here():
-    with pytest.raises(ValueError, match="the device 'xpu' is not here"):
-        measure_speed(BERT.upstream_model("BertModel").config.to_dict(), length=8, device="xpu")
+    for device in ("xpu", "meta", "nonsense"):
+        with pytest.raises(ValueError, match=f"the device '{device}' is not here"):
+            measure_speed(BERT.upstream_model("BertModel").config.to_dict(), length=8, device=device)
 
 
 @pytest.mark.parametrize(

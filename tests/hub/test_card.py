@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import yaml
+from architectures import BERT, T5
 from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
 
 from hf_attn_variants.hub import CardOptions, model_card
 from hf_attn_variants.hub.card import is_untouched
@@ -176,6 +178,25 @@ def test_a_decoders_card_counts_its_cache(t5_variant):
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
 
 
+@pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
+def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
+    T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/t5-encoder"))
+    assert "with grouped-query attention (4 key/value heads for 12 query heads), as" in text
+    assert "decoder" not in text.split("## Use")[0] and "none (an encoder)" in text
+    assert "An encoder has no key/value cache" in text and "What is saved is cache" not in text
+    assert front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
+
+
+def test_a_decoder_that_refuses_a_cache_has_none(tmp_path):
+    T5.model(
+        "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
+    ).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/t5"))
+    assert "| key/value cache | none (its dynamic projections need past inputs) |" in text
+    assert "It decodes without a cache, slowly" in text and "What is saved is cache" not in text
+
+
 def test_an_upstream_model_has_a_card_without_our_code(plain_bert):
     text = str(model_card(plain_bert, "me/plain"))
     assert "multi-head attention" in text and "trust_remote_code" not in text
@@ -191,10 +212,25 @@ def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
     assert 'SentenceTransformer("me/x", trust_remote_code=True)' in text
 
 
-def test_the_usage_example_is_python(folder, t5_variant, plain_bert):
-    for each in (folder, t5_variant, plain_bert):
-        block = re.search(r"```python\n(.*?)```", str(model_card(each, "me/x")), re.DOTALL)[1]
-        compile(block, "card", "exec")
+@pytest.mark.parametrize(
+    ("architecture", "head"),
+    [
+        (BERT, "BertModel"),
+        (BERT, "BertForMultipleChoice"),
+        (T5, "T5Model"),
+        (T5, "T5EncoderModel"),
+        (T5, "T5ForConditionalGeneration"),
+    ],
+)
+def test_the_usage_example_runs(architecture, head, converted, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    architecture.model(head, "gqa", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+    tokenizer.save_pretrained(tmp_path / "model")
+    text = str(model_card(tmp_path / "model", "me/x"))
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path / "model"))
+    exec(compile(block, "card", "exec"), {})
 
 
 def test_an_edited_card_is_recognised(folder):
@@ -202,6 +238,31 @@ def test_an_edited_card_is_recognised(folder):
     assert is_untouched(text)
     assert not is_untouched(text.replace("## Limits", "## My limits"))
     assert not is_untouched("# my own card")
+
+
+def test_folders_of_this_machine_are_not_told(folder):
+    arguments = {"dataset_name": "/home/somebody/secret project/corpus", "task_name": None, "train_file": "priv/a.txt"}
+    (folder / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "steps": 3, "arguments": arguments}))
+    text = str(model_card(folder, "me/x"))
+    assert "secret" not in text and "priv/" not in text
+    data = front_matter(text)
+    assert "datasets" not in data and data["model-index"][0]["results"][0]["dataset"]["name"] == "corpus"
+
+
+def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
+    link = "https://example.org/terms"
+    (folder / "README.md").write_text(
+        f"---\nlicense: other\nlicense_name: terms\nlicense_link: {link}\nlanguage:\n- en\n- no\n---\n"
+    )
+    text = str(model_card(folder, "me/x"))
+    data = front_matter(text)
+    assert (data["license"], data["license_name"], data["license_link"]) == ("other", "terms", link)
+    assert data["language"] == ["en", "no"] and f"{link}. The code files are Apache-2.0." in text
+    given = str(model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
+    assert "mit. The code files" in given and "license_name" not in front_matter(given)
+    (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
+    text = str(model_card(folder, "me/x"))
+    assert "mit, as the model it was made from." in text and front_matter(text)["language"] == "no"
 
 
 def test_broken_files_are_named(folder):

@@ -8,7 +8,8 @@ from hub.local_hub import TOKEN
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants.hub import CardOptions, plan_push, push_checkpoint
+from hf_attn_variants.hub import CardOptions, command, plan_push, push_checkpoint
+from hf_attn_variants.hub.local_paths import without_local_paths
 
 REPO = "me/bert-gqa2"
 
@@ -189,7 +190,7 @@ def test_offline_is_named(folder, hub, api, monkeypatch):
 
 
 def test_metadata_that_the_hub_refuses_stops_the_push(folder, hub, api):
-    with pytest.raises(ValueError, match="Invalid metadata"):
+    with pytest.raises(ValueError, match=f"Invalid metadata[^$]*{REPO} was made for it, and stays"):
         push(folder, api, CardOptions(license="not-a-licence"))
     assert hub.files(REPO).keys() == {".gitattributes"}
 
@@ -277,3 +278,38 @@ def test_the_token_is_the_clients(folder, hub, api):
     assert api.token == TOKEN
     with pytest.raises(OSError, match="not pushed"):
         push(folder, HfApi(endpoint=hub.url, token=False))
+
+
+def test_paths_of_this_machine_are_shortened_and_names_are_not():
+    given = {
+        "train_file": ["priv/a.txt", "/home/me/b.txt"],
+        "output_dir": "runs/x",
+        "model_name_or_path": "google-bert/bert-base-uncased",
+        "teacher": "./runs/bert",
+        "windows": ["C:/Users/alice/x", r"D:\runs\y", r"\\server\share\z"],
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+    }
+    assert without_local_paths(given) == {
+        "train_file": ["a.txt", "b.txt"],
+        "output_dir": "x",
+        "model_name_or_path": "google-bert/bert-base-uncased",
+        "teacher": "bert",
+        "windows": ["x", "y", "z"],
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+    }
+
+
+def test_a_card_of_ones_own_takes_no_flags_of_a_generated_one(folder, tmp_path):
+    (tmp_path / "card.md").write_text("# mine")
+    argv = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--card", str(tmp_path / "card.md"), "--dry_run"]
+    assert command.main(command.parse_args(argv)).card.strip() == "# mine"
+    with pytest.raises(ValueError, match="--card gives the whole card: --license is for a generated one"):
+        command.main(command.parse_args([*argv, "--license", "mit"]))
+
+
+def test_broken_results_are_named(folder):
+    (folder / "all_results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"all_results\.json is not JSON"):
+        plan_push(folder, REPO)
