@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
@@ -80,9 +81,12 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
     """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.
 
     Raises:
-        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention.
+        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there is a
+            text and only talking heads to add.
     """
     method = plan.method
+    if calibration is not None and not _pooled(plan) and any(module.projections for module in plan.modules):
+        raise ValueError("a calibration fits fewer key/value heads; talking heads are added without: leave it out.")
     if not isinstance(method, CalibratedMethod) or not _pooled(plan):
         return None
     if calibration is not None:
@@ -115,7 +119,7 @@ def calibrate(
     Args:
         plan: the conversion.
         method: the plan's, as `method_to_calibrate` returned it.
-        model: the source as this package's model with its own heads, in float32; it is not changed.
+        model: the source as this package's model with its own heads, in float32; only how it generates is changed.
         tokenizer: the one beside the checkpoint, if any.
         calibration: the text.
 
@@ -130,6 +134,8 @@ def calibrate(
         raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
+    if model.can_generate():  # its own settings, beams or penalties, are for its users
+        model.generation_config = GenerationConfig.from_model_config(model.config)
     batches = _batches(model, tokenizer, calibration)
     attentions = {path: module for _, path, module in model.named_attentions()}
     with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
@@ -142,7 +148,7 @@ def calibrate(
                 uses = max(1, len(inputs) // len(batches))
                 layer = LayerContext(module.name, module.site.name, generator, initializer_std(plan.config), uses)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
-                method.converted[module.name] = _on_cpu(converted)
+                method.remember(module.name, tensors, _on_cpu(converted))
                 progress.update()
 
 
@@ -169,7 +175,8 @@ def _recorded_together(
 ) -> Iterator[list[AttentionModule]]:
     """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
     positions = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
-    calls = max(1, config.num_hidden_layers // len(modules)) if config.model_type.endswith("albert") else 1
+    is_albert = config.model_type.endswith("albert")
+    calls = math.ceil(config.num_hidden_layers / config.num_hidden_groups) if is_albert else 1
     at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
     for start in range(0, len(modules), at_once):
         yield modules[start : start + at_once]

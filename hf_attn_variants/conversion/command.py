@@ -24,6 +24,7 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
 
 # What a model with such a head is for; any other is fine-tuned, as most are, on sentences.
 NEXT_COMMANDS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
+CALIBRATION_SIZE = 2048
 CALIBRATION_OPTIONS = (
     "calibration_file",
     "calibration_columns",
@@ -71,17 +72,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     calibration.add_argument(
         "--calibration_size",
         type=int,
-        default=2048,
-        help="examples drawn from the file by --seed (default: %(default)s)",
+        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
     )
     calibration.add_argument(
-        "--max_length", type=int, default=64, help="tokens at which an example is cut (default: %(default)s)"
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
     )
     calibration.add_argument(
         "--fit_steps",
         type=int,
-        default=Calibration.fit_steps,
-        help="Adam steps for each attention after the closed form; 0 = the closed form alone (default: %(default)s)",
+        help="Adam steps for each attention after the closed form; 0 = the closed form alone (default: "
+        f"{Calibration.fit_steps})",
     )
     parser.add_argument(
         "--talking_heads",
@@ -128,17 +128,19 @@ def main(args: argparse.Namespace) -> ConversionReport:
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text and draw its examples."""
     if args.calibration_file is None:
-        for name in ("calibration_columns", "calibration_target_file", "calibration_target_column"):
+        for name in CALIBRATION_OPTIONS:
             if getattr(args, name) is not None:
                 raise ValueError(f"--{name} needs --calibration_file.")
         return None
-    if args.calibration_size < 1:
-        raise ValueError(f"--calibration_size must be at least 1; got {args.calibration_size}.")
+    size = CALIBRATION_SIZE if args.calibration_size is None else args.calibration_size
+    if size < 1:
+        raise ValueError(f"--calibration_size must be at least 1; got {size}.")
     texts, targets = _read_examples(args)
-    if len(texts) > args.calibration_size:
-        chosen = sorted(random.Random(args.seed).sample(range(len(texts)), args.calibration_size))
+    if len(texts) > size:
+        chosen = sorted(random.Random(args.seed).sample(range(len(texts)), size))
         texts, targets = [texts[i] for i in chosen], targets and [targets[i] for i in chosen]
-    return Calibration(texts, targets, max_length=args.max_length, fit_steps=args.fit_steps)
+    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if getattr(args, name) is not None}
+    return Calibration(texts, targets, **settings)
 
 
 def _read_examples(args: argparse.Namespace) -> tuple[list[Any], list[str] | None]:

@@ -90,6 +90,11 @@ def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedMod
             )
     implementation = model.config._attn_implementation
     converted.set_attn_implementation({EAGER: "eager", SDPA: "sdpa"}.get(implementation, implementation))
+    # An untied T5 is not tied, whatever its class says.
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    converted.all_tied_weights_keys = {
+        name: to for name, to in (converted.all_tied_weights_keys or {}).items() if name in tied
+    }
     if getattr(model, "generation_config", None) is not None:
         converted.generation_config = copying.deepcopy(model.generation_config)
     left = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]

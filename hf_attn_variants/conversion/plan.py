@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
@@ -252,6 +253,16 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
             f"a conversion keeps the value heads: the source has {source_config.num_value_heads}, the new config "
             f"{new_config.num_value_heads} (`num_value_heads`, or `num_softmax_heads` with P_l alone)."
         )
+    has_bias = hasattr(new_config, "relative_attention_num_buckets")
+    if has_bias and new_config.num_softmax_heads != source_config.num_softmax_heads:
+        raise ValueError(
+            f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source has "
+            f"{source_config.num_softmax_heads}, the new config {new_config.num_softmax_heads} (`num_softmax_heads`)."
+        )
+    # Old checkpoints name their tokenizer's class nowhere: AutoTokenizer knows it by upstream's `model_type`, which is
+    # no longer there.
+    if getattr(new_config, "tokenizer_class", None) is None:
+        new_config.tokenizer_class = TOKENIZER_MAPPING_NAMES.get(raw["model_type"])
     return new_config
 
 
@@ -299,9 +310,9 @@ def _check_all_used(
     # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
     used = {module.site.kv_heads_field for module in modules}
     asked = [each for each in config_class.kv_heads_fields() if each in given]
-    if asked and used.isdisjoint(asked):
+    if useless := [each for each in asked if each not in used]:
         known = " or ".join(f"`{each}`" for each in config_class.kv_heads_fields() if each in used)
-        raise ValueError(f"`{asked[0]}` is of attentions that {name} does not have: give {known}.")
+        raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
     if config.talking_heads is None and (useless := [each for each in TALKING_FIELDS if each in given]):
         raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")
 

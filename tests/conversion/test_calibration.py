@@ -235,6 +235,30 @@ def test_a_method_that_is_used_again_looks_at_the_new_model():
     assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
 
 
+def test_a_method_that_has_seen_another_model_is_refused(tmp_path):
+    method, other = Calibrated(), bert()
+    convert_model(bert(), 2, method, calibration=calibration())
+    assert convert_model(bert(), 2, method) is not None  # the same model again needs no text
+    torch.nn.init.normal_(other.encoder.layer[1].attention.self.key.weight, std=0.3)
+    with pytest.raises(ValueError, match="has not seen this model's"):
+        convert_model(other, 2, method)
+
+
+def test_a_text_for_talking_heads_alone_is_refused():
+    with pytest.raises(ValueError, match="talking heads are added without"):
+        convert_model(bert(), talking_heads="both", calibration=calibration())
+
+
+def test_how_a_t5_generates_for_its_users_does_not_matter():
+    expected = convert_model(t5(), 1, calibration=calibration())
+    model = t5()
+    model.generation_config.num_return_sequences, model.generation_config.return_dict_in_generate = 2, True
+    model.generation_config.repetition_penalty = 9.0
+    found = convert_model(model, 1, calibration=calibration())
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
+    assert model.generation_config.repetition_penalty == found.generation_config.repetition_penalty == 9.0
+
+
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     with pytest.raises(FileNotFoundError, match="has no tokenizer files, and a calibration needs them"):
@@ -305,6 +329,7 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
     assert drawn in [([(f"q{i}", f"t{i}")], [f"d{i}"]) for i in (1, 2)]
     for flags, message in (
         (columns, "--calibration_columns needs --calibration_file"),
+        (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
         ([file, lines, *columns], r"--calibration_columns is for tables \(.csv, .json, .jsonl\); .*a.txt is none"),
         ([file, lines, *target], r"--calibration_target_column is for a table; .*a.txt is none"),
         ([file, table, "--calibration_target_file", targets], "a table takes --calibration_target_column"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from architectures import HEAD_IDS, HEADS, T5
+from fixtures.glue.tiny_bert import make_tiny_bert
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -332,6 +333,40 @@ def test_t5s_encoder_and_decoder_are_converted_separately(tmp_path, encoder, dec
 
 def test_an_encoder_has_no_cache(make_source, tmp_path):
     assert convert_checkpoint(make_source(), tmp_path / "out", 4).kv_cache_bytes_per_token is None
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
+def test_a_tokenizer_that_names_no_class_is_found_again(tmp_path, file):
+    # As in old repositories, bert-base-uncased's for example, where upstream's model_type alone says which it is.
+    source, out = make_tiny_bert(tmp_path / "source"), tmp_path / "out"
+    for path in source.glob("*token*"):
+        if path.name != file:
+            path.unlink()
+    (source / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 64}')
+    convert_checkpoint(source, out, 2)
+    expected, found = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
+    texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
+    assert found(*texts, padding=True) == expected(*texts, padding=True)
+    assert (
+        convert_function(source, 2).config.tokenizer_class
+        == json.loads((out / "config.json").read_text())["tokenizer_class"]
+    )
+
+
+def test_a_tokenizer_class_of_the_source_stays(make_source, edit_config, tmp_path):
+    source = make_source()
+    edit_config(source, tokenizer_class="BertJapaneseTokenizer")
+    convert_checkpoint(source, tmp_path / "out", 4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tokenizer_class"] == "BertJapaneseTokenizer"
+
+
+def test_a_t5_keeps_its_softmax_heads(tmp_path):
+    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
+    fields = {"talking_heads": "both", "num_softmax_heads": 8, "num_value_heads": 12, "talking_heads_init": "random"}
+    with pytest.raises(ValueError, match="keeps the softmax heads of a T5, whose position bias has a column for each"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
 
 
 def test_side_files(make_source, tmp_path):

@@ -74,14 +74,22 @@ def test_the_name_that_t5_had_before_is_known(tmp_path, edit_config):
 
 def test_the_encoder_alone_has_heads_of_its_own_field(tmp_path):
     model = transformers.T5EncoderModel(transformers.T5Config(**TINY))
-    with pytest.raises(
-        ValueError, match=r"`num_key_value_heads` is of attentions .* give `encoder_num_key_value_heads`"
-    ):
-        convert(model, 2)
+    for fields in ({}, {"encoder_num_key_value_heads": 2}):
+        with pytest.raises(
+            ValueError, match=r"`num_key_value_heads` is of attentions .* give `encoder_num_key_value_heads` alone"
+        ):
+            convert(model, 2, **fields)
     rows = {row.name: row for row in cost_table(model.config.to_dict() | {"architectures": ["T5EncoderModel"]}).rows}
     assert rows["MQA"].fields == {"encoder_num_key_value_heads": 1}
     assert rows["MQA"].parameters < rows["GQA-2"].parameters < rows["MHA"].parameters
     assert convert(model, encoder_num_key_value_heads=1).num_parameters() == rows["MQA"].parameters
+
+
+def test_an_untied_t5_stays_untied(tmp_path):
+    config = transformers.T5Config(**TINY, tie_word_embeddings=False)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert convert(model, 2).all_tied_weights_keys == model.all_tied_weights_keys
 
 
 def test_a_class_of_another_architecture_is_named(tmp_path, edit_config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,11 @@ class CalibratedMethod(ABC):
 
     def __init__(self) -> None:
         self.converted: dict[str, AttentionTensors] = {}
+        self._sources: dict[str, str] = {}
+
+    def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
+        """Keep what a calibration made of an attention, and of which one."""
+        self.converted[module], self._sources[module] = converted, _digest(source)
 
     @abstractmethod
     def convert_module(
@@ -96,12 +102,25 @@ class CalibratedMethod(ABC):
         """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text."""
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return what the calibration made of this layer."""
-        if layer.module not in self.converted:
+        """Return what the calibration made of this layer.
+
+        Raises:
+            ValueError: if it was not calibrated, or one of this name of another model was.
+        """
+        if layer.module not in self.converted or self._sources[layer.module] != _digest(tensors):
             raise ValueError(
-                f"method {self.name!r} has not seen {layer.module}: it needs calibration text (`calibration=`)."
+                f"method {self.name!r} has not seen this model's {layer.module}: it needs calibration text "
+                "(`calibration=`)."
             )
         return self.converted[layer.module]
+
+
+def _digest(tensors: AttentionTensors) -> str:
+    # float32 holds every value of the dtypes that checkpoints have.
+    found = hashlib.sha256()
+    for tensor in (tensors.query_weight, tensors.key_weight):
+        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def pool_key_value(
