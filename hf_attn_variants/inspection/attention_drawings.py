@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,16 @@ __all__ = [
     "with_changes",
 ]
 
+# matplotlib's own font has no letters of Chinese, Japanese and Korean: the first of these that is installed does.
+CJK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Source Han Sans SC",
+    "WenQuanYi Zen Hei",
+    "Microsoft YaHei",
+    "Hiragino Sans",
+    "Arial Unicode MS",
+)
 # All lengths in inches.
 CELL = 0.135  # of a token's row or column: room for its label
 SMALLEST_PANEL = 1.35
@@ -259,11 +270,19 @@ def _label(axes: Axes, rows: Sequence[str] | None, columns: Sequence[str] | None
     axes.tick_params(length=0, pad=2)
     axes.set_xticks([])
     axes.set_yticks([])
+    look = {"fontsize": 7, "parse_math": False, "fontfamily": _fonts()}
     if rows is not None:
-        axes.set_yticks(range(len(rows)), [shown_label(token) for token in rows], fontsize=7, parse_math=False)
+        axes.set_yticks(range(len(rows)), [shown_label(token) for token in rows], **look)
     if columns is not None:
-        labels = [shown_label(token) for token in columns]
-        axes.set_xticks(range(len(columns)), labels, fontsize=7, rotation=90, parse_math=False)
+        axes.set_xticks(range(len(columns)), [shown_label(token) for token in columns], rotation=90, **look)
+
+
+@cache
+def _fonts() -> list[str]:
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in CJK_FONTS if name in installed)]
 
 
 def _formula(name: str) -> str:

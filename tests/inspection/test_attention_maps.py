@@ -10,7 +10,9 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, VARIANTS
 from fixtures.uptraining import make_t5
+from matplotlib import font_manager
 
+from hf_attn_variants.inspection import attention_drawings
 from hf_attn_variants.inspection import attention_maps as maps_module
 from hf_attn_variants.inspection.attention_drawings import draw_attention, draw_projections, is_signed, with_changes
 from hf_attn_variants.inspection.attention_maps import Projection, attention_maps
@@ -187,6 +189,11 @@ def test_pictures_have_room_for_each_label(tokenizer, tmp_path):
     assert width > 6 * 7 * 14 and height > 4 * 7 * 14  # heads across, stages down, at 14 pixels a token or more
     picture = imread(tmp_path / "projections.png")
     assert len(numpy.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+
+
+def test_a_font_that_has_chinese_letters_is_taken_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(font_manager, "get_font_names", lambda: ["Gothic", "Noto Sans CJK SC", "DejaVu Sans"])
+    assert attention_drawings._fonts.__wrapped__() == ["DejaVu Sans", "Noto Sans CJK SC"]
 
 
 def test_models_without_projections_have_none_to_draw(tokenizer, tmp_path):
