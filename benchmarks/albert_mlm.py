@@ -1,32 +1,23 @@
 """A small ALBERT from scratch, its gate, and what converting its attention costs in dev loss before any uptraining.
 
 Training, conversions and evaluations are the commands a user has; the JSON lists each. The vocabulary is little more
-than the alphabet: a character's neighbours say much about it, so that so small a model begins to read its context
-within minutes on one CPU core. With 1,000 subwords it was still a unigram model after 7,000 steps.
+than the alphabet (see `small_pretraining`): with 1,000 subwords it was still a unigram model after 7,000 steps.
 """
 
 import argparse
 import json
 import os
-import shlex
-import string
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from run_records import check_arguments, check_data_dir
-from transformers import AutoTokenizer
+from small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
 
 from hf_attn_variants.training import pretrain_mlm
 from hf_attn_variants.training.checkpoints import atomic_write
-from hf_attn_variants.training.text_data import TextFile
 
-ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY_SIZE = 100
-VOCABULARY_CHARACTERS = 3_000_000
-# Others are spaces to the learner of the vocabulary, and unknown tokens later: they would fill it.
-ALPHABET = frozenset(string.ascii_letters + string.digits + " \n.,;:()-'\"/%&")
 HEADS = 8
 CONFIG = {
     "embedding_size": 128,
@@ -71,18 +62,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     check_data_dir(data, "valid.txt.gz")
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
     if not (work / "tokenizer").is_dir():
-        make_vocabulary(args.tokenizer, shards[0], work / "tokenizer")
+        make_vocabulary(args.tokenizer, shards[0], work / "tokenizer", VOCABULARY_SIZE)
     commands = [pretraining(work, shards, held_out, args.max_train_steps)]
-    _run(commands[0], work / "multi-head")
+    run_script(commands[0], work / "multi-head")
     trained = check_arguments(work / "multi-head", pretrain_mlm.parse_args, commands[0][2:])
     rows = [{"method": "multi-head", "num_key_value_heads": HEADS, **_scores(trained)}]
     for method in args.methods:
         for heads in KEY_VALUE_HEADS:
             folder = work / f"{method}-{heads}"
             commands.append(conversion(work / "multi-head", folder, heads, method, shards[-1]))
-            _run(commands[-1], folder, done="config.json")
+            run_script(commands[-1], folder, done="config.json")
             commands.append(evaluation(folder, held_out))
-            _run(commands[-1], Path(f"{folder}-eval"))
+            run_script(commands[-1], Path(f"{folder}-eval"))
             found = json.loads(Path(f"{folder}-eval/all_results.json").read_text())
             rows.append({"method": method, "num_key_value_heads": heads, **_scores(found)})
     names = {sys.executable: "python", f"{ROOT}/": "", str(work): "WORK_FOLDER", f"{data}/": "wikipedia/"}
@@ -92,7 +83,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "device": f"CPU, {os.environ.get('OMP_NUM_THREADS', 'all')} threads",
         "training": {key: value for key, value in trained.items() if key not in ("arguments", "versions")},
         "versions": trained["versions"],
-        "commands": [_shown(command, names) for command in commands],
+        "commands": [shown(command, names) for command in commands],
         "rows": rows,
     }
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
@@ -100,26 +91,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def make_vocabulary(tokenizer: str, shard: Path, folder: Path) -> None:
-    """Learn a unigram vocabulary of `VOCABULARY_SIZE` from the beginning of a shard, and save the tokenizer."""
-
-    def texts():
-        read = 0
-        for _, text in TextFile(shard).articles():
-            yield "".join(letter if letter in ALPHABET else " " for letter in text)
-            read += len(text)
-            if read > VOCABULARY_CHARACTERS:
-                return
-
-    base = AutoTokenizer.from_pretrained(tokenizer)
-    base.train_new_from_iterator(texts(), vocab_size=VOCABULARY_SIZE).save_pretrained(folder)
-
-
 def pretraining(work: Path, shards: list[Path], held_out: Path, steps: int) -> list[str]:
     """Return the command that trains the multi-head model."""
     overrides = ",".join(f"{name}={value}" for name, value in CONFIG.items())
     return [
-        *_script("pretrain_mlm.py", "--model_type", "albert", "--tokenizer_name", work / "tokenizer"),
+        *script("pretrain_mlm.py", "--model_type", "albert", "--tokenizer_name", work / "tokenizer"),
         *("--config_overrides", overrides, "--train_file", *map(str, shards), "--validation_file", str(held_out)),
         *(*BLOCKS, *TRAINING.split(), "--max_train_steps", str(steps), "--output_dir", str(work / "multi-head")),
     ]
@@ -127,14 +103,14 @@ def pretraining(work: Path, shards: list[Path], held_out: Path, steps: int) -> l
 
 def conversion(source: Path, folder: Path, heads: int, method: str, text: Path) -> list[str]:
     """Return the command that converts a checkpoint; `text` is what "calibrated" looks at."""
-    command = _script("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
+    command = script("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
     command += ["--num_key_value_heads", str(heads), "--method", method]
     return command + (["--calibration_file", str(text), "--max_length", "32"] if method == "calibrated" else [])
 
 
 def evaluation(folder: Path, held_out: Path) -> list[str]:
     """Return the command that evaluates a checkpoint."""
-    command = _script("pretrain_mlm.py", "--model_name_or_path", folder, "--num_train_epochs", 0)
+    command = script("pretrain_mlm.py", "--model_name_or_path", folder, "--num_train_epochs", 0)
     return [*command, "--validation_file", str(held_out), *BLOCKS, "--output_dir", f"{folder}-eval"]
 
 
@@ -151,30 +127,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _script(name: str, *flags: Any) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / name), *map(str, flags)]
-
-
-def _shown(command: list[str], names: dict[str, str]) -> str:
-    text = shlex.join(command)
-    for path, name in names.items():
-        text = text.replace(path, name)
-    return text
-
-
 def _scores(results: dict[str, Any]) -> dict[str, Any]:
-    gate = {key: value for key, value in results.items() if key.startswith("gate_")}
-    return {**{key: results[key] for key in SCORES}, **gate}
-
-
-def _run(command: list[str], folder: Path, done: str = "all_results.json") -> None:
-    if (folder / done).is_file():
-        return
-    # An interrupted training goes on; other leftovers are the scripts' to refuse.
-    resumed = ["--resume_from_checkpoint", "latest"] if any(folder.glob("checkpoint-*")) else []
-    print(shlex.join(command + resumed), flush=True)
-    if status := subprocess.run(command + resumed).returncode:
-        raise SystemExit(status)
+    return {**{key: results[key] for key in SCORES}, **gate_scores(results)}
 
 
 if __name__ == "__main__":

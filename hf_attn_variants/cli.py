@@ -29,7 +29,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.help
-        if not action.option_strings or action.default in (None, False, argparse.SUPPRESS, [], {}):
+        # 0 is a default to show, and equals False.
+        unsaid = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
+        if not action.option_strings or unsaid:
             return shown
         return shown if "default" in (shown or "") else f"{(shown or '').removesuffix('.')} (default: %(default)s)."
 

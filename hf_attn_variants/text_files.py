@@ -9,18 +9,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["is_table", "read_columns", "read_lines", "read_pairs", "text_columns"]
+__all__ = [
+    "column_names",
+    "column_value",
+    "has_text",
+    "is_table",
+    "read_columns",
+    "read_lines",
+    "read_pairs",
+    "text_columns",
+]
 
 COMPRESSED_SUFFIX = ".gz"
 MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
-TABLE_SUFFIXES = (".csv", ".json", ".jsonl")
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
 
-def read_lines(paths: Sequence[str | Path]) -> list[str]:
+def read_lines(paths: Sequence[str | Path], keep_blank: bool = False) -> list[str]:
     """Reads the lines of text files that are not blank, in the files' order.
 
     Args:
         paths: UTF-8 text, plain or .gz.
+        keep_blank: Blank lines too.
 
     Raises:
         OSError: A file cannot be read.
@@ -28,8 +38,8 @@ def read_lines(paths: Sequence[str | Path]) -> list[str]:
     """
     texts: list[str] = []
     for path in map(Path, paths):
-        found = [line for line in _lines(path) if line.strip()]
-        if not found:
+        found = [line for line in _lines(path) if keep_blank or line.strip()]
+        if not any(line.strip() for line in found):
             raise ValueError(f"{path} is empty: it has no line of text")
         texts += found
     return texts
@@ -57,14 +67,16 @@ def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[s
 
 
 def read_columns(
-    paths: Sequence[str | Path], columns: Sequence[str], named_by: str | None = None
+    paths: Sequence[str | Path], columns: Sequence[str], named_by: str | None = None, keep_blank: bool = False
 ) -> list[tuple[str, ...]]:
     """Reads text columns of tables; rows with a blank one are left out.
 
     Args:
-        paths: .csv with a header, .json (a list of objects, or one object a line) or .jsonl, each also as .gz.
-        columns: Their names.
+        paths: .csv or .tsv with a header (a .tsv's quotes are text, as in GLUE), .json (a list of objects, or one
+            object a line) or .jsonl, each also as .gz.
+        columns: Their names, as `column_value` reads them.
         named_by: The flag, or flags, that name them; an error over a missing one says so.
+        keep_blank: Rows with a blank text too.
 
     Raises:
         OSError: A file cannot be read.
@@ -74,19 +86,48 @@ def read_columns(
     for path in map(Path, paths):
         found = []
         for number, record in enumerate(_records(path), start=1):
-            missing = [name for name in columns if not isinstance(record.get(name), str)]
+            texts = tuple(column_value(record, name) for name in columns)
+            missing = [name for name, text in zip(columns, texts, strict=True) if not isinstance(text, str)]
             if missing:
-                has = ", ".join(str(name) for name in record) or "none"
+                has = ", ".join(column_names(record)) or "none"
                 advice = f"; {named_by} can name another" if named_by else ""
                 raise ValueError(
                     f"{path}, row {number}: no text in column {missing[0]!r}; its columns are {has}{advice}"
                 )
-            if all(record[name].strip() for name in columns):
-                found.append(tuple(record[name] for name in columns))
-        if not found:
+            if keep_blank or all(text.strip() for text in texts):
+                found.append(texts)
+        if not any(text.strip() for texts in found for text in texts):
             raise ValueError(f"{path} is empty: it has no row of text")
         rows += found
     return rows
+
+
+def has_text(path: str | Path, column: str) -> bool:
+    """Whether a table's first row has a text in a column.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no table.
+    """
+    return isinstance(column_value(next(_records(Path(path)), {}), column), str)
+
+
+def column_value(record: dict[str, Any], name: str) -> Any:
+    """What a row has in a column, None where there is none; a dot leads into a nested one: "translation.en"."""
+    if name in record:
+        return record[name]
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def column_names(record: dict[str, Any]) -> list[str]:
+    """The names of a row's columns, as `column_value` takes them."""
+    nested = {key: value for key, value in record.items() if isinstance(value, dict)}
+    return [f"{key}.{inner}" for key, value in nested.items() for inner in value] + [
+        str(key) for key in record if key not in nested
+    ]
 
 
 def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
@@ -114,7 +155,7 @@ def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, fla
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether a file's name is that of a table: .csv, .json or .jsonl, or those .gz."""
+    """Whether a file's name is that of a table: .csv, .tsv, .json or .jsonl, or those .gz."""
     return _suffix(Path(path)) in TABLE_SUFFIXES
 
 
@@ -124,9 +165,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(
             f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
         )
-    if suffix == ".csv":
+    if suffix in (".csv", ".tsv"):
         csv.field_size_limit(MAX_FIELD)
-        reader = csv.DictReader(_whole_lines(path, newline=""))
+        form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {}
+        reader = csv.DictReader(_whole_lines(path, newline=""), **form)
         try:
             yield from reader
         except csv.Error as error:

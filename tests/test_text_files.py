@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from hf_attn_variants.text_files import is_table, read_columns, read_lines, read_pairs
+from hf_attn_variants.text_files import has_text, is_table, read_columns, read_lines, read_pairs
 from hf_attn_variants.training.text_data import TextFile
 
 
@@ -79,6 +79,7 @@ def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
     ("name", "text"),
     [
         ("rows.csv", 'en,de\n"a, b",x\nc,z\n'),
+        ("rows.tsv", "en\tde\na, b\tx\nc\tz\n"),
         ("rows.jsonl", '{"en": "a, b", "de": "x"}\n{"en": "c", "de": "z"}\n'),
         ("rows.json", '{"en": "a, b", "de": "x"}\n{"en": "c", "de": "z"}\n'),
         ("list.json.gz", '[\n{"en": "a, b", "de": "x"},\n{"en": "c", "de": "z"}]'),
@@ -93,10 +94,28 @@ def test_tables_give_their_columns(write, name, text):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
+def test_a_dot_leads_into_a_nested_column(write):
+    path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
+    assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
+    with pytest.raises(ValueError, match=r"no text in column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
+        read_columns([path], ("pair.en", "pair.fr"))
+
+
+def test_blank_rows_stay_where_they_are_wanted(write):
+    lines, table = write("a.txt", "one\n\ntwo\n"), write("a.csv", "s,t\none,1\n,2\n")
+    assert read_lines([lines], keep_blank=True) == ["one", "", "two"]
+    assert read_columns([table], ["s"], keep_blank=True) == [("one",), ("",)]
+    assert has_text(table, "t") and not has_text(table, "u")
+    with pytest.raises(ValueError, match="is empty"):
+        read_lines([write("b.txt", "\n \n")], keep_blank=True)
+    with pytest.raises(ValueError, match="is empty"):
+        read_columns([write("b.csv", 's,t\n" ",2\n')], ["s"], keep_blank=True)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("rows.txt", "a\tx\n", "must be one of .csv, .json, .jsonl"),
+        ("rows.txt", "a\tx\n", "must be one of .csv, .tsv, .json, .jsonl"),
         ("rows.json", "a b\n", "neither a JSON list nor one JSON object a line"),
         ("rows.json", "[1]", "must hold JSON objects, got int"),
         ("rows.jsonl", "", "is empty"),
@@ -119,5 +138,5 @@ def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
 
 
 def test_tables_are_told_by_their_names():
-    assert all(map(is_table, ("a.csv", "b.json", "c.jsonl", "d.CSV.gz")))
-    assert not any(map(is_table, ("a.txt", "b.gz", "csv", "c.txt.gz", "d.tsv")))
+    assert all(map(is_table, ("a.csv", "b.json", "c.jsonl", "d.CSV.gz", "e.tsv")))
+    assert not any(map(is_table, ("a.txt", "b.gz", "csv", "c.txt.gz")))

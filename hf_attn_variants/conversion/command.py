@@ -57,7 +57,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
     calibration.add_argument(
         "--calibration_file",
-        help="examples of the kind of text the model is for: one a line, or a table (.csv, .json, .jsonl); .gz too",
+        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
+        ".gz too",
     )
     calibration.add_argument(
         "--calibration_columns",

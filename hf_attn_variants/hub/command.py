@@ -37,7 +37,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
     visibility.add_argument("--public", action="store_true", help="the repository must be, or is made, public")
     parser.add_argument("--revision", help="branch, made where there is none (default: main)")
-    parser.add_argument("--commit_message", default="Upload model, tokenizer, code and model card")
+    parser.add_argument(
+        "--commit_message", default="Upload model, tokenizer, code and model card", help="of the one commit"
+    )
     parser.add_argument("--dry_run", action="store_true", help="list what would go up, with the card, and stop")
     parser.add_argument("--allow_pickle", action="store_true", help="upload pickled files too")
     parser.add_argument("--token", help="Hub token (default: the stored login)")

@@ -37,7 +37,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens of each; T5: of the source (%(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=32, help="T5: tokens to generate (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timings of each; medians count (%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights and cache"
+    )
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -18,6 +18,7 @@ from transformers.trainer_utils import SchedulerType
 __all__ = [
     "add_shared_arguments",
     "check_arguments",
+    "only_evaluates",
     "prepare_output_dir",
     "resume_fingerprint",
 ]
@@ -207,9 +208,19 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--logging_steps", type=int, default=10, help="Log the mean loss of every N steps.")
     group.add_argument(
+        "--peak_tflops",
+        type=float,
+        help="What one device could do in this precision, for train_mfu, from its data sheet (an H100 in bf16: 989); "
+        "default: what a large matrix product reaches here.",
+    )
+    group.add_argument(
         "--checkpointing_steps", metavar="N|epoch", help="Save a checkpoint every N steps or after every epoch."
     )
-    group.add_argument("--save_total_limit", type=int, help="Keep only the last N checkpoints.")
+    group.add_argument(
+        "--save_total_limit",
+        type=int,
+        help="Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
+    )
     group.add_argument(
         "--resume_from_checkpoint",
         metavar="PATH|latest",
@@ -285,6 +296,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         _check_trackers(args.report_to)
 
 
+def only_evaluates(args: argparse.Namespace) -> bool:
+    """Whether the run has no training step: `--num_train_epochs 0` without `--max_train_steps`."""
+    return args.max_train_steps is None and args.num_train_epochs == 0
+
+
 def _check_trackers(report_to: str) -> None:
     # accelerate itself leaves out a tracker that is not installed without a word.
     known = [str(LoggerType(name)) for name in LoggerType.list()]
@@ -331,6 +347,8 @@ def _check_ranges(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"--{name} must be at least 0, got {value}")
+    if args.peak_tflops is not None and not (args.peak_tflops > 0 and math.isfinite(args.peak_tflops)):
+        raise ValueError(f"--peak_tflops must be above 0, got {args.peak_tflops}")
     for name in ["dropout_rate", "warmup_ratio", "adam_beta1", "adam_beta2"]:
         value = getattr(args, name, None)
         if value is not None and not 0 <= value < 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import save
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -18,9 +19,11 @@ __all__ = [
     "TrainState",
     "atomic_write",
     "find_checkpoint",
+    "last_good_checkpoint",
     "list_checkpoints",
     "load_checkpoint",
     "load_weights",
+    "save_best_weights",
     "save_checkpoint",
 ]
 
@@ -42,9 +45,12 @@ class TrainState:
         epoch: Epoch the next batch belongs to (from 0).
         batch_in_epoch: Batches of that epoch already used, on each process.
         position: The "position" of the last one, where batches have one: how its data is found again.
-        examples: Training examples used, over all processes.
+        examples, tokens, flops: Training examples used, the tokens in them and what training on them took, over all
+            processes; see `throughput`.
         loss_total: Sum of the mean losses of all steps.
         window_loss, window_steps: The same since the last log record, and its steps.
+        window_tokens, window_begin: `tokens` and `train_seconds` at the last log record.
+        lr: The learning rate of the last step.
         best_metric, best_step: The best evaluation so far.
         bad_evaluations: Evaluations since then.
         finished: Early stopping ended the run.
@@ -58,9 +64,14 @@ class TrainState:
     batch_in_epoch: int = 0
     position: list[int] | None = None
     examples: int = 0
+    tokens: int = 0
+    flops: int = 0
     loss_total: float = 0.0
     window_loss: float = 0.0
     window_steps: int = 0
+    window_tokens: int = 0
+    window_begin: float = 0.0
+    lr: float = 0.0
     best_metric: float | None = None
     best_step: int | None = None
     bad_evaluations: int = 0
@@ -94,6 +105,12 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     whole = [path for path in folders if (path / STATE_FILE).is_file()]
     return sorted(whole, key=_step_of)
+
+
+def last_good_checkpoint(output_dir: str | Path) -> str:
+    """Ends the message of a failed write: which checkpoint to go on from; nothing where there is none."""
+    kept = list_checkpoints(output_dir)
+    return f"; the last good checkpoint is {kept[-1]}" if kept else ""
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -159,8 +176,7 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = list_checkpoints(output_dir)
-        last = f"; the last good one is {kept[-1]}" if kept else ""
+        last = last_good_checkpoint(output_dir)
         raise OSError(f"could not write checkpoint {target} ({type(error).__name__}: {error}){last}") from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
@@ -267,6 +283,29 @@ def load_checkpoint(
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this model: {error}") from error
     return state
+
+
+def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
+    """Writes the weights of the best evaluation so far, in place of earlier ones. Called on every process.
+
+    Raises:
+        OSError: They could not be written; nothing half written is left, and the message names the last good
+            checkpoint.
+    """
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        path = Path(output_dir) / BEST_MODEL_FILE
+        temporary = path.with_name(f".tmp-{path.name}")
+        try:
+            save(weights, str(temporary), safe_serialization=True)
+            temporary.replace(path)
+        except Exception as error:  # safetensors has its own error for a full disk
+            temporary.unlink(missing_ok=True)
+            last = last_good_checkpoint(output_dir)
+            raise OSError(
+                f"could not write the best weights to {output_dir} ({type(error).__name__}: {error}){last}"
+            ) from error
+    accelerator.wait_for_everyone()
 
 
 def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:

@@ -1,6 +1,7 @@
 """How a script tells its user what went wrong: one line and an exit status, no traceback."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -36,6 +37,14 @@ def run_script(main: Callable[[], Any]) -> int:
     except (ValueError, OSError, NonFiniteLossError) as error:
         if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {' '.join(_own_message(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
     return 0
+
+
+def _own_message(error: Exception) -> str:
+    # Of a dataloader's worker comes an error of the same type whose message is the traceback; its end is the message.
+    message = str(error)
+    if re.match(r"Caught \w+ in DataLoader worker process", message):
+        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ?", message)[-1]
+    return message

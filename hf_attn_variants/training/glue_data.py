@@ -143,7 +143,9 @@ def _split_header(
     )
 
 
-def _file_splits(task: GlueTask, data_dir: str | None, files: dict[str, str | None]) -> dict[str, Path]:
+def _file_splits(
+    task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
+) -> dict[str, Path]:
     folder = Path(data_dir) if data_dir is not None else None
     if folder is not None and not folder.is_dir():
         raise OSError(f"--data_dir {folder}: no such folder")
@@ -153,13 +155,13 @@ def _file_splits(task: GlueTask, data_dir: str | None, files: dict[str, str | No
     for split, key in (("train", "train_file"), (first_eval, "validation_file"), (first_test, "test_file")):
         if files.get(key):
             found[split] = Path(files[key])
-    for split in ("train", first_eval):
+    for split in (*(["train"] if with_train else []), first_eval):
         if split not in found:
             hint = ""
             if folder is not None and (folder / task.folder).is_dir():
                 hint = f"; did you mean --data_dir {folder / task.folder}?"
             raise OSError(f"{folder / names[split] if folder is not None else names[split]}: no such file{hint}")
-    return found
+    return {split: path for split, path in found.items() if with_train or split != "train"}
 
 
 def load_glue(
@@ -167,6 +169,7 @@ def load_glue(
     data_dir: str | None = None,
     files: dict[str, str | None] | None = None,
     hub_dataset: str = HUB_DATASET,
+    with_train: bool = True,
 ) -> dict[str, GlueSplit]:
     """Reads every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
@@ -177,6 +180,7 @@ def load_glue(
         files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other
             names are not read.
         hub_dataset: Hub id read without a folder.
+        with_train: False: the training split is neither read nor needed.
 
     Returns:
         Split name -> rows, train first.
@@ -187,7 +191,7 @@ def load_glue(
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
-        paths = _file_splits(task, data_dir, files)
+        paths = _file_splits(task, data_dir, files, with_train)
         return {
             split: GlueSplit(split, str(path), read_tsv(path, task, has_labels=split not in task.test_splits))
             for split, path in paths.items()
@@ -199,7 +203,7 @@ def load_glue(
             f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
             "give a folder of GLUE TSVs with --data_dir"
         ) from error
-    splits = ["train", *task.eval_splits, *task.test_splits]
+    splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
     return {split: _hub_split(task, split, loaded[split], hub_dataset) for split in splits if split in loaded}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import save
 from torch import Tensor, nn
 
 from hf_attn_variants.training.checkpoints import (
@@ -22,11 +21,13 @@ from hf_attn_variants.training.checkpoints import (
     find_checkpoint,
     load_checkpoint,
     load_weights,
+    save_best_weights,
     save_checkpoint,
 )
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
 from hf_attn_variants.training.loop_settings import LoopSettings
-from hf_attn_variants.training.outputs import BAD_BATCH_PREFIX
+from hf_attn_variants.training.outputs import save_bad_batch
+from hf_attn_variants.training.throughput import TrainingCost, utilization
 from hf_attn_variants.training.tracking import RunLog, progress_bar
 
 __all__ = ["Objective", "TrainingLoop"]
@@ -40,11 +41,13 @@ class Objective:
         loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
         count: batch -> its number of items (examples, or target tokens); it must not need the model.
         examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
+        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
+    head: nn.Module | None = None
 
 
 class TrainingLoop:
@@ -83,6 +86,7 @@ class TrainingLoop:
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
+        self.cost = TrainingCost(accelerator.unwrap_model(model, keep_torch_compile=False), objective.head)
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -129,6 +133,7 @@ class TrainingLoop:
         if settings.resume_from_checkpoint:
             path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
             state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
+            self._lr = state.lr
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
         bar = progress_bar(
@@ -187,8 +192,12 @@ class TrainingLoop:
             state.batch_in_epoch += len(group)
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
-            self._maybe_log()
+            log_is_due = state.step % self.settings.logging_steps == 0
+            if log_is_due:
+                self._look_at_loss()  # waits for the step, whose time that is
             state.train_seconds += time.perf_counter() - clock
+            if log_is_due:
+                self._log_window()
             bar.update()
             self._maybe_evaluate(is_last)
             self._maybe_checkpoint(is_last)
@@ -208,19 +217,29 @@ class TrainingLoop:
     def _step(self, group: list[dict[str, Tensor]]) -> None:
         """One optimiser step: the gradient of the mean loss over all items of all batches on all processes."""
         accelerator, state = self.accelerator, self.state
+        own_items = [self.objective.count(batch) for batch in group]
+        examples = [self.objective.examples(batch) for batch in group]
+        # A batch without examples only keeps this process in step.
+        costs = [
+            self.cost.count(batch, counted) if used else (0, 0)
+            for batch, counted, used in zip(group, own_items, examples, strict=True)
+        ]
         counts = torch.tensor(
             [
-                sum(self.objective.count(batch) for batch in group),
-                sum(self.objective.examples(batch) for batch in group),
+                sum(own_items),
+                sum(examples),
+                *(sum(column) for column in zip(*costs, strict=True)),
                 int(self._terminated or time.monotonic() >= self._deadline),
             ],
             device=accelerator.device,
         )
-        items, examples, stopping = accelerator.reduce(counts, "sum").tolist()
+        items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
         # That has waited for the step before on any device: its loss costs nothing to look at now.
         self._look_at_loss()
         self._stopping = stopping > 0
         state.examples += examples
+        state.tokens += tokens
+        state.flops += flops
         loss_sum = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(group):
             # Only the last backward exchanges gradients; DDP averages them over processes, which the factor undoes.
@@ -250,21 +269,15 @@ class TrainingLoop:
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
         if bad == "loss" or (bad and self.accelerator.scaler is None):
             shown = value if bad == "loss" else norm_value
-            saved = self._save_bad_batch(step, group)
+            saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
                 f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
-                f"{self.settings.output_dir}, the step's batches in {saved}. Try a lower --learning_rate, more "
+                f"{self.settings.output_dir}, the step's batches {saved}. Try a lower --learning_rate, more "
                 "warm-up or --mixed_precision no"
             )
         self.state.loss_total += value
         self.state.window_loss += value
         self.state.window_steps += 1
-
-    def _save_bad_batch(self, step: int, group: list[dict[str, Tensor]]) -> Path:
-        # Each process its own batches; `torch.load` reads them.
-        path = Path(self.settings.output_dir) / f"{BAD_BATCH_PREFIX}{step}-{self.accelerator.process_index}.pt"
-        torch.save([{key: value.cpu() for key, value in batch.items()} for batch in group], path)
-        return path
 
     @contextmanager
     def _noticing_sigterm(self) -> Iterator[None]:
@@ -281,10 +294,6 @@ class TrainingLoop:
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _maybe_log(self) -> None:
-        if self.state.step % self.settings.logging_steps == 0:
-            self._log_window()
-
     def _log_window(self) -> None:
         state = self.state
         self._look_at_loss()
@@ -295,32 +304,39 @@ class TrainingLoop:
                 "lr": float(self._lr),  # Adafactor's own is a tensor
                 "epoch": round(self.epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
+                "tokens_per_second": _rate(
+                    state.tokens - state.window_tokens, state.train_seconds - state.window_begin
+                ),
             }
         )
         state.window_loss, state.window_steps = 0.0, 0
+        state.window_tokens, state.window_begin = state.tokens, state.train_seconds
 
-    def results(self, samples: int, unit: str = "samples", units: int | None = None) -> dict[str, Any]:
+    def results(self, samples: int, unit: str = "samples") -> dict[str, Any]:
         """What every script reports of its training.
 
         Args:
             samples: Training examples there are.
-            unit: What its speed is counted in.
-            units: How many of them were trained on; None: the examples that the loop counted.
+            unit: What an example is called.
 
         Returns:
             "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (seconds in
-            training steps, without evaluation and checkpoints), "train_<unit>_per_second", "best_step" and
-            "num_parameters".
+            training steps, without evaluation and checkpoints), "train_<unit>_per_second", "train_tokens" (what the
+            model was given, without padding, a decoder's targets with it), "train_tokens_per_second",
+            "train_tflops_per_second" and "train_mfu" (see `throughput`; the peak is `peak_tflops` of the settings, or
+            that of a matrix product measured now), "peak_tflops" (of one device), "best_step" and "num_parameters".
         """
         state = self.state
-        units = state.examples if units is None else units
         return {
             "train_loss": state.loss_total / state.step if state.step else None,
             "epoch": round(self.epochs_done(), 4),
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
-            f"train_{unit}_per_second": round(units / state.train_seconds, 2) if state.train_seconds else None,
+            f"train_{unit}_per_second": _rate(state.examples, state.train_seconds),
+            "train_tokens": state.tokens,
+            "train_tokens_per_second": _rate(state.tokens, state.train_seconds),
+            **utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
             "best_step": state.best_step,
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
@@ -361,13 +377,7 @@ class TrainingLoop:
         sign = 1 if settings.greater_is_better else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
-            weights = self.accelerator.get_state_dict(self.model)
-            if self.accelerator.is_main_process:
-                path = Path(settings.output_dir) / BEST_MODEL_FILE
-                temporary = path.with_name(f".tmp-{path.name}")
-                save(weights, str(temporary), safe_serialization=True)
-                temporary.replace(path)
-            self.accelerator.wait_for_everyone()
+            save_best_weights(self.accelerator, self.model, settings.output_dir)
             return
         state.bad_evaluations += 1
         if settings.early_stopping_patience is not None and state.bad_evaluations >= settings.early_stopping_patience:
@@ -381,8 +391,13 @@ class TrainingLoop:
         self._look_at_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
+        self.state.lr = float(self._lr)
         save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
         self._saved_step = self.state.step
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    return round(amount / seconds, 2) if seconds else None
 
 
 def _groups(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:

@@ -21,6 +21,11 @@ BEST_WEIGHTS_ARGUMENTS = (
     "text_columns",
     "source_column",
     "target_column",
+    "length_penalty",
+    "no_repeat_ngram_size",
+    "n_best_size",
+    "max_answer_length",
+    "null_score_diff_threshold",
 )
 
 
@@ -48,6 +53,7 @@ class LoopSettings:
     metric_for_best_model: str | None = None
     greater_is_better: bool = True
     keep_best: bool = False
+    peak_tflops: float | None = None
     disable_tqdm: bool = False
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
@@ -60,6 +66,7 @@ class LoopSettings:
         greater_is_better: Callable[[str], bool],
         data: dict[str, Any],
         resume_arguments: Iterable[str] = (),
+        evaluation: dict[str, Any] | None = None,
         **others: Any,
     ) -> "LoopSettings":
         """Takes the fields that `args` has from it, and makes the others of what a script says of itself.
@@ -71,6 +78,8 @@ class LoopSettings:
             greater_is_better: Whether the metric of a name (without "eval_") is to be raised.
             data: What tells this run's training data from others, for the fingerprint.
             resume_arguments: Names of the script's own arguments that a resumed run must share.
+            evaluation: What tells this run's dev data and its scoring from others, for the fingerprint where the best
+                weights are kept.
             **others: Fields that are not as `args` has them.
 
         Raises:
@@ -85,6 +94,7 @@ class LoopSettings:
             "keep_best": keep_best,
             "fingerprint": {
                 **data,
+                **(evaluation if keep_best and evaluation else {}),
                 **resume_fingerprint(args, (*resume_arguments, *(BEST_WEIGHTS_ARGUMENTS if keep_best else ()))),
                 "warm-up steps": warmup_steps(args, total_steps),
             },

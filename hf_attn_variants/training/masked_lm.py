@@ -1,4 +1,5 @@
-"""Masked-LM pretraining: masking, the objective, the dev loss, and the gate that a mere unigram model fails.
+"""Masked-LM pretraining: masking, pairs of segments, the objective, the dev loss, and the gate that a mere unigram
+model fails.
 
 Letters: b examples, n tokens an example, m masked tokens of a batch, V tokens of the vocabulary.
 """
@@ -19,11 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_attn_variants.training.loop import Objective
 from hf_attn_variants.training.models import vocabulary_size
+from hf_attn_variants.training.text_data import IGNORED
 from hf_attn_variants.training.tracking import progress_bar
 from hf_attn_variants.training.trainable import named_attentions
 
 __all__ = [
     "GATE_COST",
+    "SENTENCE_TASKS",
     "MaskedLMEvaluator",
     "MaskedLMPreparation",
     "attention_zeroed",
@@ -34,16 +37,20 @@ __all__ = [
     "word_starts",
 ]
 
-# The label of a token that is not to be predicted.
-IGNORED = -100
 # Of the chosen tokens, this share becomes the mask token, and a share up to the next bound a random token (BERT).
 MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
 # Nats that losing the word order, and losing attention, must each cost a model that has learned from context.
 GATE_COST = 0.3
 # The head's place in upstream's masked-LM classes.
-HEADS = ("cls", "predictions")
-# What random numbers are for; the first two are `text_data`'s.
-MASKS, SHUFFLES = 2, 3
+HEADS = ("cls.predictions", "predictions")
+MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+# What random numbers are for; the first two are `text_data`'s, 4 is `span_corruption`'s.
+MASKS, SHUFFLES, PAIRS = 2, 3, 5
+# BERT's second task (arXiv:1810.04805, section 3.1) and ALBERT's (arXiv:1909.11942, section 3.1).
+SENTENCE_TASKS = ("nsp", "sop")
+# Of the pairs, this share is changed: its second segment is of other text (nsp), or both change places (sop).
+CHANGED_SHARE = 0.5
+UNCHANGED, CHANGED = 0, 1
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -64,7 +71,8 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class MaskedLMPreparation:
-    """Makes a masked example of a block of tokens: [CLS] block [SEP], padded to one length.
+    """Makes a masked example of a block of tokens, padded to one length: [CLS] block [SEP], or, with a sentence task,
+    [CLS] segment [SEP] segment [SEP] of the block cut in two.
 
     Args:
         tokenizer: Has [CLS], [SEP], [MASK] and padding tokens.
@@ -72,13 +80,21 @@ class MaskedLMPreparation:
         probability: The chance of each token (with `whole_words`: of each word) to be chosen.
         seed: The run's seed.
         whole_words: Choose words instead of tokens.
+        sentence_task: "nsp" (does the second segment follow, or is it of other text?), "sop" (are they in order?) or
+            None.
 
     Raises:
         ValueError: The tokenizer lacks a token, or does not mark words.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, probability: float, seed: int, whole_words: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        probability: float,
+        seed: int,
+        whole_words: bool = False,
+        sentence_task: str | None = None,
     ):
         needed = ("cls_token_id", "sep_token_id", "mask_token_id", "pad_token_id")
         self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
@@ -89,32 +105,62 @@ class MaskedLMPreparation:
                 "ALBERT, a T5 is pretrained by scripts/pretrain_span_corruption.py"
             )
         self.length, self.probability, self.seed = length, probability, seed
-        self.block_length, self.separator = length - 2, self.sep_id
+        self.sentence_task = sentence_task
+        self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
         self.starts = word_starts(tokenizer) if whole_words else None
         self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
         # Not `all_special_ids`: some tokenizers count punctuation among them.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
 
-    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+    @property
+    def needs_other(self) -> bool:
+        """Whether it takes a segment from another block than its own."""
+        return self.sentence_task == "nsp"
+
+    def __call__(
+        self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Masks a block.
 
         Args:
-            block: Token ids, at most `block_length`: n - 2.
+            block: Token ids, at most `block_length`: n - 2, or n - 3 with a sentence task.
             key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
+            other: Another block, for "nsp"; without one the pair stays as it is.
 
         Returns:
-            "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n].
+            "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n]; with a
+            sentence task "token_type_ids" [n] and "sentence_labels" [], 1 where the pair was changed, -100 where the
+            block is too short for one.
         """
+        segments, sentence_label = [block], None
+        if self.sentence_task is not None:
+            segments, sentence_label = self._pair(block, key, other)
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
-        used = len(block) + 2
-        ids[:used] = [self.cls_id, *block, self.sep_id]
+        used = 1 + sum(len(segment) + 1 for segment in segments)
+        ids[:used] = [self.cls_id, *(token for segment in segments for token in (*segment, self.sep_id))]
         masked, labels = self.mask(ids, np.random.default_rng((self.seed, MASKS, *key)))
-        return {
-            "input_ids": masked,
-            "attention_mask": (np.arange(self.length) < used).astype(np.int64),
-            "labels": labels,
-        }
+        place = np.arange(self.length)
+        example = {"input_ids": masked, "attention_mask": (place < used).astype(np.int64), "labels": labels}
+        if sentence_label is not None:
+            begin = 2 + len(segments[0])
+            example["token_type_ids"] = ((place >= begin) & (place < used)).astype(np.int64)
+            example["sentence_labels"] = np.array(sentence_label)
+        return example
+
+    def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
+        if len(block) < 2:
+            return [block, block[:0]], IGNORED
+        generator = np.random.default_rng((self.seed, PAIRS, *key))
+        cut = generator.integers(1, len(block))
+        first, second = block[:cut], block[cut:]
+        if generator.random() >= CHANGED_SHARE:
+            return [first, second], UNCHANGED
+        if self.sentence_task == "sop":
+            return [second, first], CHANGED
+        if other is None:
+            return [first, second], UNCHANGED
+        return [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Replaces chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
@@ -135,19 +181,26 @@ class MaskedLMPreparation:
         return inputs, np.where(chosen, ids, IGNORED)
 
 
-def masked_lm_objective(head: nn.Module) -> Objective:
-    """Cross-entropy of the masked tokens, summed over them.
+def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Objective:
+    """Cross-entropy of the masked tokens, summed over them, and that of the sentence task, where batches have one.
 
     Args:
         head: Of `find_head`; it computes the masked positions alone, which gives the same loss for a seventh of its
             work.
+        sentence_weight: Masked tokens that an example's sentence label counts as; with their expected number both
+            tasks have the same weight, as in BERT.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels = _masked_logits(model, head, batch)
-        return functional.cross_entropy(logits, labels, reduction="sum")
+        logits, labels, sentence_logits = _logits(model, head, batch)
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        if sentence_logits is None:
+            return loss
+        return loss + sentence_weight * functional.cross_entropy(
+            sentence_logits, batch["sentence_labels"], ignore_index=IGNORED, reduction="sum"
+        )
 
-    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED).sum()))
+    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED).sum()), head=head)
 
 
 def find_head(model: PreTrainedModel) -> nn.Module:
@@ -156,30 +209,39 @@ def find_head(model: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: The model has none that is known.
     """
+    modules = dict(model.named_modules())
     for name in HEADS:
-        if hasattr(model, name):
-            return getattr(model, name)
+        if name in modules:
+            return modules[name]
     raise ValueError(f"{type(model).__name__} has no masked-LM head named {' or '.join(HEADS)}")
 
 
-def _masked_logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    # Those of the masked tokens [m, V], their labels [m], and those of the sentence task [b, 2].
     chosen = batch["labels"] != IGNORED  # [b, n]
     # The whole model is called, since DDP and FSDP work through its forward; the head then gets [m, hidden size].
     hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen], *inputs[1:]))
     try:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # [m, V]
+        output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
     finally:
         hook.remove()
-    return logits.float(), batch["labels"][chosen]
+    labels = batch["labels"][chosen]
+    if "sentence_labels" not in batch:
+        return output.logits.float(), labels, None
+    sentence = output.sop_logits if "sop_logits" in output else output.seq_relationship_logits
+    return output.prediction_logits.float(), labels, sentence.float()
 
 
 @dataclass(frozen=True)
 class MaskedLMScores:
-    """Sums over the masked tokens of an evaluation."""
+    """Means over the masked tokens of an evaluation, and over its pairs where there is a sentence task."""
 
     loss: float
     accuracy: float
     tokens: int
+    sentence_loss: float
+    sentence_accuracy: float
+    pairs: int
 
 
 class MaskedLMEvaluator:
@@ -203,6 +265,8 @@ class MaskedLMEvaluator:
             "accuracy": scores.accuracy,
             "masked_tokens": scores.tokens,
         }
+        if scores.pairs:
+            self.metrics |= {"sentence_loss": scores.sentence_loss, "sentence_accuracy": scores.sentence_accuracy}
         self.seconds = time.perf_counter() - start
         return dict(self.metrics)
 
@@ -214,16 +278,23 @@ class MaskedLMEvaluator:
         bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
         for batch in bar:
             batch = change(batch) if change is not None else batch
-            logits, labels = _masked_logits(self.model, self.head, batch)
+            logits, labels, sentence_logits = _logits(self.model, self.head, batch)
             losses = functional.cross_entropy(logits, labels, reduction="none").double()  # [m]
             right = (logits.argmax(-1) == labels).double()
-            sums = torch.zeros(len(batch["labels"]), 3, dtype=torch.float64, device=losses.device)
+            sums = torch.zeros(len(batch["labels"]), 6, dtype=torch.float64, device=losses.device)
             rows = (batch["labels"] != IGNORED).nonzero()[:, 0]
-            sums.index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
+            sums[:, :3].index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
+            if sentence_logits is not None:
+                wanted = batch["sentence_labels"]
+                of_pairs = functional.cross_entropy(sentence_logits, wanted, ignore_index=IGNORED, reduction="none")
+                sums[:, 3:] = torch.stack([of_pairs, sentence_logits.argmax(-1) == wanted, wanted != IGNORED], dim=-1)
             # Rows, and not sums over batches: the last batch repeats some to give every process one.
             gathered.append(self.accelerator.gather_for_metrics(sums).cpu())
-        loss, right, tokens = torch.cat(gathered).sum(0).tolist()
-        return MaskedLMScores(loss / max(tokens, 1), right / max(tokens, 1), int(tokens))
+        loss, right, tokens, pair_loss, pair_right, pairs = torch.cat(gathered).sum(0).tolist()
+        of_tokens, of_pairs = max(tokens, 1), max(pairs, 1)
+        return MaskedLMScores(
+            loss / of_tokens, right / of_tokens, int(tokens), pair_loss / of_pairs, pair_right / of_pairs, int(pairs)
+        )
 
     def gate(self) -> dict[str, Any]:
         """Evaluates twice more, without word order and without attention; see `gate_results`."""

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForPreTraining,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -22,6 +23,7 @@ from transformers import (
 
 from hf_attn_variants.conversion.source import learned_tokens
 from hf_attn_variants.registration import FORMER_NAMES, PREFIX, variant_model_class
+from hf_attn_variants.training.arguments import only_evaluates
 
 __all__ = [
     "LabelMap",
@@ -105,6 +107,8 @@ def load_config(args: argparse.Namespace) -> PreTrainedConfig:
 def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
 
+    It pads and cuts on the right, whatever side it was saved with.
+
     Raises:
         OSError: There is none.
         ValueError: It cannot be used, has no padding token, or more tokens than the model.
@@ -122,6 +126,8 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
             f"the tokenizer of {source} has {size} tokens and the model only {config.vocab_size}; "
             "give its own with --tokenizer_name"
         )
+    # Positions count from the first token, windows are cut at the end, and labels are padded there.
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
 
 
@@ -261,7 +267,11 @@ def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, 
             output_loading_info=True,
         )
     missing = sorted(report["missing_keys"])
-    if missing and model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM):
+    # A sentence task's head may be new, but not where it is only evaluated.
+    whole = model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM) or (
+        model_class is AutoModelForPreTraining and only_evaluates(args)
+    )
+    if missing and whole:
         raise ValueError(
             f"{source} is no {type(model).__name__}: it lacks {len(missing)} of its tensors, such as {missing[0]}"
         )

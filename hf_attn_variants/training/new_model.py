@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_attn_variants.registration import variant_config_class
 from hf_attn_variants.training.models import set_dropout, vocabulary_size
 
-__all__ = ["add_scratch_arguments", "check_scratch_arguments", "new_config", "new_masked_lm"]
+__all__ = ["add_scratch_arguments", "check_scratch_arguments", "new_config", "new_model"]
 
 VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
 SCRATCH_FLAGS = ("model_type", "config_overrides", *VARIANT_FIELDS)
@@ -96,15 +96,18 @@ def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
-def new_masked_lm(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
-    """Makes a masked language model in float32 (`args`: reads `attn_implementation`), its weights drawn at random.
+def new_model(args: argparse.Namespace, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
+    """Makes a model of one of transformers' Auto classes in float32, its weights drawn at random.
+
+    Args:
+        args: Reads `attn_implementation`.
+        config: Of the model.
+        auto_class: AutoModelForMaskedLM, for example.
 
     Raises:
         ValueError: The config describes no model, or the machine cannot do `attn_implementation`.
     """
     try:
-        return AutoModelForMaskedLM.from_config(
-            config, dtype=torch.float32, attn_implementation=args.attn_implementation
-        )
+        return auto_class.from_config(config, dtype=torch.float32, attn_implementation=args.attn_implementation)
     except (ValueError, ImportError) as error:
         raise ValueError(f"cannot build a new {args.model_type} model: {error}") from error

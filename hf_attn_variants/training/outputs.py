@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.training.checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
@@ -21,11 +22,12 @@ from hf_attn_variants.training.tracking import plot_curves, read_log, save_resul
 
 __all__ = [
     "check_hub_access",
-    "publish_results",
     "push_folder",
     "remove_earlier_run",
+    "save_bad_batch",
     "save_model",
     "save_predictions",
+    "write_results",
 ]
 
 RESULTS_FILE = "all_results.json"
@@ -130,10 +132,21 @@ def check_hub_access(args: argparse.Namespace) -> None:
         check_visibility(api, full_repo_id(_repo_id(args), api), private=True)
 
 
-def publish_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Writes `all_results.json` and `training_curves.png`, and pushes the folder where that was asked for.
+def save_bad_batch(
+    accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
+) -> str:
+    """Saves this process's batches of a step that went wrong, for `torch.load`; returns where, or why it could not."""
+    path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.pt"
+    try:
+        torch.save([{key: value.cpu() for key, value in batch.items()} for batch in batches], path)
+    except (OSError, RuntimeError) as error:  # a full disk is either
+        path.unlink(missing_ok=True)
+        return f"could not be saved ({type(error).__name__}: {error})"
+    return f"in {path}"
 
-    Called on the main process, when the model is in the output folder.
+
+def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:
+    """Writes `all_results.json` and `training_curves.png`. Called on the main process.
 
     Args:
         args: Of `arguments.add_shared_arguments`.
@@ -142,24 +155,24 @@ def publish_results(args: argparse.Namespace, results: dict[str, Any], metrics: 
         title: Above the curves; the seed is added.
 
     Raises:
-        ValueError, OSError: A file could not be written, or the folder not be pushed.
+        OSError: A file could not be written.
     """
     folder = Path(args.output_dir)
     save_results(folder / RESULTS_FILE, results, args)
     plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {args.seed}")
-    if args.push_to_hub:
-        print(f"pushed to {push_folder(args)}")
 
 
-def push_folder(args: argparse.Namespace) -> str:
+def push_folder(args: argparse.Namespace) -> None:
     """Uploads the output folder without its checkpoints, with a model card of the run, in one commit.
 
-    Returns:
-        The repository's address.
+    Called on the main process at the very end, so that a push that fails loses nothing; without `--push_to_hub` it
+    does nothing.
 
     Raises:
         ValueError, OSError: It was not pushed; the model is in the output folder, and the message says what to do.
     """
+    if not args.push_to_hub:
+        return
     from hf_attn_variants.hub import full_repo_id, plan_push, push_checkpoint
 
     api = HfApi(token=args.hub_token)
@@ -167,13 +180,14 @@ def push_folder(args: argparse.Namespace) -> str:
     private = True if args.hub_private_repo else None
     try:
         plan = plan_push(args.output_dir, full_repo_id(repo_id, api))
-        return push_checkpoint(plan, private=private, commit_message="Fine-tuned model", api=api).url
+        url = push_checkpoint(plan, private=private, commit_message="Fine-tuned model", api=api).url
     except (ValueError, OSError) as error:
         kind = ValueError if isinstance(error, ValueError) else OSError
         raise kind(
             f"{error} The trained model is in {args.output_dir}; scripts/push_to_hub.py --model_name_or_path "
             f"{args.output_dir} --repo_id {repo_id} pushes it without training again."
         ) from error
+    print(f"pushed to {url}")
 
 
 def _repo_id(args: argparse.Namespace) -> str:

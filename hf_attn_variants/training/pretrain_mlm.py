@@ -5,12 +5,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.cli import HelpFormatter, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.masked_lm import (
+    SENTENCE_TASKS,
     MaskedLMEvaluator,
     MaskedLMPreparation,
     find_head,
@@ -27,7 +28,7 @@ from hf_attn_variants.training.new_model import (
     add_scratch_arguments,
     check_scratch_arguments,
     new_config,
-    new_masked_lm,
+    new_model,
 )
 from hf_attn_variants.training.pretraining import METRICS, PretrainingTask, pretrain
 from hf_attn_variants.training.session import open_session
@@ -37,7 +38,7 @@ __all__ = ["main", "parse_args"]
 
 MODEL_TYPES = ("albert", "bert")
 # What decides the weights a run ends with, beyond what does so in any pretraining.
-RESUME_ARGUMENTS = ("mlm_probability", "whole_word_mask")
+RESUME_ARGUMENTS = ("mlm_probability", "whole_word_mask", "sentence_task")
 
 EPILOG = """example (a small ALBERT from scratch, on gzip shards of text whose articles an empty line separates):
   %(prog)s --model_type albert --tokenizer_name albert/albert-base-v2 \\
@@ -50,7 +51,8 @@ long. With --num_key_value_heads or --talking_heads the new model is an attentio
 with its tokenizer, all_results.json, train_log.jsonl and training_curves.png. eval_loss is the mean over the masked
 tokens in nats, the logarithm of eval_perplexity. At the end a gate says whether the model reads its context at all:
 the dev loss with the words shuffled, and with attention zeroed, must each be 0.3 nats worse; a young model that only
-knows how frequent tokens are fails it. One that passes within minutes on a CPU core: benchmarks/albert_mlm.py.
+knows how frequent tokens are fails it. A small model and a small vocabulary that passed, in 51 minutes on one CPU
+core: benchmarks/albert_mlm.py; the example above is for a GPU, and was not run to its end.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 
@@ -68,6 +70,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--mlm_probability", type=float, default=0.15, help="Chance of a token to be masked; anew in every epoch."
     )
     masking.add_argument("--whole_word_mask", action="store_true", help="Mask words instead of tokens.")
+    masking.add_argument(
+        "--sentence_task",
+        choices=SENTENCE_TASKS,
+        help="Cut each block in two and learn from the pair as well. nsp, as BERT: does the second segment follow, or "
+        "is it of other text? sop, as ALBERT: are the two in order? The model then is a ...ForPreTraining, and "
+        "eval_sentence_accuracy says how often it is right (0.5: guessing).",
+    )
     add_scratch_arguments(parser, MODEL_TYPES)
     arguments.add_shared_arguments(parser, model_required=False, packed=True)
     return parser.parse_args(argv)
@@ -106,28 +115,43 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     tokenizer = load_tokenizer(args, config)
     config = config if config is not None else new_config(args, tokenizer)
     check_max_length(args.max_length, config, tokenizer)
+    _check_pairs(args, config)
     text = open_text_sources(args)
     prepare = MaskedLMPreparation(
-        tokenizer, args.max_length, args.mlm_probability, args.seed, whole_words=args.whole_word_mask
+        tokenizer, args.max_length, args.mlm_probability, args.seed, args.whole_word_mask, args.sentence_task
     )
     set_seed(args.seed)
     model = _model(args, config)
     task = PretrainingTask(
         "masked LM",
         prepare,
-        masked_lm_objective(find_head(model)),
+        masked_lm_objective(find_head(model), sentence_weight=args.mlm_probability * prepare.block_length),
         lambda model, loader: MaskedLMEvaluator(accelerator, model, loader, args.disable_tqdm),
-        tokens_per_example=args.max_length,
         resume_arguments=RESUME_ARGUMENTS,
     )
     return pretrain(args, accelerator, model, tokenizer, text, task)
 
 
+def _check_pairs(args: argparse.Namespace, config: PreTrainedConfig) -> None:
+    if args.sentence_task is None:
+        return
+    if args.max_length < 5:
+        raise ValueError(
+            f"--sentence_task {args.sentence_task}: --max_length {args.max_length} has no room for a pair"
+        )
+    if config.type_vocab_size < 2:
+        raise ValueError(
+            f"--sentence_task {args.sentence_task}: the model has {config.type_vocab_size} token type, and tells the "
+            "two segments of a pair apart by two (type_vocab_size)"
+        )
+
+
 def _model(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
+    auto_class = AutoModelForMaskedLM if args.sentence_task is None else AutoModelForPreTraining
     if args.model_name_or_path is None:
-        model = new_masked_lm(args, config)
+        model = new_model(args, config, auto_class)
     else:
-        model = load_model(args, args.model_name_or_path, config, AutoModelForMaskedLM)
+        model = load_model(args, args.model_name_or_path, config, auto_class)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         The results that `all_results.json` begins with: `eval_loss` (nats a target token), `eval_perplexity`,
         `eval_accuracy`, `gate_passed` and what it saw, `train_loss` (the mean over all steps), `train_tokens` (of
-        text), `train_runtime` (seconds in training steps, without evaluation and checkpoints), ...
+        inputs and targets), `train_runtime` (seconds in training steps, without evaluation and checkpoints), ...
 
     Raises:
         ValueError, OSError: An argument, the text or the checkpoint is wrong; found before training where it can be.
@@ -104,7 +104,6 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         prepare,
         seq2seq_objective(),
         lambda model, loader: SpanCorruptionEvaluator(accelerator, model, loader, prepare, args.disable_tqdm),
-        tokens_per_example=prepare.block_length,
         resume_arguments=RESUME_ARGUMENTS,
         results={"block_length": prepare.block_length, "target_length": prepare.target_length},
     )

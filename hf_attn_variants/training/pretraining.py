@@ -3,7 +3,7 @@
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,12 +43,14 @@ class BlockPreparation(Protocol):
     Attributes:
         block_length: Tokens of a block.
         separator: The token that ends each article.
+        needs_other: Whether it is called with another block of the text as well.
     """
 
     block_length: int
     separator: int
+    needs_other: bool
 
-    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
         """Arrays of one shape for every block; `key` alone, with the run's seed, decides what is random in them."""
 
 
@@ -82,7 +84,11 @@ class PreparedBlocks(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.prepare(self.blocks[index], (0, index))
+        if not self.prepare.needs_other:
+            return self.prepare(self.blocks[index], (0, index))
+        # From far away: text nearby may be of the same article.
+        other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
+        return self.prepare(self.blocks[index], (0, index), other)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,6 @@ class PretrainingTask:
         prepare: Makes examples.
         objective: The loss of their batches.
         evaluator: (model, loader of the held-out text) -> its evaluator.
-        tokens_per_example: How many tokens of text an example counts for.
         resume_arguments: Names of the arguments that a resumed run must share, beyond those of any pretraining.
         results: Entries that `all_results.json` gets besides the shared ones.
     """
@@ -103,7 +108,6 @@ class PretrainingTask:
     prepare: BlockPreparation
     objective: Objective
     evaluator: Callable[[nn.Module, DataLoader], TextEvaluator]
-    tokens_per_example: int
     resume_arguments: tuple[str, ...]
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -134,6 +138,8 @@ def pretrain(
         NonFiniteLossError: Training diverged.
     """
     train, dev, data_fingerprint = text
+    if train:  # text without a token is an error now
+        read_blocks(train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
     stream = TextStream(
         train,
@@ -146,6 +152,7 @@ def pretrain(
         args.shuffle_buffer_size,
         accelerator.process_index,
         accelerator.num_processes,
+        task.prepare.needs_other,
     )
     train_loader = create_stream_dataloader(accelerator, stream, args.seed, args.dataloader_num_workers)
     total_steps = total_training_steps(
@@ -167,7 +174,7 @@ def pretrain(
         optimizer,
         scheduler,
         train_loader,
-        task.objective,
+        replace(task.objective, examples=lambda batch: int(batch["examples"])),
         settings,
         evaluate=evaluator,
         start_epoch=stream.start_epoch,
@@ -175,16 +182,16 @@ def pretrain(
     )
     start_run(args, accelerator)
     state = loop.run()
-    tokens = state.examples * task.tokens_per_example
-    results = {**loop.results(state.examples, "tokens", tokens), "train_tokens": tokens, **task.results}
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    results = {**loop.results(state.examples), **task.results}
     results |= {"epoch": state.epoch, "seed": args.seed}
     if evaluator is not None:
         if not loop.scores_are_current():
             evaluator()
         results = {**_dev_results(evaluator), **results}
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     if accelerator.is_main_process:
         _write_outputs(args, results, task.name)
+        outputs.push_folder(args)
     accelerator.wait_for_everyone()
     return results
 
@@ -218,11 +225,14 @@ def _dev_results(evaluator: TextEvaluator) -> dict[str, Any]:
 
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any], task_name: str) -> None:
     model = Path(args.model_name_or_path).name if args.model_name_or_path else f"new {args.model_type}"
-    outputs.publish_results(args, results, ["accuracy"], f"{task_name}: {model}")
+    shown = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
+    outputs.write_results(args, results, shown, f"{task_name}: {model}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
+    if "eval_sentence_accuracy" in results:
+        scores += f", of pairs {results['eval_sentence_accuracy']:.4f}"
     print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {args.output_dir}")
     if "gate_passed" in results:
         _print_gate(results)

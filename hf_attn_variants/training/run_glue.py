@@ -35,6 +35,7 @@ from hf_attn_variants.training.session import open_session, start_run
 __all__ = ["main", "parse_args"]
 
 logger = logging.getLogger(__name__)
+NO_ROWS = GlueSplit("train", "", Dataset.from_dict({}))
 
 EPILOG = """example (STS-B from a folder of TSVs, on the CPU):
   %(prog)s --model_name_or_path ./minilm-gqa4 --task_name stsb --data_dir glue/STS-B \\
@@ -128,7 +129,7 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     )
     model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
     evaluator = GlueEvaluator(accelerator, model, eval_sets, label_map, args.disable_tqdm)
-    settings = _loop_settings(args, task, total_steps, splits["train"])
+    settings = _loop_settings(args, task, total_steps, splits["train"], [dev.split for dev in eval_sets])
     loop = TrainingLoop(
         accelerator,
         model,
@@ -142,20 +143,22 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     )
     start_run(args, accelerator)
     loop.run()
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(splits["train"]))
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     if accelerator.is_main_process:
         for dev in eval_sets:
             _write_predictions(args, dev, "dev_", evaluator.predictions[dev.split.name])
         _write_outputs(args, task, results)
-    # Last: whatever ends this, the scores are written.
+    # Whatever ends this, the scores are written.
     for test_task, split in tests:
         test = _eval_set(args, accelerator, test_task, split, tokenizer, collate)
         predictions = evaluator.to_predictions(test_task, evaluator.predict_logits(test))
         if accelerator.is_main_process:
             _write_predictions(args, test, "", predictions)
+    if accelerator.is_main_process:
+        outputs.push_folder(args)
     accelerator.wait_for_everyone()
     return results
 
@@ -164,8 +167,9 @@ def _load_splits(
     args: argparse.Namespace, task: GlueTask
 ) -> tuple[dict[str, GlueSplit], list[tuple[GlueTask, GlueSplit]]]:
     """Train and dev splits by name, and what is predicted after training: read now, so that it cannot fail then."""
-    splits = load_glue(task, args.data_dir, vars(args))
-    splits["train"] = splits["train"].first(args.max_train_samples)
+    with_train = not arguments.only_evaluates(args)
+    splits = load_glue(task, args.data_dir, vars(args), with_train=with_train)
+    splits["train"] = splits["train"].first(args.max_train_samples) if with_train else NO_ROWS
     for name in task.eval_splits.keys() & splits.keys():
         splits[name] = splits[name].first(args.max_eval_samples)
     if args.skip_predict:
@@ -178,7 +182,9 @@ def _load_splits(
     return splits, tests
 
 
-def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, train: GlueSplit) -> LoopSettings:
+def _loop_settings(
+    args: argparse.Namespace, task: GlueTask, total_steps: int, train: GlueSplit, dev: list[GlueSplit]
+) -> LoopSettings:
     return LoopSettings.from_args(
         args,
         total_steps,
@@ -189,6 +195,7 @@ def _loop_settings(args: argparse.Namespace, task: GlueTask, total_steps: int, t
             "training examples": len(train),
             "hash of the training data": hash_rows(train),
         },
+        evaluation={"hash of the dev data": [hash_rows(split) for split in dev]},
     )
 
 
@@ -206,6 +213,8 @@ def _training_rows(
     tokenizer: PreTrainedTokenizerBase,
     label_map: LabelMap,
 ) -> Dataset:
+    if not len(split):
+        return Dataset.from_dict({"length": []})
     data = _tokenize(accelerator, split, tokenizer, args.max_length)
     if label_map.to_task != tuple(sorted(label_map.to_task)):
         data = data.map(lambda row: {"label": label_map.to_model[row["label"]]})
@@ -258,7 +267,7 @@ def _write_predictions(args: argparse.Namespace, found: EvalSet, prefix: str, pr
 def _write_outputs(args: argparse.Namespace, task: GlueTask, results: dict[str, Any]) -> None:
     names = [key.removeprefix("eval_") for key in results if key.startswith("eval_")]
     shown = [name for name in names if name.removesuffix("_mm") in (*task.metrics, "combined_score")]
-    outputs.publish_results(args, results, shown, f"{task.folder}: {Path(args.model_name_or_path).name}")
+    outputs.write_results(args, results, shown, f"{task.folder}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(f"{name} {results[f'eval_{name}']:.4f}" for name in shown)
     print(
         f"{task.folder} dev ({results['eval_samples']} rows): {scores}; {results['steps']} steps in "

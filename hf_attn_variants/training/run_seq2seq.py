@@ -100,18 +100,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         for name in ("dev", "test")
         if name in data.splits
     }
-    evaluator = None
-    if "dev" in sets:
-        evaluator = Seq2SeqEvaluator(
-            accelerator,
-            model,
-            sets["dev"],
-            decoder,
-            data.score,
-            args.num_beams,
-            args.eval_loss_only,
-            args.disable_tqdm,
-        )
+    evaluator = _evaluator(args, accelerator, model, sets["dev"], decoder, data) if "dev" in sets else None
     loop = TrainingLoop(
         accelerator,
         model,
@@ -125,11 +114,24 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     )
     start_run(args, accelerator)
     loop.run()
-    results = {**loop.results(len(rows)), "seed": args.seed}
     outputs.save_model(accelerator, model, tokenizer, args.output_dir)
-    results = {**_evaluate(args, accelerator, decoder, evaluator, sets, data), **results, **data.results}
+    results = {**loop.results(len(rows)), "seed": args.seed, **data.results}
+    if evaluator is not None:
+        evaluator.evaluate(args.num_beams, afresh=not loop.scores_are_current())
+        results = {**_dev_results(evaluator), **results}
     if accelerator.is_main_process:
+        if evaluator is not None:
+            _write_predictions(args, sets["dev"].split, evaluator.texts)
         _write_outputs(args, results, data)
+    if "test" in sets:  # whatever ends this, the dev scores are written
+        found, texts = _predict(args, decoder, sets["test"], data)
+        results |= found
+        if accelerator.is_main_process:
+            _write_predictions(args, sets["test"].split, texts)
+            _write_outputs(args, results, data)
+    if accelerator.is_main_process:
+        _print_scores(args, results, data)
+        outputs.push_folder(args)
     accelerator.wait_for_everyone()
     return results
 
@@ -138,7 +140,9 @@ def _load_data(args: argparse.Namespace) -> Seq2SeqData:
     data = load_task(args) if args.task_name is not None else load_seq2seq_data(args)
     limits = {"train": args.max_train_samples, "dev": args.max_eval_samples}
     data.splits.update({name: split.first(limits.get(name)) for name, split in data.splits.items()})
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
+    if args.skip_predict:
+        data.splits.pop("test", None)
+    only_evaluates = arguments.only_evaluates(args)
     if "train" not in data.splits and not only_evaluates:
         raise ValueError("there is no training split: give one, or --num_train_epochs 0 to evaluate only")
     if only_evaluates and not data.splits.keys() & {"dev", "test"}:
@@ -182,7 +186,22 @@ def _decoder(
     )
 
 
+def _evaluator(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    model: nn.Module,
+    dev: GenerationSet,
+    decoder: Decoder,
+    data: Seq2SeqData,
+) -> Seq2SeqEvaluator:
+    return Seq2SeqEvaluator(
+        accelerator, model, dev, decoder, data.score, args.num_beams, args.eval_loss_only, args.disable_tqdm
+    )
+
+
 def _loop_settings(args: argparse.Namespace, total_steps: int, rows: TextRows, data: Seq2SeqData) -> LoopSettings:
+    dev = data.splits.get("dev")
+    dev_rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)] if dev else []
     return LoopSettings.from_args(
         args,
         total_steps,
@@ -190,39 +209,34 @@ def _loop_settings(args: argparse.Namespace, total_steps: int, rows: TextRows, d
         greater_is_better=lambda metric: metric != "loss",
         data={"training examples": len(rows), "hash of the training data": hash_texts(rows.texts)},
         resume_arguments=RESUME_ARGUMENTS,
+        evaluation={
+            "hash of the dev data": hash_texts(dev_rows),
+            "num_beams": args.num_beams[0],  # what evaluations in training decode with
+        },
     )
 
 
-def _evaluate(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    decoder: Decoder,
-    evaluator: Seq2SeqEvaluator | None,
-    sets: dict[str, GenerationSet],
-    data: Seq2SeqData,
-) -> dict[str, Any]:
-    """The results of every number of beams, of dev and test split; writes the predictions."""
+def _dev_results(evaluator: Seq2SeqEvaluator) -> dict[str, Any]:
+    return {
+        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
+        "eval_samples": len(evaluator.data.split),
+        "eval_runtime": round(evaluator.seconds, 3),
+    }
+
+
+def _predict(
+    args: argparse.Namespace, decoder: Decoder, test: GenerationSet, data: Seq2SeqData
+) -> tuple[dict[str, Any], dict[int, list[str]]]:
+    """The test split's results and its texts, by number of beams."""
     results: dict[str, Any] = {}
-    if evaluator is not None:
-        metrics, texts = evaluator.evaluate(args.num_beams)
-        results = {f"eval_{key}": value for key, value in metrics.items()}
-        results |= {"eval_samples": len(sets["dev"].split), "eval_runtime": round(evaluator.seconds, 3)}
-        _write_predictions(args, accelerator, sets["dev"].split, texts)
-    if "test" in sets:
-        texts = {}
-        for i, num_beams in enumerate(args.num_beams):
-            metrics, texts[num_beams] = decode_and_score(decoder, sets["test"], data.score, num_beams)
-            results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-        results["test_samples"] = len(sets["test"].split)
-        _write_predictions(args, accelerator, sets["test"].split, texts)
-    return results
+    texts = {}
+    for i, num_beams in enumerate(args.num_beams):
+        metrics, texts[num_beams] = decode_and_score(decoder, test, data.score, num_beams)
+        results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
+    return {**results, "test_samples": len(test.split)}, texts
 
 
-def _write_predictions(
-    args: argparse.Namespace, accelerator: Accelerator, split: Seq2SeqSplit, texts: dict[int, list[str]]
-) -> None:
-    if not accelerator.is_main_process:
-        return
+def _write_predictions(args: argparse.Namespace, split: Seq2SeqSplit, texts: dict[int, list[str]]) -> None:
     lines = []
     for row, source in enumerate(split.sources):
         record: dict[str, Any] = {"source": source}
@@ -237,7 +251,10 @@ def _write_predictions(
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
     name = Path(args.model_name_or_path).name if args.model_name_or_path else f"new {args.model_type}"
     metrics = [] if args.eval_loss_only else list(data.metric_names)
-    outputs.publish_results(args, results, metrics, f"text to text: {name}")
+    outputs.write_results(args, results, metrics, f"text to text: {name}")
+
+
+def _print_scores(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
     for prefix, split in (("eval_", "dev"), ("test_", "test")):
         if f"{prefix}samples" in results:
             print(f"{split} ({results[f'{prefix}samples']} rows): {_scores(args, results, prefix, data)}")

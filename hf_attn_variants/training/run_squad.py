@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     evaluator = SquadEvaluator(
         accelerator, model, sets["dev"], args.max_length, _span_settings(args), args.disable_tqdm
     )
-    settings = _loop_settings(args, total_steps, train)
+    settings = _loop_settings(args, total_steps, train, splits["dev"])
     loop = TrainingLoop(
         accelerator,
         model,
@@ -119,30 +119,33 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     )
     start_run(args, accelerator)
     loop.run()
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(train), len(train_windows))
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
     if accelerator.is_main_process:
         _write_predictions(args, "dev", evaluator.predictions)
         _write_outputs(args, results)
-    if "test" in sets:  # last: whatever ends this, the scores are written
+    if "test" in sets:  # whatever ends this, the scores are written
         predictions = evaluator.predict(sets["test"])[0]
         if accelerator.is_main_process:
             _write_predictions(args, "test", predictions)
+    if accelerator.is_main_process:
+        outputs.push_folder(args)
     accelerator.wait_for_everyone()
     return results
 
 
 def _load_splits(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, list[Question]]:
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
     wanted = {"train": "train", "dev": "validation", "test": "test"}
+    if arguments.only_evaluates(args):
+        del wanted["train"]
     splits = {}
     for name, flag in wanted.items():
         path = getattr(args, f"{flag}_file")
         if path is not None:
             splits[name] = read_squad(path, has_answers=name != "test")
-        elif args.validation_file is None and name != "test" and not (name == "train" and only_evaluates):
+        elif args.validation_file is None and name != "test":
             with accelerator.main_process_first():  # the others read the Hub dataset's cache
                 splits[name] = load_squad_hub(flag, args.version_2_with_negative)
         if name != "test" and name in splits:
@@ -207,7 +210,9 @@ def _span_settings(args: argparse.Namespace) -> SpanSettings:
     return SpanSettings(args.n_best_size, args.max_answer_length, threshold)
 
 
-def _loop_settings(args: argparse.Namespace, total_steps: int, train: list[Question]) -> LoopSettings:
+def _loop_settings(
+    args: argparse.Namespace, total_steps: int, train: list[Question], dev: list[Question]
+) -> LoopSettings:
     return LoopSettings.from_args(
         args,
         total_steps,
@@ -215,6 +220,7 @@ def _loop_settings(args: argparse.Namespace, total_steps: int, train: list[Quest
         greater_is_better=lambda metric: metric != "loss",
         data={"training examples": len(train), "hash of the training data": hash_questions(train)},
         resume_arguments=RESUME_ARGUMENTS,
+        evaluation={"hash of the dev data": hash_questions(dev)},
     )
 
 
@@ -248,7 +254,7 @@ def _write_predictions(args: argparse.Namespace, split: str, predictions: list[P
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
     shown = [name for name in SHOWN_METRICS if f"eval_{name}" in results]
     version = "SQuAD v2.0" if args.version_2_with_negative else "SQuAD v1.1"
-    outputs.publish_results(args, results, shown, f"{version}: {Path(args.model_name_or_path).name}")
+    outputs.write_results(args, results, shown, f"{version}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown)
     print(
         f"{version} dev ({results['eval_samples']} questions, {results['eval_windows']} windows): {scores}; "

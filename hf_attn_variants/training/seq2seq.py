@@ -130,14 +130,15 @@ class Decoder:
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
         for batch in progress_bar(accelerator, self.quiet, iterable=data.loader, desc=name, leave=False):
             start = time.perf_counter()
-            ids = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=self.max_new_tokens,
-                num_beams=num_beams,
-                do_sample=False,
-                **options,
-            )[:, 1:]  # without the token that the decoder starts with
+            with accelerator.autocast():  # accelerate's own is around the model, whose encoder `generate` calls alone
+                ids = model.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=self.max_new_tokens,
+                    num_beams=num_beams,
+                    do_sample=False,
+                    **options,
+                )[:, 1:]  # without the token that the decoder starts with
             lengths = _text_lengths(ids, model.generation_config.eos_token_id)
             seconds += time.perf_counter() - start
             ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
@@ -160,7 +161,7 @@ def _text_lengths(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
 
 
 class Seq2SeqEvaluator:
-    """Evaluates the dev split.
+    """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass.
 
     Args:
         accelerator, model: The run's.
@@ -185,27 +186,36 @@ class Seq2SeqEvaluator:
     ):
         self.accelerator, self.model, self.data, self.decoder = accelerator, model, data, decoder
         self.score, self.beams, self.loss_only, self.quiet = score, tuple(beams), loss_only, quiet
+        self.metrics: dict[str, float] = {}
+        self.texts: dict[int, list[str]] = {}
         self.seconds = 0.0
 
     def __call__(self) -> dict[str, float]:
         """Metrics in training: "loss" and, unless `loss_only`, those of the first number of beams."""
-        return self.evaluate(() if self.loss_only else self.beams[:1])[0]
+        self.evaluate(() if self.loss_only else self.beams[:1])
+        return dict(self.metrics)
 
-    def evaluate(self, beams: Sequence[int]) -> tuple[dict[str, float], dict[int, list[str]]]:
+    def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
         """Computes the loss, and decodes with each number of beams.
 
-        Returns:
-            "loss" and the metrics of each number of beams, from the second on with the suffix `_beam<number>`; the
-            texts by number of beams.
+        `metrics` gets "loss" and the metrics of each number of beams, from the second on with the suffix
+        `_beam<number>`; `texts` the texts by number of beams.
+
+        Args:
+            beams: The first ones of `self.beams`, or all.
+            afresh: False: the weights are those of the last evaluation, and only what it left out is computed.
         """
+        if afresh:
+            self.metrics, self.texts, self.seconds = {}, {}, 0.0
         start = time.perf_counter()
-        metrics, texts = {"loss": self.loss()}, {}
+        if "loss" not in self.metrics:
+            self.metrics["loss"] = self.loss()
         for i, num_beams in enumerate(beams):
-            values, texts[num_beams] = decode_and_score(self.decoder, self.data, self.score, num_beams)
-            suffix = beam_suffix(i, num_beams)
-            metrics |= {f"{key}{suffix}": value for key, value in values.items()}
-        self.seconds = time.perf_counter() - start
-        return metrics, texts
+            if num_beams not in self.texts:
+                values, self.texts[num_beams] = decode_and_score(self.decoder, self.data, self.score, num_beams)
+                suffix = beam_suffix(i, num_beams)
+                self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
+        self.seconds += time.perf_counter() - start
 
     @torch.no_grad()
     def loss(self) -> float:

@@ -23,11 +23,12 @@ EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as te
       --validation_target_file val.de.gz --num_train_epochs 0 --output_dir runs/en-de-scores
 
 Rows come from parallel text (--source_file and --target_file, line by line), from tables (--train_file with
---source_column and --target_column), from a `datasets` source (--dataset_name; a nested column is written
-translation.en), or from --task_name, which words GLUE and SQuAD as T5 (arXiv:1910.10683) does. Rows with a blank side
-are left out. --output_dir gets the model, all_results.json, train_log.jsonl, training_curves.png and
-predictions_<split>.jsonl with the source, references and prediction of each row. decode_tokens_per_second counts the
-generated tokens over the time in generation. T5 wants larger learning rates than BERT: here the default is 3e-4.
+--source_column and --target_column; a nested column is written translation.en), from a `datasets` source
+(--dataset_name), or from --task_name, which words GLUE and SQuAD as T5 (arXiv:1910.10683) does. Rows with a blank side
+are left out, but of a test split without targets none. --output_dir gets the model, all_results.json,
+train_log.jsonl, training_curves.png and predictions_<split>.jsonl with the source, references and prediction of each
+row. decode_tokens_per_second counts the generated tokens over the time in generation. T5 wants larger learning rates
+than BERT: here the default is 3e-4.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 
@@ -60,7 +61,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--{split}_file",
             nargs="+",
-            help=f"{split.capitalize()} tables instead (.csv, .json, .jsonl; with --task_name its own format).",
+            help=f"{split.capitalize()} tables instead (.csv, .tsv, .json, .jsonl; with --task_name its own format).",
         )
     group.add_argument("--source_column", default="source", help="A table's source (default: %(default)s).")
     group.add_argument("--target_column", default="target", help="A table's target (default: %(default)s).")
@@ -84,7 +85,8 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1],
-        help="Beams; 1: greedy. With several numbers the last evaluation decodes with each; others with the first.",
+        help="Beams (default: 1, greedy). With several numbers the last evaluation decodes with each; others with the "
+        "first.",
     )
     group.add_argument("--length_penalty", type=float, default=1.0, help="Beam search's; more favours longer texts.")
     group.add_argument("--no_repeat_ngram_size", type=int, help="No N tokens twice in a text (summaries).")
@@ -97,6 +99,7 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval_loss_only", action="store_true", help="Decode only at the end; evaluate the loss while training."
     )
+    group.add_argument("--skip_predict", action="store_true", help="Do not predict the test split.")
 
 
 def check_seq2seq_arguments(args: argparse.Namespace) -> None:
@@ -150,7 +153,7 @@ def _check_data_flags(args: argparse.Namespace) -> None:
         )
     if args.data_dir is not None and args.task_name is None:
         raise ValueError("--data_dir needs --task_name")
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
+    only_evaluates = arguments.only_evaluates(args)
     from_files = args.dataset_name is None and args.task_name is None
     if from_files and not only_evaluates and not (has_parallel["train"] or has_table["train"]):
         raise ValueError("training needs --source_file and --target_file, or --train_file (or --num_train_epochs 0)")

@@ -9,7 +9,15 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
+from hf_attn_variants.text_files import (
+    column_names,
+    column_value,
+    has_text,
+    read_columns,
+    read_lines,
+    read_pairs,
+)
+from hf_attn_variants.training.arguments import only_evaluates
 from hf_attn_variants.training.models import too_long
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, score_texts
 
@@ -80,11 +88,15 @@ def load_seq2seq_data(args: argparse.Namespace) -> Seq2SeqData:
     """
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
+        if name == "train" and only_evaluates(args):
+            continue
         rows = _read_split(args, name, prefix)
         if rows is not None:
             sources = [args.source_prefix + row[0] for row in rows]
             references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
             splits[name] = Seq2SeqSplit(name, sources, references)
+    if "test" in splits and splits["test"].references is None and args.test_source_file is None:
+        logger.warning("test: its first row has no text in column %r: it is not scored", args.target_column)
     metrics = tuple(args.metrics)
     names = tuple(value for name in metrics for value in TEXT_METRICS[name].names)
     return Seq2SeqData(
@@ -95,13 +107,16 @@ def load_seq2seq_data(args: argparse.Namespace) -> Seq2SeqData:
 def _read_split(args: argparse.Namespace, name: str, prefix: str) -> list[tuple[str, ...]] | None:
     source, target = getattr(args, f"{prefix}source_file"), getattr(args, f"{prefix}target_file")
     table = getattr(args, f"{prefix or 'train_'}file")
-    columns = (args.source_column, args.target_column)
+    columns: tuple[str, ...] = (args.source_column, args.target_column)
     if source is not None and target is not None:
         return read_pairs(source, target)
+    # Where there are only sources, predictions stay beside them: a blank one is a row too.
     if source is not None:
-        return [(line,) for line in read_lines([source])]
+        return [(line,) for line in read_lines([source], keep_blank=True)]
     if table is not None:
-        return read_columns(table, columns, "--source_column and --target_column")
+        if only_sources := name == "test" and not has_text(table[0], args.target_column):
+            columns = columns[:1]
+        return read_columns(table, columns, "--source_column and --target_column", keep_blank=only_sources)
     return _read_dataset(args, name, columns) if args.dataset_name is not None else None
 
 
@@ -115,39 +130,26 @@ def _read_dataset(args: argparse.Namespace, name: str, columns: tuple[str, ...])
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
         return None
-    if name == "test" and len(splits[split]) and not isinstance(_column(splits[split][0], columns[1]), str):
+    if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
         columns = columns[:1]  # its targets are not public, as those of many test splits
     rows = []
     for number, row in enumerate(_rows(splits[split])):
-        texts = tuple(_column(row, column) for column in columns)
+        texts = tuple(column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
             raise ValueError(
                 f"{args.dataset_name} ({split}), row {number}: no text in column {missing!r}; its columns are "
-                f"{', '.join(_names(row))}: give others with --source_column and --target_column"
+                f"{', '.join(column_names(row))}: give others with --source_column and --target_column"
             )
-        if all(text.strip() for text in texts):
+        if len(columns) == 1 or all(text.strip() for text in texts):
             rows.append(texts)
-    if not rows:
+    if not any(text.strip() for texts in rows for text in texts):
         raise ValueError(f"{args.dataset_name} ({split}) has no row of text")
     return rows
 
 
 def _rows(data: Dataset) -> Any:
     return (data[i] for i in range(len(data)))
-
-
-def _column(row: dict[str, Any], name: str) -> Any:
-    value: Any = row
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _names(row: dict[str, Any]) -> list[str]:
-    return [f"{k}.{inner}" for k, v in row.items() if isinstance(v, dict) for inner in v] + [
-        k for k, v in row.items() if not isinstance(v, dict)
-    ]
 
 
 def check_seq2seq_lengths(

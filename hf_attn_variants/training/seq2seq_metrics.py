@@ -1,12 +1,14 @@
 """Metrics of generated text against its references, none of which needs the network."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["TEXT_METRICS", "TextMetric", "check_text_metrics", "score_texts"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 # One or more right texts of each prediction.
 References = Sequence[Sequence[str]]
@@ -48,9 +50,14 @@ def _streams(references: References) -> list[list[str | None]]:
 def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
-    # A line is a sentence to rougeLsum.
+    def lines(text: str) -> str:  # a line is a sentence to rougeLsum, and T5's tokenizer generates none
+        return SENTENCE_END.sub("\n", text)
+
     scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
-    scores = [scorer.score_multi(list(row), text) for text, row in zip(predictions, references, strict=True)]
+    scores = [
+        scorer.score_multi([lines(reference) for reference in row], lines(text))
+        for text, row in zip(predictions, references, strict=True)
+    ]
     return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE_TYPES}
 
 
@@ -88,6 +95,8 @@ def check_text_metrics(names: Sequence[str]) -> None:
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
     """Computes metrics by name.
+
+    To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
 
     Args:
         names: Keys of `TEXT_METRICS`.

@@ -20,19 +20,32 @@ def load_seq2seq_config(args: argparse.Namespace) -> tuple[PreTrainedConfig, Pre
 
     Raises:
         OSError: The checkpoint or the tokenizer is not there.
-        ValueError: One cannot be used, they do not fit, or a field of the new config is wrong.
+        ValueError: One cannot be used, they do not fit, the tokenizer ends no text in its end token, or a field of the
+            new config is wrong.
     """
     if args.model_name_or_path is not None:
         config = load_config(args)
-        return config, load_tokenizer(args, config)
+        tokenizer = load_tokenizer(args, config)
+        if config.is_encoder_decoder:  # another model is refused for what it is
+            _check_end_token(args, tokenizer)
+        return config, tokenizer
     tokenizer = load_tokenizer(args, None)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {args.tokenizer_name} has no end token; generation could not stop")
+    _check_end_token(args, tokenizer)
     config = new_config(args, tokenizer)
     # T5's: no [CLS] and [SEP], and the decoder starts with padding.
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.decoder_start_token_id = tokenizer.pad_token_id
     return config, tokenizer
+
+
+def _check_end_token(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    end = tokenizer.eos_token_id
+    if end is None or tokenizer(text_target="a")["input_ids"][-1:] != [end]:
+        raise ValueError(
+            f"the tokenizer of {args.tokenizer_name or args.model_name_or_path} ends no text in an end token "
+            f"({'it has none' if end is None else repr(tokenizer.eos_token)}): generation would not learn to stop. "
+            "Give one that does with --tokenizer_name, or set its eos_token and a post-processor that appends it"
+        )
 
 
 def load_seq2seq_model(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:

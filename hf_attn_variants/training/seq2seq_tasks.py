@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hf_attn_variants.training.arguments import only_evaluates
 from hf_attn_variants.training.glue import TASKS, GlueTask, get_task
 from hf_attn_variants.training.glue_data import GlueSplit, load_glue
 from hf_attn_variants.training.metrics import compute_metrics
@@ -23,8 +24,8 @@ WORDS: dict[str, tuple[tuple[int, str], ...]] = {
     "mnli": ((1, "hypothesis"), (0, "premise")),
     "mrpc": ((0, "sentence1"), (1, "sentence2")),
 }
-# T5 rounds scores to multiples of 0.2, so that they are texts which occur often enough to be learned.
-SCORE_STEP = 0.2
+# T5 rounds scores to fifths, so that they are texts which occur often enough to be learned.
+SCORE_STEPS = 5
 
 
 def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
@@ -36,7 +37,7 @@ def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
 def format_label(task: GlueTask, label: float) -> str:
     """Words a label: a class name, or a score rounded to 0.2."""
     if task.labels is None:
-        return f"{round(label / SCORE_STEP) * SCORE_STEP:.1f}"
+        return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
 
 
@@ -75,7 +76,8 @@ def load_task(args: argparse.Namespace) -> Seq2SeqData:
     """Reads the task that `--task_name` names.
 
     Args:
-        args: Reads `task_name`, `data_dir`, `train_file`, `validation_file`, `test_file`.
+        args: Reads `task_name`, `data_dir`, `train_file`, `validation_file`, `test_file`; and `max_train_steps` and
+            `num_train_epochs`: a run that only evaluates needs no training split, and none is read.
 
     Raises:
         OSError: A file or the Hub's dataset cannot be read.
@@ -102,10 +104,10 @@ def _one_file(args: argparse.Namespace, name: str) -> str | None:
 
 def _load_glue(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2SeqData:
     task = get_task(args.task_name)
-    loaded = load_glue(task, args.data_dir, files)
+    loaded = load_glue(task, args.data_dir, files, with_train=not only_evaluates(args))
     dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
-    found = {"train": loaded["train"], "dev": loaded[dev]} | ({"test": loaded[test]} if test in loaded else {})
-    splits = {name: _glue_split(task, name, split) for name, split in found.items()}
+    sources = {"train": "train", "dev": dev, "test": test}
+    splits = {name: _glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded}
     labels = np.asarray(loaded[dev].data["label"])
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -136,6 +138,8 @@ def _load_squad(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2S
     ):
         path = files[f"{flag}_file"]
         if path is None and (any(files.values()) or not hub_split):
+            continue
+        if name == "train" and only_evaluates(args):
             continue
         questions = (
             read_squad(path, has_answers=name != "test") if path else load_squad_hub(hub_split, version_2=False)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import datasets
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
@@ -15,6 +16,10 @@ from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
+
+# Whoever drops a process group last waits for its threads. DDP, which goes with an error's traceback, would do that
+# holding the interpreter's lock, and a thread of gloo that needs it to free its last tensor would never end.
+_ended_groups: list[Any] = []
 
 
 @contextmanager
@@ -49,6 +54,8 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         with _library_bars(not args.disable_tqdm):
             yield accelerator
     finally:
+        if accelerator.num_processes > 1:
+            _ended_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
         # A second call in this process may want another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)

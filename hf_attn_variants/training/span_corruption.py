@@ -98,6 +98,8 @@ class SpanCorruption:
         ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
     """
 
+    needs_other = False
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

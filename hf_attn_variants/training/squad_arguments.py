@@ -73,10 +73,9 @@ def check_squad_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--doc_stride must be at least 0, got {args.doc_stride}")
     if not math.isfinite(args.null_score_diff_threshold):
         raise ValueError(f"--null_score_diff_threshold must be a number, got {args.null_score_diff_threshold}")
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
     if args.train_file is not None and args.validation_file is None:
         raise ValueError("--train_file needs --validation_file")
-    if args.validation_file is not None and args.train_file is None and not only_evaluates:
+    if args.validation_file is not None and args.train_file is None and not arguments.only_evaluates(args):
         raise ValueError("--validation_file needs --train_file (or --num_train_epochs 0, to evaluate only)")
     known = ("loss", *METRIC_NAMES[args.version_2_with_negative])
     metric = args.metric_for_best_model

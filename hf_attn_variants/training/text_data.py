@@ -8,6 +8,7 @@ where its first block begins, which every batch carries: a resumed run opens tha
 import gzip
 import hashlib
 import itertools
+import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,8 @@ TOKENIZER_BATCH = 32
 HASHED_BYTES = 2**16
 # What random numbers are for, so that no two uses share them.
 SHARD_ORDER, WINDOW_ORDER = 0, 1
+# The label of a token that is not to be predicted.
+IGNORED = -100
 
 
 class TextSource(Protocol):
@@ -101,19 +104,31 @@ def _decode(lines: list[bytes], offset: int) -> str:
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """A streamed split of a `datasets` source, one article a row; offsets are row numbers."""
+    """A shard of a streamed split of a `datasets` source, one article a row; offsets are row numbers in the shard."""
 
     name: str
     rows: datasets.IterableDataset
     column: str = "text"
+    shard: int = 0
 
     def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yields each row's text from `offset` on, with the row's number.
 
         Raises:
+            OSError: The shard cannot be read; the message says beyond which row. Formats that are read in blocks fail
+                before the first row of the block.
             ValueError: A row has no such column, or no text in it.
         """
-        for number, row in enumerate(self.rows.skip(offset), start=offset):
+        rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
+        for number in itertools.count(offset):
+            try:
+                row = next(rows, None)
+            except Exception as error:  # every file format has errors of its own
+                # Arrow counts rows from the block that it reads.
+                reason = re.sub(r" in row \d+$", "", f"{type(error).__name__}: {error}")
+                raise OSError(f"{self.name}: cannot be read beyond row {number} ({reason})") from error
+            if row is None:
+                return
             text = row.get(self.column)
             if not isinstance(text, str):
                 raise ValueError(
@@ -145,7 +160,8 @@ def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
     for file in files:
         if file.path.is_dir():
             raise OSError(f"{file.path} is a folder; give its files, {file.path}/*.txt.gz for example")
-        if next(file.articles(), None) is None:
+        # A byte-order mark alone is an article without a character.
+        if not any(text.strip() for _, text in file.articles()):
             raise ValueError(f"{file.path} holds no text")
     return files
 
@@ -174,7 +190,7 @@ def pack_blocks(
 
     Args:
         sources: Shards in the order they are read.
-        tokenizer: A fast tokenizer; no special tokens are added.
+        tokenizer: A fast tokenizer; no special tokens are added, and those that the text spells out are left out.
         length: Tokens a block.
         separator: The token that ends each article.
         start: Where the first block begins.
@@ -182,12 +198,13 @@ def pack_blocks(
     Yields:
         A block's token ids [length], and the place where it begins.
     """
+    reserved = _reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)
     # Where in `rest` each article begins, and which place of the text that is.
     begins: list[tuple[int, Place]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
-        for offset, tokens in _tokenized(source, tokenizer, first, separator):
+        for offset, tokens in _tokenized(source, tokenizer, first, separator, reserved):
             skipped = start.token if (shard, offset) == start[:2] else 0
             begins.append((len(rest), Place(shard, offset, skipped)))
             rest = np.concatenate([rest, tokens[skipped:]])
@@ -202,7 +219,7 @@ def pack_blocks(
 
 
 def _tokenized(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     articles = source.articles(offset)
     while batch := list(itertools.islice(articles, TOKENIZER_BATCH)):
@@ -214,8 +231,21 @@ def _tokenized(
             verbose=False,  # articles are longer than the model: no warning
         )["input_ids"]
         for (begin, _), ids in zip(batch, encoded, strict=True):
-            if ids:
-                yield begin, np.asarray([*ids, separator], dtype=np.int64)
+            tokens = np.asarray(ids, dtype=np.int64)
+            tokens = tokens[~np.isin(tokens, reserved)]
+            if len(tokens):
+                yield begin, np.append(tokens, separator)
+
+
+def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Token ids that text may not hold: special tokens, but the unknown one, and sentinels.
+
+    Not `all_special_ids`: some tokenizers count punctuation among them.
+    """
+    ids = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
+    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids |= {i for token, i in tokenizer.get_vocab().items() if "<extra_id_" in token}
+    return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
 
 
 def _place_at(begins: list[tuple[int, Place]], index: int) -> Place:
@@ -236,15 +266,24 @@ def read_blocks(
     separator: int,
     limit: int | None = None,
 ) -> list[np.ndarray]:
-    """Reads the first `limit` blocks of a held-out text (None: all) into memory, in order; see `pack_blocks`."""
-    return [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
+    """Reads the first `limit` blocks of a text (None: all) into memory, in order; see `pack_blocks`.
+
+    Raises:
+        ValueError: The tokenizer makes no token of the text.
+    """
+    blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
+    if not blocks:
+        more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
+        raise ValueError(f"{sources[0].name}{more} holds no text that the tokenizer makes a token of")
+    return blocks
 
 
 class TextStream(IterableDataset):
     """Batches of prepared blocks, the same on any number of processes and from wherever a run resumes.
 
-    Every process reads all of the text and prepares its own rows of each batch. `start_epoch` and `seek` come before
-    iteration, as `TrainingLoop` calls them.
+    Every process reads all of the text and prepares its own rows of each batch; one that a last batch is too small
+    for gets a row with nothing to predict. `start_epoch` and `seek` come before iteration, as `TrainingLoop` calls
+    them.
 
     Args:
         sources: Shards.
@@ -257,6 +296,8 @@ class TextStream(IterableDataset):
         seed: The run's seed.
         window: Blocks that are shuffled among themselves; they are held in memory.
         process_index, num_processes: Which rows are this process's.
+        with_other: Hand `prepare` another block of the same window as well, as a third argument; None where the window
+            has one block alone.
     """
 
     def __init__(
@@ -271,7 +312,9 @@ class TextStream(IterableDataset):
         window: int = 4096,
         process_index: int = 0,
         num_processes: int = 1,
+        with_other: bool = False,
     ):
+        self.with_other = with_other
         self.sources, self.tokenizer, self.length, self.separator = list(sources), tokenizer, length, separator
         self.prepare, self.batch_size, self.seed, self.window = prepare, batch_size, seed, window
         self.process_index, self.num_processes = process_index, num_processes
@@ -286,17 +329,19 @@ class TextStream(IterableDataset):
         self._used, self._position = batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the arrays of `prepare` as tensors [b, ...], and "position", which `seek` takes."""
+        """Yields tensors [b, ...] of what `prepare` makes; "position", which `seek` takes; and "examples", b or 0."""
         rows = self._numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
-            # A last batch smaller than the number of processes would leave one without rows.
-            if len(batch) < self.num_processes:
-                return
-            shares = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
-            prepared = [self.prepare(batch[i][1], (self.epoch, batch[i][0])) for i in shares]
-            yield stack_rows(prepared) | {"position": torch.tensor(batch[-1][2])}
+            share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
+            # Every process must take the step: without a row of its own, with a copy of the last one.
+            taken = [batch[i] for i in share] or batch[-1:]
+            prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
+            if not len(share):
+                prepared = [{key: _nothing_to_predict(key, value) for key, value in prepared[0].items()}]
+            counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
+            yield stack_rows(prepared) | counts
 
-    def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int]]]:
+    def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
@@ -304,11 +349,16 @@ class TextStream(IterableDataset):
         while found := list(itertools.islice(blocks, self.window)):
             position = [window, number, *found[0][1]]
             shuffled = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window)).permutation(len(found))
-            for i in shuffled:
+            for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
+                other = found[following][0] if len(found) > 1 else None
                 if number >= self._used:
-                    yield number, found[i][0], position
+                    yield number, found[i][0], position, (other,) if self.with_other else ()
                 number += 1
             window += 1
+
+
+def _nothing_to_predict(key: str, value: np.ndarray) -> np.ndarray:
+    return np.full_like(value, IGNORED) if "label" in key else value
 
 
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

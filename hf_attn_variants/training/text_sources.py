@@ -1,11 +1,18 @@
 """The flags that name a text to pretrain on: files, plain or .gz, or a streamed `datasets` source."""
 
 import argparse
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from datasets import get_dataset_split_names, load_dataset
+import datasets
+from datasets import IterableDatasetDict
 
-from hf_attn_variants.training.text_data import DatasetRows, TextSource, check_text_files, hash_files
+from hf_attn_variants.training import arguments
+from hf_attn_variants.training.text_data import DatasetRows, TextFile, TextSource, check_text_files, hash_files
 
 __all__ = ["add_text_arguments", "check_text_arguments", "open_text_sources"]
 
@@ -38,7 +45,7 @@ def check_text_arguments(args: argparse.Namespace, metrics: tuple[str, ...]) -> 
     Raises:
         ValueError: A flag is missing, or excludes another one.
     """
-    only_evaluates = args.max_train_steps is None and args.num_train_epochs == 0
+    only_evaluates = arguments.only_evaluates(args)
     given = [name for name in (args.train_file, args.dataset_name) if name is not None]
     if len(given) > 1 or not (given or only_evaluates):
         raise ValueError("give --train_file or --dataset_name, one of them")
@@ -69,20 +76,70 @@ def open_text_sources(args: argparse.Namespace) -> tuple[list[TextSource], list[
     if args.dataset_name is None:
         files = check_text_files(args.train_file or [])
         return list(files), dev, {"hash of the training text": hash_files(files)}
-    name, config = args.dataset_name, args.dataset_config_name
+    files, splits = _open_dataset(args)
+    if "train" not in splits:
+        raise ValueError(f"--dataset_name {args.dataset_name} has no split 'train', only {', '.join(splits)}")
+    if not dev and "validation" in splits:
+        dev = _dataset_shards(args, splits, files, "validation")
+    train = _dataset_shards(args, splits, files, "train")
+    names = {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
+    return train, dev, {**names, "hash of the training text": _hash_dataset(files.get("train", ()))}
+
+
+def _open_dataset(args: argparse.Namespace) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
+    """Finds the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
+    named = (args.dataset_name, args.dataset_config_name)
+    files: Mapping[str, Sequence[str]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        # A stream needs a cache only while it is opened.
+        cache = None if _is_writable(Path(datasets.config.HF_DATASETS_CACHE)) else temporary
+        try:
+            files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
+            return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
+        except Exception as error:  # `datasets`, the Hub's client and each file format have errors of their own
+            raise _opening_error(args.dataset_name, files, error) from error
+
+
+def _is_writable(folder: Path) -> bool:
     try:
-        if not dev and "validation" in get_dataset_split_names(name, config):
-            dev = [_dataset_rows(args, "validation")]
-        train: list[TextSource] = [_dataset_rows(args, "train")]
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # `datasets` and the Hub's client have errors of their own for a wrong name
-        raise ValueError(f"--dataset_name {name}: {type(error).__name__}: {error}") from error
-    return train, dev, {"dataset_name": name, "dataset_config_name": config, "text_column": args.text_column}
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
-def _dataset_rows(args: argparse.Namespace, split: str) -> DatasetRows:
-    rows = load_dataset(args.dataset_name, args.dataset_config_name, split=split, streaming=True)
-    source = DatasetRows(f"{args.dataset_name} ({split})", rows, args.text_column)
-    next(source.articles(), None)  # a wrong column is an error now
-    return source
+def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, StopIteration):  # where `datasets` looks for columns
+        reason = "a file without a row"
+    advice = ""
+    if isinstance(error, PermissionError):
+        advice = "; if this is the cache, HF_HOME names another folder for it"
+    elif files:
+        advice = f"; look at its first file, {next(iter(files.values()))[0]}"
+    kind = OSError if isinstance(error, OSError | EOFError) else ValueError
+    return kind(f"--dataset_name {name}: cannot be opened ({reason}){advice}")
+
+
+def _dataset_shards(
+    args: argparse.Namespace, splits: IterableDatasetDict, files: Mapping[str, Sequence[str]], split: str
+) -> list[TextSource]:
+    rows, names = splits[split], [Path(file).name for file in files.get(split, ())]
+    if len(names) != rows.num_shards:
+        names = [f"shard {i}" for i in range(rows.num_shards)]
+    shards = [
+        DatasetRows(f"{args.dataset_name} ({split}), {names[i]}", rows, args.text_column, i)
+        for i in range(rows.num_shards)
+    ]
+    # A wrong column is an error now.
+    if all(next(shard.articles(), None) is None for shard in shards):
+        raise ValueError(f"{args.dataset_name} ({split}) holds no row")
+    return list(shards)
+
+
+def _hash_dataset(files: Sequence[str]) -> str:
+    paths = [Path(file) for file in files]
+    if all(path.is_file() for path in paths):
+        return hash_files(TextFile(path) for path in paths)
+    # An address on the Hub holds the revision.
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]

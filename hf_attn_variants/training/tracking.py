@@ -49,7 +49,9 @@ class RunLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record)) + "\n")
         values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
-        self.accelerator.log(values, step=record["step"])
+        # trackio keeps "time" for its own.
+        tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
+        self.accelerator.log(tracked, step=record["step"])
         if self.bar is not None:
             shown = {key: value for key, value in values.items() if key == "loss" or key.startswith("eval_")}
             self.bar.set_postfix(

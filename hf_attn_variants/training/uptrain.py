@@ -136,6 +136,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.is_main_process:
         _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
         _write_outputs(args, results)
+        outputs.push_folder(args)
     accelerator.wait_for_everyone()
     return results
 
@@ -337,7 +338,7 @@ def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
 def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
     names = [name for name in (*GREATER_IS_BETTER, *TERMS) if f"eval_{name}" in results]
     shown = [name for name in names if name in GREATER_IS_BETTER] or names
-    outputs.publish_results(args, results, shown, f"{args.objective}: {Path(args.model_name_or_path).name}")
+    outputs.write_results(args, results, shown, f"{args.objective}: {Path(args.model_name_or_path).name}")
     scores = ", ".join(
         f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
         for name in ("loss", *shown)

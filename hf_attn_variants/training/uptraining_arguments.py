@@ -50,6 +50,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_text_arguments(parser)
     arguments.add_shared_arguments(parser)
     parser.set_defaults(max_length=64, learning_rate=1e-3, num_train_epochs=None, warmup_ratio=None)
+    # What is told here, as these defaults depend on other flags.
+    told = {
+        "num_train_epochs": "Epochs (0: only evaluate; default: --max_train_steps, or 300 steps).",
+        "warmup_ratio": f"Warm-up steps as a share of all (default: {WARMUP_RATIO}, without --num_warmup_steps).",
+        "eval_steps": "Evaluate every N optimiser steps (default: five times in the run).",
+    }
+    for action in parser._actions:
+        action.help = told.get(action.dest, action.help)
     args = parser.parse_args(argv)
     if args.warmup_ratio is None:
         takes_none = args.lr_scheduler_type == "constant" or args.adafactor_relative_step
@@ -106,8 +114,8 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--train_file",
         nargs="+",
-        help="Text, one example a line (.txt, .gz), or tables (.csv, .json, .jsonl); for an encoder-decoder tables "
-        "with two columns, unless --source_file is given.",
+        help="Text, one example a line (.txt, .gz), or tables (.csv, .tsv, .json, .jsonl); for an encoder-decoder "
+        "tables with two columns, unless --source_file is given.",
     )
     group.add_argument("--validation_file", nargs="+", help="Held-out text of the same kind; see --max_eval_samples.")
     group.add_argument(

@@ -330,7 +330,10 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
     for flags, message in (
         (columns, "--calibration_columns needs --calibration_file"),
         (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
-        ([file, lines, *columns], r"--calibration_columns is for tables \(.csv, .json, .jsonl\); .*a.txt is none"),
+        (
+            [file, lines, *columns],
+            r"--calibration_columns is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
+        ),
         ([file, lines, *target], r"--calibration_target_column is for a table; .*a.txt is none"),
         ([file, table, "--calibration_target_file", targets], "a table takes --calibration_target_column"),
         ([file, table, *columns, "de"], "takes one column or two, got 3"),

@@ -44,7 +44,8 @@ def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
     with pytest.raises(OSError, match=r"write access.*The trained model is in .*push_to_hub\.py"):
         main(parse_args(arguments))
     assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
-    assert (tmp_path / "out" / "model.safetensors").is_file() and hub.files("me/stsb").keys() == {".gitattributes"}
+    assert {"model.safetensors", "predictions_STS-B.tsv"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert hub.files("me/stsb").keys() == {".gitattributes"}
 
 
 def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):

@@ -1,4 +1,4 @@
-"""The converter among others: two of them at one folder, and as a user who may write nowhere but to the output."""
+"""Scripts among others: two conversions into one folder, and a user who may write nowhere but to the output."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from architectures import BERT
+from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.methods.mean import MeanPooling
@@ -62,7 +63,8 @@ def test_two_conversions_into_one_folder(source, tmp_path, exists):
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_user_with_a_read_only_home(source, tmp_path):
+@pytest.fixture
+def run_with_a_read_only_home(tmp_path):
     """As root, with the privileges dropped that would let it write where permissions say no."""
     home, place = tmp_path / "home", tmp_path / "place"
     home.mkdir(mode=0o555)
@@ -76,9 +78,41 @@ def test_a_user_with_a_read_only_home(source, tmp_path):
     environment |= {"HOME": os.fspath(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.fspath(REPOSITORY)}
     with pytest.raises(subprocess.CalledProcessError):
         subprocess.run([*unprivileged, "mkdir", home / "cache"], check=True, capture_output=True)
-    options = ["--model_name_or_path", source, "--num_key_value_heads", "4", "--output_dir", place / "out"]
-    command = [*unprivileged, sys.executable, REPOSITORY / "scripts" / "convert_checkpoint.py", *options]
-    result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads((place / "out" / "config.json").read_text())["num_key_value_heads"] == 4
-    assert list(home.iterdir()) == []
+
+    def call(script, *options, **variables):
+        command = [*unprivileged, sys.executable, REPOSITORY / "scripts" / script, *options]
+        command += ["--output_dir", place / "out"]
+        result = subprocess.run(
+            [str(part) for part in command],
+            cwd=place,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert list(home.iterdir()) == []
+        return place / "out"
+
+    return call
+
+
+def test_a_conversion_with_a_read_only_home(source, run_with_a_read_only_home):
+    out = run_with_a_read_only_home(
+        "convert_checkpoint.py", "--model_name_or_path", source, "--num_key_value_heads", 4
+    )
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["no cache", "cache elsewhere"])
+def test_pretraining_on_a_dataset_with_a_read_only_home(run_with_a_read_only_home, tmp_path, elsewhere):
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    data.mkdir()
+    (data / "train.jsonl").write_text(json.dumps({"text": "a good film " * 50}) + "\n")
+    flags = ["--dataset_name", data, "--model_type", "bert", "--tokenizer_name", make_tiny_bert(tmp_path / "tiny")]
+    flags += ["--config_overrides", "hidden_size=8,num_hidden_layers=1,num_attention_heads=2", "--max_length", 16]
+    flags += ["--max_train_steps", 1, "--per_device_train_batch_size", 2, "--cpu", "--disable_tqdm"]
+    variables = {"HF_DATASETS_CACHE": str(cache)} if elsewhere else {}
+    out = run_with_a_read_only_home("pretrain_mlm.py", *flags, **variables)
+    assert json.loads((out / "all_results.json").read_text())["steps"] == 1
+    assert cache.is_dir() == elsewhere

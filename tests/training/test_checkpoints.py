@@ -1,39 +1,19 @@
 """Exact resume: a run killed with SIGKILL goes on to the losses of one that was not."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
+from fixtures.full_disk import full_disk
+from fixtures.processes import Signal, draw_step, run_processes, run_script
 
-from hf_attn_variants.training import checkpoints
+from hf_attn_variants.training import checkpoints, loop
 from hf_attn_variants.training.run_glue import main, parse_args
 
-ROOT = Path(__file__).parents[2]
 STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
-KILL_IN_A_STEP = """
-from hf_attn_variants.training.loop import TrainingLoop
-step = TrainingLoop._step
-def die(self, group):
-    if self.state.step == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(self, group)
-TrainingLoop._step = die
-"""
-KILL_IN_A_CHECKPOINT = """
-from hf_attn_variants.training import checkpoints
-finish = checkpoints._finish_checkpoint
-def die(state, output_dir, temporary, target):
-    if state.step == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
-    finish(state, output_dir, temporary, target)
-checkpoints._finish_checkpoint = die
-"""
 
 
 def flags(tiny_bert, glue, out, *more):
@@ -71,45 +51,41 @@ def flags(tiny_bert, glue, out, *more):
 
 def records(out):
     lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
-
-
-def run_and_die(patch, argv):
-    code = f"import os, signal, sys\n{patch}\nfrom hf_attn_variants.training.run_glue import main, parse_args\n"
-    code += "main(parse_args(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        # Another number of threads rounds sums differently.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("patch", "more", "last"),
+    ("in_checkpoint", "steps", "more"),
     [
-        (KILL_IN_A_STEP, ["--group_by_length", "--gradient_accumulation_steps", "2", "--save_total_limit", "2"], 9),
-        (KILL_IN_A_CHECKPOINT, ["--mixed_precision", "bf16", "--weight_decay", "0.1"], 6),
+        (
+            False,
+            range(3, STEPS),
+            ["--group_by_length", "--gradient_accumulation_steps", "2", "--save_total_limit", "2"],
+        ),
+        (True, (6, 9, 12), ["--mixed_precision", "bf16", "--weight_decay", "0.1"]),
     ],
 )
-def test_killed_run_resumes_bit_equal(tiny_bert, glue, tmp_path, patch, more, last):
+def test_killed_run_resumes_bit_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = main(parse_args(flags(tiny_bert, glue, whole, *more)))
-    run_and_die(patch, flags(tiny_bert, glue, killed, *more))
-    found = checkpoints.list_checkpoints(killed)
-    assert found[-1].name == f"checkpoint-{last}"
-    if "--save_total_limit" in more:
-        assert [path.name for path in found] == ["checkpoint-6", "checkpoint-9"]
+    step = draw_step(steps)
+    kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
+    statuses, output = run_processes(1, run_script, "run_glue", flags(tiny_bert, glue, killed, *more), kill)
+    assert statuses == [-signal.SIGKILL], output
+    found = [path.name for path in checkpoints.list_checkpoints(killed)]
+    if in_checkpoint:
+        assert found[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
     else:
-        assert (killed / ".tmp-checkpoint-9").is_dir()
+        assert found == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
     results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
     assert records(killed) == records(whole)
     untimed = [
-        {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
+        {
+            k: v
+            for k, v in r.items()
+            if "runtime" not in k and "per_second" not in k and k not in ("train_mfu", "peak_tflops")
+        }
+        for r in (results, expected)
     ]
     assert json.dumps(untimed[0]) == json.dumps(untimed[1])  # as text, because NaN is not NaN
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -216,17 +192,14 @@ def test_resume_on_another_number_of_threads_warns(trained, caplog):
 
 
 def test_a_failing_write_keeps_the_last_checkpoint_and_no_half_one(tiny_bert, glue, tmp_path, monkeypatch):
-    finish = checkpoints._finish_checkpoint
+    save = loop.save_checkpoint
 
-    def disk_full(state, *others):
-        if state.step == 6:
-            raise OSError(28, "No space left on device")
-        finish(state, *others)
+    def disk_full(accelerator, state, *others):
+        with full_disk(1000) if state.step == 6 else nullcontext():
+            return save(accelerator, state, *others)
 
-    monkeypatch.setattr(checkpoints, "_finish_checkpoint", disk_full)
-    with pytest.raises(
-        OSError, match=r"could not write checkpoint .*checkpoint-6 .*No space left.*last good one is .*checkpoint-3"
-    ):
+    monkeypatch.setattr(loop, "save_checkpoint", disk_full)
+    with pytest.raises(OSError, match=r"checkpoint-6 \(SafetensorError: .*last good checkpoint is .*checkpoint-3$"):
         main(parse_args(flags(tiny_bert, glue, tmp_path / "out")))
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]
 

@@ -1,4 +1,5 @@
 import pytest
+from datasets import Dataset, DatasetDict
 from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.training.glue import TASKS, format_prediction, get_task, parse_label
@@ -93,6 +94,19 @@ def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
         load_glue(get_task("mnli"), str(tmp_path))
 
 
+def test_only_evaluating_needs_no_training_split(tmp_path, glue, monkeypatch):
+    (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
+    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+        load_glue(get_task("cola"), str(tmp_path))
+    assert list(load_glue(get_task("cola"), str(tmp_path), with_train=False)) == ["validation"]
+    (tmp_path / "train.tsv").write_text("no CoLA\n")
+    assert list(load_glue(get_task("cola"), str(tmp_path), with_train=False)) == ["validation"]
+    rows = Dataset.from_dict({"sentence": ["a"], "label": [1], "idx": [0]})
+    hub = DatasetDict({"train": rows, "validation": rows})
+    monkeypatch.setattr("hf_attn_variants.training.glue_data.load_dataset", lambda name, task: hub)
+    assert list(load_glue(get_task("cola"), with_train=False)) == ["validation"]
+
+
 def test_single_files_go_before_the_folder(tmp_path, glue):
     (tmp_path / "small.tsv").write_text("a\t1\t\tOne row.\n")
     splits = load_glue(get_task("cola"), str(glue / "CoLA"), {"train_file": str(tmp_path / "small.tsv")})
@@ -100,8 +114,6 @@ def test_single_files_go_before_the_folder(tmp_path, glue):
 
 
 def test_hub_columns_become_the_same_columns(monkeypatch):
-    from datasets import Dataset, DatasetDict
-
     rows = {"sentence1": ["a"], "sentence2": ["b"], "label": [2], "idx": [5]}
     hub = DatasetDict(
         {

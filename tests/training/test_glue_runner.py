@@ -7,7 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from fixtures.uptraining import copy_left_sided
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.training import arguments
@@ -71,7 +75,15 @@ def test_regression_task_trains_and_leaves_all_outputs(run):
     lines = (out / "predictions_STS-B.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 9
     assert all(0 <= float(line.split("\t")[1]) <= 5 for line in lines[1:])
-    assert not list(out.glob(".tmp-*")) and list(out.rglob("events.out.tfevents.*"))
+    assert not list(out.glob(".tmp-*"))
+    events = EventAccumulator(str(next(out.rglob("events.out.tfevents.*")).parent)).Reload()
+    for name in ("loss", "lr", "eval_pearson"):
+        tracked = [(event.step, event.value) for event in events.Scalars(name)]
+        assert tracked == [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in records if name in r]
+    # Not "time": trackio has one of its own.
+    assert {"train_seconds", "tokens_per_second"} < set(events.Tags()["scalars"]) and "time" not in events.Tags()[
+        "scalars"
+    ]
     config = AutoConfig.from_pretrained(out)
     assert config.num_labels == 1 and config.problem_type == "regression"
 
@@ -194,11 +206,25 @@ def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
     assert first["steps"] == 1 and first["eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-5)
 
 
-def test_a_resumed_run_keeps_what_chooses_its_best_weights(run):
+def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
+    shutil.copytree(glue / "STS-B", tmp_path / "stsb", ignore=shutil.ignore_patterns("train.tsv"))
+    flags = ["--num_train_epochs", 0, "--data_dir", tmp_path / "stsb", "--group_by_length"]
+    without, out = run("stsb", *flags)
+    assert without["steps"] == without["train_samples"] == 0 and (out / "predictions_STS-B.tsv").is_file()
+    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+        run("stsb", *flags, "--max_train_steps", 1, output_dir=tmp_path / "other")
+
+
+def test_a_resumed_run_keeps_what_chooses_its_best_weights(run, glue, tmp_path):
+    folder = shutil.copytree(glue / "STS-B", tmp_path / "stsb")
     flags = ["--metric_for_best_model", "loss", "--checkpointing_steps", 2, "--max_train_steps", 4]
+    flags += ["--data_dir", folder]
     run("stsb", *flags, "--eval_steps", 2)
     with pytest.raises(ValueError, match="eval_steps"):
         run("stsb", *flags, "--eval_steps", 3, "--resume_from_checkpoint", "latest")
+    (folder / "dev.tsv").write_text("".join((folder / "dev.tsv").read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match="hash of the dev data was"):
+        run("stsb", *flags, "--eval_steps", 2, "--resume_from_checkpoint", "latest")
 
 
 def test_early_stopping_ends_with_the_best_weights(run):
@@ -234,8 +260,17 @@ def test_early_stopping_ends_with_the_best_weights(run):
     )
 
 
-def test_gradient_checkpointing_and_bf16_run(run):
-    results, _ = run(
+def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
+    forward, dtypes = BertIntermediate.forward, []
+
+    def watched(layer, hidden_states):
+        output = forward(layer, hidden_states)
+        if layer.training:
+            dtypes.append(output.dtype)
+        return output
+
+    monkeypatch.setattr(BertIntermediate, "forward", watched)
+    results, out = run(
         "stsb",
         "--max_train_steps",
         2,
@@ -253,6 +288,9 @@ def test_gradient_checkpointing_and_bf16_run(run):
         5,
     )
     assert results["eval_samples"] == 5
+    # Each of two steps goes through each layer twice, the second time in its backward pass, under autocast.
+    assert dtypes == [torch.bfloat16] * (2 * 2 * AutoConfig.from_pretrained(tiny_bert).num_hidden_layers)
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -393,6 +431,13 @@ def test_a_tokenizer_from_elsewhere_helps_a_checkpoint_without_one(run, tiny_ber
     _remove_tokenizer(tmp_path / "bare")
     results, _ = run("cola", "--max_train_steps", 1, "--tokenizer_name", tiny_bert, model=tmp_path / "bare")
     assert results["steps"] == 1
+
+
+def test_a_tokenizer_that_pads_left_learns_the_same(run, tiny_bert, tmp_path):
+    flags = ["--max_train_steps", 2, "--skip_predict", "--max_length", 8]
+    plain, _ = run("stsb", *flags)
+    left, _ = run("stsb", *flags, model=copy_left_sided(tiny_bert, tmp_path / "left"), output_dir=tmp_path / "other")
+    assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
 
 
 def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):

@@ -1,26 +1,25 @@
 """The loop on a linear model: normalisation over accumulated batches, streams, NaN, logging."""
 
+import itertools
 import json
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from fixtures.full_disk import full_disk
+from fixtures.linear_loop import OBJECTIVE, log_of, losses_of, make_loop, rows, train_accumulated
+from fixtures.processes import run_processes
+from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 
+from hf_attn_variants.training import loop as training_loop
 from hf_attn_variants.training.checkpoints import list_checkpoints
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError, run_script
 from hf_attn_variants.training.loop import Objective, TrainingLoop
-from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
-
-# Token-like objective: each row has `mask` items, so batches of equal rows weigh differently.
-OBJECTIVE = Objective(
-    loss_sum=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2 * batch["mask"]).sum(),
-    count=lambda batch: int(batch["mask"].sum()),
-)
+from hf_attn_variants.training.loop_settings import total_training_steps
 
 
 @pytest.fixture(autouse=True)
@@ -28,37 +27,6 @@ def fresh_accelerator():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def rows(count=10):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "x": torch.randn(3, generator=generator),
-            "y": torch.randn(2, generator=generator),
-            "mask": torch.tensor([1.0, float(i % 3 == 0)]),
-        }
-        for i in range(count)
-    ]
-
-
-def make_loop(tmp_path, batch_size=2, data=None, objective=OBJECTIVE, lr=0.1, **settings):
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, rng_types=[])
-    model = nn.Linear(3, 2)
-    loader = DataLoader(data if data is not None else rows(), batch_size=batch_size, generator=torch.Generator())
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
-    settings = {"total_steps": 3, "max_grad_norm": 0.0, "logging_steps": 1, "disable_tqdm": True, **settings}
-    callbacks = {name: settings.pop(name, None) for name in ("evaluate", "seek")}
-    return TrainingLoop(
-        accelerator, *prepared, objective, LoopSettings(output_dir=str(tmp_path), **settings), **callbacks
-    )
-
-
-def log_of(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
 
 
 def test_accumulated_batches_step_like_one_big_batch(tmp_path):
@@ -74,6 +42,20 @@ def test_accumulated_batches_step_like_one_big_batch(tmp_path):
     assert split.state.examples == whole.state.examples == 10 and split.state.epoch == 1
 
 
+def test_two_processes_step_like_one_with_the_batch_doubled(tmp_path):
+    # By plain SGD without clipping: AdamW, or a clipped gradient, would not show that it is twice or half of what it
+    # should be, nor what each process's mean weighs.
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    train_accumulated(one, 4)
+    statuses, output = run_processes(2, train_accumulated, two, 2)
+    assert statuses == [0, 0], output
+    losses, expected = ([loss for _, loss in losses_of(folder)] for folder in (two, one))
+    assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
+    found, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
+    torch.testing.assert_close({name.removeprefix("module."): found[name] for name in found}, kept)
+
+
 def test_first_logged_loss_is_the_mean_over_items(tmp_path):
     loop = make_loop(tmp_path, batch_size=5, total_steps=1)
     weight = [parameter.detach().clone() for parameter in loop.model.parameters()]
@@ -81,6 +63,24 @@ def test_first_logged_loss_is_the_mean_over_items(tmp_path):
     batch = {key: torch.stack([row[key] for row in rows()[:5]]) for key in ("x", "y", "mask")}
     error = ((batch["x"] @ weight[0].T + weight[1] - batch["y"]) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
     assert log_of(tmp_path)[0]["loss"] == pytest.approx(error.item())
+
+
+def test_a_window_left_open_by_the_last_checkpoint_is_logged_alike_after_a_resume(tmp_path):
+    def records():
+        return [{key: record[key] for key in ("step", "loss", "lr", "epoch")} for record in log_of(tmp_path)]
+
+    make_loop(tmp_path, total_steps=5, logging_steps=2, checkpointing_steps=5).run()
+    whole = records()
+    assert [record["step"] for record in whole] == [2, 4, 5] and whole[-1]["lr"] == pytest.approx(0.1 / 5)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_loop(tmp_path, total_steps=5, logging_steps=2, resume_from_checkpoint="latest").run()
+    assert records() == whole
+    state = tmp_path / "checkpoint-5/train_state.json"
+    state.write_text(
+        json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name != "lr"})
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert make_loop(tmp_path, total_steps=5, resume_from_checkpoint="latest").run().step == 5  # of an older version
 
 
 def test_log_windows_hold_means_and_learning_rates(tmp_path):
@@ -117,6 +117,51 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
     assert len(saved) == 1 and all(torch.equal(saved[0][key], value) for key, value in seen[3].items())
 
 
+def test_a_full_disk_does_not_hide_a_nan(tmp_path):
+    loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
+    with full_disk(64), pytest.raises(NonFiniteLossError, match=r"nan at step 1: .* batches could not be saved \(Run"):
+        loop.run()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("written", "size", "message"),
+    [
+        # The weights, the optimiser, the random states.
+        ("save_checkpoint", 64, r"write checkpoint .*checkpoint-4 \(SafetensorError: .*File too large"),
+        ("save_checkpoint", 1024, r"write checkpoint .*checkpoint-4 \(RuntimeError: "),
+        ("save_checkpoint", 8192, r"write checkpoint .*checkpoint-4 \(RuntimeError: "),
+        ("save_best_weights", 64, r"write the best weights to .* \(SafetensorError: .*File too large"),
+    ],
+)
+def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(tmp_path, monkeypatch, written, size, message):
+    scores = itertools.count()
+    settings = {"evaluate": lambda: {"a": next(scores)}, "eval_steps": 4, "metric_for_best_model": "a"}
+    settings |= {"keep_best": True, "total_steps": 5, "checkpointing_steps": 2}
+    write = getattr(training_loop, written)
+
+    def disk_full(*given, **named):
+        # Step 2 has a checkpoint and no evaluation.
+        with full_disk(size) if (tmp_path / "checkpoint-2").is_dir() else nullcontext():
+            return write(*given, **named)
+
+    monkeypatch.setattr(training_loop, written, disk_full)
+    with pytest.raises(OSError, match=rf"could not {message}.*; the last good checkpoint is .*checkpoint-2$"):
+        make_loop(tmp_path, **settings).run()
+    kept = {"train_log.jsonl", "checkpoint-2", *(["best_model.safetensors"] if written == "save_checkpoint" else [])}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    monkeypatch.undo()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    resumed = make_loop(tmp_path, **settings, resume_from_checkpoint="latest")
+    resumed.run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (tmp_path / "whole").mkdir()
+    whole = make_loop(tmp_path / "whole", **settings)
+    whole.run()
+    assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and resumed.state.best_step == 5
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
 def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
@@ -138,7 +183,7 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
     AcceleratorState._reset_state(reset_partial_state=True)
     make_loop(cut, total_steps=8, resume_from_checkpoint="latest").run()
-    assert [(r["step"], r["loss"]) for r in log_of(cut)] == [(r["step"], r["loss"]) for r in log_of(whole)]
+    assert losses_of(cut) == losses_of(whole)
 
 
 def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
@@ -259,7 +304,7 @@ def test_a_resumed_run_seeks_by_the_position_of_the_last_batch(tmp_path):
     settings = {"total_steps": 5, "resume_from_checkpoint": "latest"}
     make_loop(cut, data=data, batch_size=None, seek=data.seek, **settings).run()
     assert data.start == 6
-    assert [r["loss"] for r in log_of(cut)] == [r["loss"] for r in log_of(whole)]
+    assert losses_of(cut) == losses_of(whole)
 
 
 class Stream(IterableDataset):

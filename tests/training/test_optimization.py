@@ -1,4 +1,5 @@
 import argparse
+import math
 
 import pytest
 import torch
@@ -112,14 +113,36 @@ def test_groups_hold_each_trainable_parameter_once():
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_warmup_ratio_and_its_limits():
-    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
-    scheduler = create_scheduler(optimizer, SETTINGS, total_steps=8)
+def rates_of_eight_steps(optimizer, **changed):
+    scheduler = create_scheduler(optimizer, argparse.Namespace(**{**vars(SETTINGS), **changed}), total_steps=8)
     rates = []
     for _ in range(8):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("cosine", {}, [0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]),
+        ("cosine", {"num_cycles": 1}, [0.5 * (1 + math.cos(2 * math.pi * i / 6)) for i in range(6)]),
+        ("inverse_sqrt", {}, [math.sqrt(2 / step) for step in range(2, 8)]),
+        # Two steps at the peak, then a cosine over four.
+        ("warmup_stable_decay", {"num_decay_steps": 4}, [1, 1, 1, 0.5 * (1 + math.sqrt(0.5)), 0.5, 0.5 - 0.125**0.5]),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, [1, 1, 1, 0.75, 0.5, 0.25]),
+    ],
+)
+def test_schedules_after_a_warmup_of_two_steps(kind, settings, expected):
+    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    rates = rates_of_eight_steps(optimizer, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
+    assert rates == pytest.approx([0.0, 5e-3, *(1e-2 * part for part in expected)])
+
+
+def test_warmup_ratio_and_its_limits():
+    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    rates = rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
     with pytest.raises(ValueError, match="more than the 8 steps"):
         create_scheduler(optimizer, argparse.Namespace(**{**vars(SETTINGS), "num_warmup_steps": 9}), total_steps=8)

@@ -15,13 +15,23 @@ from transformers import (
     AlbertForMaskedLM,
     AutoConfig,
     AutoModelForMaskedLM,
+    AutoModelForPreTraining,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
     PreTrainedTokenizerFast,
 )
 
-from hf_attn_variants import AttnVariantAlbertForMaskedLM, AttnVariantBertForMaskedLM
+from hf_attn_variants import (
+    AttnVariantAlbertConfig,
+    AttnVariantAlbertForMaskedLM,
+    AttnVariantAlbertForPreTraining,
+    AttnVariantBertConfig,
+    AttnVariantBertForMaskedLM,
+    AttnVariantBertForPreTraining,
+)
+from hf_attn_variants.training import throughput
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.masked_lm import (
     IGNORED,
@@ -120,6 +130,39 @@ def test_masks_are_a_function_of_seed_epoch_and_number(tokenizer, blocks):
     assert len({str(found) for found in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
 
 
+@pytest.mark.parametrize("task", ["nsp", "sop"])
+def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
+    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task=task)
+    assert prepare.block_length == 61 and prepare.needs_other is (task == "nsp")
+    changed, cuts = 0, set()
+    for i, block in enumerate(blocks * 4):
+        other = blocks[(i + 7) % len(blocks)]
+        example = prepare(block, (0, i), other) if task == "nsp" else prepare(block, (0, i))
+        ids = np.where(example["labels"] != IGNORED, example["labels"], example["input_ids"])
+        used = example["attention_mask"].sum()
+        middle, end = np.flatnonzero(ids[:used] == prepare.sep_id)
+        first, second = ids[1:middle].tolist(), ids[middle + 1 : end].tolist()
+        assert ids[0] == prepare.cls_id and end == used - 1 and (ids[used:] == prepare.pad_id).all()
+        assert example["token_type_ids"].tolist() == [0] * (middle + 1) + [1] * (end - middle) + [0] * (64 - used)
+        if not example["sentence_labels"]:
+            assert first + second == block.tolist()
+        elif task == "sop":
+            assert second + first == block.tolist()
+        else:
+            assert first == block[: len(first)].tolist() and second == other[: len(block) - len(first)].tolist()
+        changed += example["sentence_labels"]
+        cuts.add(len(first))
+    assert changed / (4 * len(blocks)) == pytest.approx(0.5, abs=0.05) and len(cuts) > 50
+    assert str(prepare(blocks[0], (3, 5), blocks[1])) == str(prepare(blocks[0], (3, 5), blocks[1]))
+
+
+def test_pairs_that_cannot_be_made(tokenizer, blocks):
+    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task="nsp")
+    short = prepare(blocks[0][:1], (0, 0), blocks[1])
+    assert short["sentence_labels"] == IGNORED and short["attention_mask"].sum() == 4
+    assert not any(prepare(blocks[0], (0, i), None)["sentence_labels"] for i in range(20))
+
+
 def test_whole_words_are_masked_whole(tokenizer, blocks):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.3, seed=0, whole_words=True)
     starts = word_starts(tokenizer)
@@ -169,11 +212,19 @@ def test_words_of_sentencepiece(shared_data):
     ]
 
 
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+}
+
+
 def tiny_models():
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
     torch.manual_seed(0)
-    bert = BertConfig(**sizes, num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    albert = AlbertConfig(**sizes, num_hidden_layers=2, embedding_size=8)
+    bert = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    albert = AlbertConfig(**SIZES, embedding_size=8)
     variant = {"num_key_value_heads": 2, "talking_heads": None}
     models = [
         BertForMaskedLM(bert),
@@ -214,6 +265,30 @@ def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     nothing = objective.loss_sum(model, batch)
     nothing.backward()
     assert nothing.item() == 0.0 and objective.count(batch) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "label_name"),
+    [
+        (BertForPreTraining(BertConfig(**SIZES)), "next_sentence_label"),
+        (AttnVariantBertForPreTraining(AttnVariantBertConfig(**SIZES, num_key_value_heads=1)), "next_sentence_label"),
+        (AttnVariantAlbertForPreTraining(AttnVariantAlbertConfig(**SIZES)), "sentence_order_label"),
+    ],
+    ids=["BERT", "MQA BERT", "ALBERT"],
+)
+def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
+    model.eval()
+    batch = batch_of_random_tokens() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
+    own = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
+    batch["sentence_labels"] = torch.tensor([1, 0, 1])
+    masked = int((batch["labels"] != IGNORED).sum())
+    # The model's own has both means; ours counts a sentence as so many masked tokens.
+    objective = masked_lm_objective(find_head(model), sentence_weight=masked / 3)
+    torch.testing.assert_close(objective.loss_sum(model, batch) / masked, own)
+    batch["sentence_labels"][:] = IGNORED
+    without = objective.loss_sum(model, batch)
+    without.backward()
+    assert without.item() / masked < own.item()
 
 
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
@@ -271,6 +346,69 @@ def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-6) and again["steps"] == 0
 
 
+@pytest.mark.parametrize(
+    ("model_type", "task", "loaded"),
+    [("bert", "nsp", AttnVariantBertForPreTraining), ("albert", "sop", AttnVariantAlbertForPreTraining)],
+)
+def test_a_sentence_task_trains_its_head_too(run, model_type, task, loaded):
+    results, out = run(*scratch(model_type, "--num_key_value_heads", 2), "--sentence_task", task, *STEPS)
+    assert results["eval_sentence_loss"] > 0 and results["eval_sentence_accuracy"] in [i / 8 for i in range(9)]
+    model = AutoModelForPreTraining.from_pretrained(out)
+    assert isinstance(model, loaded) and model.config.num_key_value_heads == 2
+    log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    assert "eval_sentence_accuracy" in log[-1]
+    again, _ = run(
+        *("--model_name_or_path", out, "--sentence_task", task, "--num_train_epochs", 0), out=out.parent / "again"
+    )
+    for name in ("eval_loss", "eval_sentence_loss"):
+        assert again[name] == pytest.approx(results[name], rel=1e-6)
+
+
+def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
+    results, out = run(*scratch(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
+    speed = results["train_tokens"] / results["train_runtime"]
+    assert results["train_tokens_per_second"] == pytest.approx(speed, rel=0.01)
+    assert results["train_samples_per_second"] == pytest.approx(speed / 24, rel=0.01)
+    # Two layers of four projections and two of the feed-forward a token, attention over 24; the head aside.
+    flops = 3 * results["train_tokens"] * 2 * (2 * (4 * 16 * 16 + 2 * 16 * 32) + 4 * 24 * 16)
+    assert flops < results["train_tflops_per_second"] * 1e12 * results["train_runtime"] < 2 * flops
+    assert results["train_mfu"] == pytest.approx(results["train_tflops_per_second"] / 0.5, rel=2e-3)
+    rates = [r["tokens_per_second"] for r in map(json.loads, (out / "train_log.jsonl").open()) if "loss" in r]
+    assert len(rates) == 2 and min(rates) < speed < max(rates)
+    with pytest.raises(ValueError, match="--peak_tflops must be above 0, got 0"):
+        run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
+
+
+def test_pairs_need_room_and_two_token_types(run):
+    with pytest.raises(ValueError, match="--sentence_task sop: --max_length 4 has no room for a pair"):
+        run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
+    with pytest.raises(ValueError, match="--sentence_task nsp: the model has 1 token type"):
+        run(
+            "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
+        )
+
+
+def test_a_sentence_task_is_not_evaluated_with_a_new_head(run):
+    _, out = run(*scratch(), *STEPS)
+    with pytest.raises(ValueError, match="is no BertForPreTraining: it lacks"):
+        run(
+            *("--model_name_or_path", out, "--sentence_task", "nsp", "--num_train_epochs", 0),
+            out=out.parent / "scores",
+        )
+    results, _ = run("--model_name_or_path", out, "--sentence_task", "nsp", *STEPS, out=out.parent / "more")
+    assert results["steps"] == 6
+
+
+def test_a_device_without_room_for_the_measurement_has_no_mfu(run, monkeypatch, caplog):
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(throughput, "matmul_flops_per_second", no_memory)
+    results, _ = run(*scratch(), *STEPS)
+    assert "train_mfu" not in results and results["train_tokens_per_second"] > 0
+    assert "no train_mfu" in caplog.text
+
+
 def test_continued_training_starts_where_the_checkpoint_is(run):
     first, out = run(*scratch(), "--max_train_steps", 40, "--learning_rate", "1e-2")
     log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
@@ -282,7 +420,7 @@ def test_continued_training_starts_where_the_checkpoint_is(run):
 
 def records(out):
     lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +429,7 @@ def records(out):
         ["--optim", "adafactor", "--adafactor_scale_parameter"],
         ["--optim", "adafactor", "--adafactor_scale_parameter", "--adafactor_relative_step"],
         ["--gradient_accumulation_steps", 2, "--dataloader_num_workers", 1, "--whole_word_mask"],
+        ["--sentence_task", "nsp"],
     ],
 )
 def test_an_interrupted_run_resumes_bit_equal(run, tmp_path, monkeypatch, more):
@@ -350,6 +489,17 @@ def test_a_shard_that_breaks_in_training_is_named(text, tokenizer, tmp_path):
     flags = [*scratch(), "--max_train_steps", 60, "--checkpointing_steps", 1, "--shuffle_buffer_size", 1]
     with pytest.raises(OSError, match=r"train-1\.txt\.gz: cannot be read beyond byte \d+"):
         main(parse_args(argv_of(tmp_path, tokenizer, tmp_path / "out", *flags)))
+
+
+def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_path):
+    void = tmp_path / "void.txt"
+    void.write_text("\u200b [PAD] \u200b\n")
+    _, out = run(*scratch(), *STEPS)
+    before = sorted(path.name for path in out.iterdir())
+    for flag in ("--train_file", "--validation_file"):
+        with pytest.raises(ValueError, match=r"void\.txt holds no text that the tokenizer makes a token of"):
+            run(*scratch(), *STEPS, "--overwrite_output_dir", flag, void)
+    assert sorted(path.name for path in out.iterdir()) == before
 
 
 def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):

@@ -4,15 +4,19 @@ import gzip
 import importlib
 import itertools
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.full_disk import full_disk
 from fixtures.span_corruption import make_sentinel_tokenizer
 
-from hf_attn_variants.training import checkpoints
+from hf_attn_variants.training import loop, pretraining
 from hf_attn_variants.training.checkpoints import list_checkpoints
-from hf_attn_variants.training.text_data import SHARD_ORDER, TextFile
+from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.training.text_data import SHARD_ORDER, TextFile, TextStream
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 SIZES = {
@@ -37,7 +41,8 @@ def run(request, text, tiny_bert):
     script = importlib.import_module(f"hf_attn_variants.training.{request.param}")
 
     def call(*more, out="out", files=None):
-        argv = [] if files == [] else ["--train_file", *(files or sorted(text.glob("train-*.txt.gz")))]
+        argv = ["--train_file", *(files or sorted(text.glob("train-*.txt.gz")))]
+        argv = [] if "--dataset_name" in more else argv
         argv += ["--model_type", "bert" if request.param == "pretrain_mlm" else "t5"]
         argv += ["--config_overrides", SIZES[request.param], "--tokenizer_name", tokenizer, "--max_length", 32]
         argv += ["--per_device_train_batch_size", 4, "--shuffle_buffer_size", 1, "--max_train_steps", STEPS]
@@ -47,14 +52,19 @@ def run(request, text, tiny_bert):
     return call
 
 
+def write_rows(path, texts, column="text"):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+
+
 def records(folder):
     lines = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines]
 
 
-def assert_goes_on_to_the_same_end(run, text):
-    run("--resume_from_checkpoint", "latest")
-    run(out="whole")
+def assert_goes_on_to_the_same_end(run, text, *flags):
+    run(*flags, "--resume_from_checkpoint", "latest")
+    run(*flags, out="whole")
     assert len(records(text / "whole")) == STEPS and records(text / "out") == records(text / "whole")
     weights = [(text / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
     assert weights[0] == weights[1]
@@ -96,12 +106,15 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
     assert_goes_on_to_the_same_end(run, text)
 
 
-def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text, capsys, workers):
     broken = second_shard(text)
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match=rf"{broken.name}: cannot be read beyond byte \d+ of its text"):
-        run()
+    assert run_script(lambda: run("--dataloader_num_workers", workers)) == 2
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"error: {broken}: cannot be read beyond byte \d+ of its text \(.*\)", shown)
+    assert "Traceback" not in shown
     kept = [path.name for path in list_checkpoints(text / "out")]
     assert len(kept) >= 1 and not list((text / "out").glob(".tmp-*"))
     broken.write_bytes(whole)
@@ -110,20 +123,50 @@ def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text):
     assert [path.name for path in list_checkpoints(text / "out")] == kept
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeypatch):
-    finish = checkpoints._finish_checkpoint
+@pytest.mark.parametrize("source", ["files", "datasets"])
+def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeypatch, source):
+    flags = []
+    if source == "datasets":
+        for i in range(3):
+            write_rows(text / f"data/train-{i}.jsonl", LICENCE.read_text().split("\n\n")[i::3])
+        flags = ["--dataset_name", text / "data"]
+    save = loop.save_checkpoint
 
-    def disk_full(state, *others):
-        if state.step == 6:
-            raise OSError(28, "No space left on device")
-        finish(state, *others)
+    def disk_full(accelerator, state, *others):
+        with full_disk(8192) if state.step == 16 else nullcontext():
+            return save(accelerator, state, *others)
 
-    monkeypatch.setattr(checkpoints, "_finish_checkpoint", disk_full)
-    with pytest.raises(OSError, match=r"checkpoint-6 .*No space left on device.*last good one is .*checkpoint-4"):
-        run()
-    assert [path.name for path in list_checkpoints(text / "out")] == ["checkpoint-2", "checkpoint-4"]
+    monkeypatch.setattr(loop, "save_checkpoint", disk_full)
+    with pytest.raises(OSError, match=r"checkpoint-16 \(SafetensorError: .*last good checkpoint is .*checkpoint-14$"):
+        run(*flags)
+    assert [path.name for path in list_checkpoints(text / "out")] == [f"checkpoint-{i}" for i in range(2, 16, 2)]
     monkeypatch.undo()
-    assert_goes_on_to_the_same_end(run, text)
+    assert_goes_on_to_the_same_end(run, text, *flags)
+
+
+def test_a_datasets_folder_that_has_changed_is_another_text(run, text):
+    flags = ["--dataset_name", text / "data", "--max_train_steps", 2]
+    articles = LICENCE.read_text().split("\n\n")
+    write_rows(text / "data/train.jsonl", articles)
+    run(*flags)
+    write_rows(text / "data/train.jsonl", articles[::-1])
+    with pytest.raises(ValueError, match=r"hash of the training text was .* and is"):
+        run(*flags, "--resume_from_checkpoint", "latest")
+
+
+def test_a_process_without_a_row_takes_a_step_that_counts_nothing(run, text, monkeypatch):
+    (text / "short.txt").write_text("a\n\n" * 40)  # three blocks, of which the second process of two has the second
+
+    class SecondOfTwo(TextStream):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.process_index, self.num_processes = 1, 2
+
+    monkeypatch.setattr(pretraining, "TextStream", SecondOfTwo)
+    flags = ["--per_device_train_batch_size", 1, "--max_train_steps", 4, "--dropout_rate", 0, "--weight_decay", 0]
+    results = run(*flags, files=[text / "short.txt"])
+    assert results["train_samples"] == 2 and results["epoch"] == 2
+    assert [loss for step, loss in records(text / "out") if step % 2 == 0] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +177,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeyp
         ("empty.txt.gz", gzip.compress(b"", mtime=0), ValueError, r"empty\.txt\.gz holds no text"),
         ("plain.txt.gz", b"no gzip file", OSError, r"plain\.txt\.gz: cannot be read beyond byte 0"),
         ("latin1.txt", "Gr\u00fc\u00dfe".encode("latin-1"), OSError, r"latin1\.txt: not UTF-8 text"),
+        ("mark.txt", b"\xef\xbb\xbf\n", ValueError, r"mark\.txt holds no text"),
         ("missing.txt", None, OSError, r"missing\.txt: cannot be read"),
     ],
 )
@@ -146,18 +190,17 @@ def test_a_file_without_text_fails_before_anything_is_written(run, text, name, c
 
 
 def test_a_wrong_column_names_the_dataset_and_the_row(run, text):
-    (text / "data").mkdir()
-    (text / "data/train.jsonl").write_text(json.dumps({"body": "Some text."}) + "\n")
-    with pytest.raises(ValueError, match=r"data \(train\), row 0: no text in the column 'text'; it has body"):
-        run("--dataset_name", text / "data", files=[])
+    write_rows(text / "data/train.jsonl", ["Some text."], column="body")
+    with pytest.raises(
+        ValueError, match=r"data \(train\), train\.jsonl, row 0: no text in the column 'text'; it has body"
+    ):
+        run("--dataset_name", text / "data")
     assert not list((text / "out").glob("*"))
 
 
 def test_a_row_without_text_stops_training_and_keeps_the_checkpoints(run, text):
-    rows = [{"text": article} for article in LICENCE.read_text().split("\n\n") if article.strip()]
-    rows[-1] = {"text": None}
-    (text / "data").mkdir()
-    (text / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=rf"data \(train\), row {len(rows) - 1}: no text in the column 'text'"):
-        run("--dataset_name", text / "data", "--max_train_steps", 400, files=[])
+    rows = [*LICENCE.read_text().split("\n\n"), None]
+    write_rows(text / "data/train.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"train\.jsonl, row {len(rows) - 1}: no text in the column 'text'"):
+        run("--dataset_name", text / "data", "--max_train_steps", 400)
     assert list_checkpoints(text / "out")

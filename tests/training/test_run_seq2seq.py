@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
-from fixtures.uptraining import make_t5, make_text
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from fixtures.uptraining import copy_left_sided, make_t5, make_text
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training import outputs
 from hf_attn_variants.training.run_seq2seq import main, parse_args
+from hf_attn_variants.training.seq2seq import Decoder, Seq2SeqEvaluator
 from hf_attn_variants.training.seq2seq_data import load_seq2seq_data
 
 
@@ -108,6 +110,7 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         ["--source_file", source, "--target_file", target],
         ["--source_file", source.with_suffix(".gz"), "--target_file", target.with_suffix(".gz")],
         ["--train_file", tmp_path / "t.csv", "--source_column", "a", "--target_column", "b"],
+        ["--train_file", folder / "train.jsonl", "--source_column", "pair.a", "--target_column", "pair.b"],
         ["--dataset_name", folder, "--source_column", "pair.a", "--target_column", "pair.b"],
     ]
     for argv in flags:
@@ -115,24 +118,104 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         data = load_seq2seq_data(args)
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
-    (folder / "test.jsonl").write_text(json.dumps({"pair": {"a": "one"}}) + "\n")  # its targets are not public
-    argv = ["--output_dir", "x", "--metrics", "bleu", *map(str, flags[-1])]
-    test = load_seq2seq_data(parse_args(argv)).splits["test"]
-    assert test.sources == ["one"] and test.references is None
-    (folder / "test.jsonl").unlink()
     args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
     with pytest.raises(ValueError, match=r"row 0: no text in column 'source'; its columns are pair.a, pair.b"):
         load_seq2seq_data(args)
 
 
+@pytest.mark.parametrize("kind", ["lines", "table", "dataset"])
+def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind):
+    (tmp_path / "test.txt").write_text("one\n\ntwo\n")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    rows = [{"source": text, "number": i} for i, text in enumerate(["one", "", "two"])]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "lines": ["--test_source_file", tmp_path / "test.txt"],
+        "table": ["--test_file", folder / "test.jsonl"],
+        "dataset": ["--dataset_name", folder],
+    }[kind]
+    args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
+    test = load_seq2seq_data(args).splits["test"]
+    assert test.sources == ["one", "", "two"] and test.references is None
+    assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
+
+
 def test_a_test_split_without_targets_is_predicted(run, source):
-    results = run("--max_train_steps", 1, "--test_source_file", source)
+    unscored = source.with_name("test.txt")
+    unscored.write_text("\n" + source.read_text())
+    results = run("--max_train_steps", 1, "--test_source_file", unscored)
     rows = predictions(run.out, "test")
-    assert results["test_samples"] == len(rows) == 64 and set(rows[0]) == {"source", "prediction"}
+    assert [row["source"] for row in rows] == ["", *source.read_text().splitlines()]
+    assert results["test_samples"] == len(rows) == 65 and set(rows[0]) == {"source", "prediction"}
     assert "test_bleu" not in results and results["test_decode_tokens"] > 0
     text = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
     scored = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("scored"), text=text)
     assert "test_bleu" in scored and "eval_loss" not in scored
+
+
+def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_last(run, source, monkeypatch):
+    written = []
+
+    def decode(decoder, data, num_beams=1):
+        if data.split.name == "test":
+            written.append({path.name for path in run.out.iterdir()})
+            assert "eval_bleu" in json.loads((run.out / "all_results.json").read_text())
+        return decode_all(decoder, data, num_beams)
+
+    def push(args):
+        assert "test_bleu" in json.loads((run.out / "all_results.json").read_text())
+        raise OSError("no network")
+
+    decode_all = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", decode)
+    monkeypatch.setattr(outputs, "push_folder", push)
+    test = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
+    with pytest.raises(OSError, match="no network"):
+        run("--num_train_epochs", 0, *test)
+    assert written and {"predictions_dev.jsonl", "training_curves.png", "model.safetensors"} <= written[0]
+    assert "predictions_test.jsonl" not in written[0] and predictions(run.out, "test")
+
+
+def test_a_test_split_is_left_out_where_it_is_not_wanted(run, source):
+    results = run("--num_train_epochs", 0, "--skip_predict", "--test_source_file", source)
+    assert "test_samples" not in results and not (run.out / "predictions_test.jsonl").exists()
+    with pytest.raises(ValueError, match="neither a dev nor a test split"):
+        run("--num_train_epochs", 0, "--skip_predict", text=["--test_source_file", source], output_dir=run.out / "b")
+
+
+@pytest.mark.parametrize("more", [[], ["--eval_loss_only"]])
+def test_the_last_evaluation_is_not_computed_twice(run, monkeypatch, more):
+    done = []
+
+    def loss(evaluator):
+        done.append("loss")
+        return compute_loss(evaluator)
+
+    def decode(decoder, data, num_beams=1):
+        done.append(num_beams)
+        return decode_all(decoder, data, num_beams)
+
+    compute_loss, decode_all = Seq2SeqEvaluator.loss, Decoder.decode
+    monkeypatch.setattr(Seq2SeqEvaluator, "loss", loss)
+    monkeypatch.setattr(Decoder, "decode", decode)
+    results = run("--max_train_steps", 2, "--num_beams", 1, 3, *more)
+    assert done == ["loss", 1, 3] and {"eval_loss", "eval_bleu", "eval_bleu_beam3"} <= results.keys()
+    assert {"prediction", "prediction_beam3"} <= predictions(run.out)[0].keys()
+    done.clear()
+    again = run("--num_train_epochs", 0, "--num_beams", 1, 3, model=run.out, output_dir=run.out.with_name("again"))
+    assert done == ["loss", 1, 3] and again["eval_bleu_beam3"] == results["eval_bleu_beam3"]
+
+
+def test_generation_runs_in_mixed_precision_too(run, t5, monkeypatch):
+    def generate(model, **inputs):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return generate_plain(model, **inputs)
+
+    seen, generate_plain = [], GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    run("--num_train_epochs", 0, "--mixed_precision", "bf16")
+    assert seen and all(seen)
 
 
 def test_a_model_that_refuses_a_cache_decodes_without_one(run, t5, tmp_path):
@@ -173,6 +256,21 @@ def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
     with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is 0.5"):
         run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", "--label_smoothing_factor", 0.5,
             output_dir=tmp_path / "other")  # fmt: skip
+
+
+def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run):
+    flags = ["--max_train_steps", 4, "--checkpointing_steps", 2, "--metric_for_best_model", "bleu"]
+    run(*flags, "--num_beams", 1, 2)
+    flags += ["--resume_from_checkpoint", run.out / "checkpoint-2", "--num_beams"]
+    run(*flags, 1, 3)  # only the last evaluation decodes with the second number
+    for more, message in (
+        ([3, 1], "num_beams was 1 and is 3"),
+        ([1, "--length_penalty", 2], "length_penalty was 1.0 and is 2.0"),
+        ([1, "--no_repeat_ngram_size", 2], "no_repeat_ngram_size was None and is 2"),
+        ([1, "--max_eval_samples", 12], "hash of the dev data was"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*flags, *more)
 
 
 def test_the_best_weights_by_bleu_are_kept(run):
@@ -231,6 +329,28 @@ def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
         run(model=tiny_bert)
     with pytest.raises(ValueError, match="needs a dev split"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
+
+
+def test_a_tokenizer_that_pads_left_learns_the_same(run, t5, tmp_path):
+    flags = ["--max_train_steps", 2, "--max_target_length", 5]
+    plain = run(*flags)
+    left = run(*flags, model=copy_left_sided(t5, tmp_path / "left"), output_dir=tmp_path / "other")
+    assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
+    assert predictions(tmp_path / "other") == predictions(run.out)
+
+
+def test_a_tokenizer_without_an_end_of_texts_is_refused(run, t5, tmp_path):
+    folder = shutil.copytree(t5, tmp_path / "endless")
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(backend | {"post_processor": None}))
+    scratch = ["--model_type", "t5", "--tokenizer_name", folder, "--max_train_steps", 2]
+    for model, more in ((folder, []), (None, scratch), (t5, ["--tokenizer_name", folder])):
+        with pytest.raises(ValueError, match=r"endless ends no text in an end token \('</s>'\).*--tokenizer_name"):
+            run(*more, model=model)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    with pytest.raises(ValueError, match=r"no text in an end token \(it has none\)"):
+        run(model=folder)
 
 
 def test_help_ends_with_an_example(capsys):

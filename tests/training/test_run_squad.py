@@ -4,9 +4,11 @@ import json
 
 import pytest
 from fixtures.squad import make_reader, write_questions
+from fixtures.uptraining import copy_left_sided
 from transformers import AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training import outputs
 from hf_attn_variants.training.run_squad import main, parse_args
 from hf_attn_variants.training.squad_data import read_squad
 from hf_attn_variants.training.squad_metrics import compute_squad
@@ -81,12 +83,51 @@ def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--max_answer_length", 29, "max_answer_length was 30 and is 29"),
+        ("--n_best_size", 19, "n_best_size was 20 and is 19"),
+        ("--null_score_diff_threshold", 1, "null_score_diff_threshold was 0.0 and is 1.0"),
+        ("--max_eval_samples", 4, "hash of the dev data was"),
+    ],
+)
+def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run, flag, value, message):
+    last = ["--max_train_steps", 2, "--checkpointing_steps", 1]
+    best = [*last, "--metric_for_best_model", "f1", "--output_dir", run.out.with_name("best")]
+    run(*last)
+    run(*last, flag, value, "--resume_from_checkpoint", "latest")
+    run(*best)
+    with pytest.raises(ValueError, match=message):
+        run(*best, flag, value, "--resume_from_checkpoint", "latest")
+
+
 def test_a_test_file_is_predicted(run):
     run("--max_train_steps", 1)  # writes the questions
     results = run("--max_train_steps", 1, "--test_file", run.file(), output_dir=run.out.with_name("test"))
     folder = run.out.with_name("test")
     assert results["steps"] == 1
     assert load(folder, "predictions_test.json") == load(folder, "predictions_dev.json")
+
+
+def test_a_tokenizer_that_pads_left_learns_the_same(run, readers, tmp_path):
+    flags = ["--max_train_steps", 3, "--max_query_length", 4]
+    plain = run(*flags)
+    left = run(*flags, model=copy_left_sided(readers["bert"], tmp_path / "left"), output_dir=tmp_path / "other")
+    assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "other")
+    assert saved.padding_side == saved.truncation_side == "right"
+
+
+def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
+    def fail(args):
+        raise OSError("no network")
+
+    monkeypatch.setattr(outputs, "push_folder", fail)
+    file = write_questions(run.out.with_name("test.json"))
+    with pytest.raises(OSError, match="no network"):
+        run("--num_train_epochs", 0, "--test_file", file)
+    assert {"all_results.json", "predictions_test.json"} <= {path.name for path in run.out.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def test_rouge_by_hand():
         assert found[name] == pytest.approx(100 * (value + second) / 2)
 
 
+def test_rouge_lsum_compares_sentence_by_sentence():
+    pytest.importorskip("rouge_score")
+    found = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
+    assert found["rougeL"] == pytest.approx(50) and found["rougeLsum"] == pytest.approx(100)
+
+
 def test_unknown_and_missing_metrics_are_named(monkeypatch):
     with pytest.raises(ValueError, match="unknown metric 'meteor': choose from bleu, chrf, rouge, accuracy"):
         check_text_metrics(["bleu", "meteor"])

@@ -29,7 +29,8 @@ def test_sources_are_worded_as_t5_does(name, texts, expected):
 
 def test_labels_are_words_and_scores_are_rounded():
     assert format_label(TASKS["cola"], 0) == "unacceptable" and format_label(TASKS["mnli"], 2) == "contradiction"
-    assert [format_label(TASKS["stsb"], score) for score in (3.25, 0, 5.0, 2.57)] == ["3.2", "0.0", "5.0", "2.6"]
+    scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # 0.3 / 0.2 is less than 1.5
+    assert [format_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
 
 
 def test_texts_that_are_no_label_are_wrong():
@@ -66,6 +67,17 @@ def test_squad_is_read_and_scored(tmp_path):
     assert dev.references[0] == ("the red house",)
     scores = data.score(["red house", "Bob", "dog", "wales", "20 miles"], dev.references)
     assert scores == pytest.approx({"exact_match": 60.0, "f1": 100 * (3 + 2 / 3) / 5})
+
+
+def test_only_evaluating_needs_no_training_split(tmp_path, glue):
+    (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
+    flags = ["--task_name", "cola", "--data_dir", tmp_path]
+    assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
+    with pytest.raises(OSError, match=r"train\.tsv: no such file"):
+        load_task(arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
+    file = write_questions(tmp_path / "dev.json")
+    flags = ["--task_name", "squad", "--train_file", tmp_path / "none", "--validation_file", file]
+    assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
 
 
 def test_wrong_tasks_and_files_say_so(tmp_path, glue):

@@ -7,10 +7,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BertTokenizerFast
+from fixtures.span_corruption import make_sentinel_tokenizer
+from transformers import AutoTokenizer, BertTokenizerFast
 
 from hf_attn_variants.training import text_data
 from hf_attn_variants.training.text_data import (
+    IGNORED,
     DatasetRows,
     TextFile,
     TextStream,
@@ -64,9 +66,13 @@ def test_packing_loses_no_token(tokenizer, shards):
 @pytest.mark.parametrize("batch", [1, 32])
 def test_packing_goes_on_from_the_place_of_any_block(tokenizer, shards, monkeypatch, length, batch):
     monkeypatch.setattr(text_data, "TOKENIZER_BATCH", batch)
-    whole = list(pack_blocks(shards, tokenizer, length, tokenizer.sep_token_id))
+    assert_goes_on_from_any_block(shards, tokenizer, length, tokenizer.sep_token_id)
+
+
+def assert_goes_on_from_any_block(shards, *settings):
+    whole = list(pack_blocks(shards, *settings))
     for i, (_, place) in enumerate(whole):
-        again = list(pack_blocks(shards, tokenizer, length, tokenizer.sep_token_id, place))
+        again = list(pack_blocks(shards, *settings, place))
         assert [(block.tolist(), at) for block, at in again] == [(block.tolist(), at) for block, at in whole[i:]]
 
 
@@ -84,7 +90,7 @@ def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=
     def prepare(block, key):
         padded = np.zeros(LENGTH, dtype=np.int64)
         padded[: len(block)] = block
-        return {"ids": padded, "key": np.array(key)}
+        return {"ids": padded, "labels": padded, "key": np.array(key)}
 
     separator = tokenizer.sep_token_id
     return TextStream(
@@ -113,31 +119,43 @@ def test_order_is_a_function_of_seed_and_epoch_and_keeps_every_block(tokenizer, 
     assert rows(make_stream(tokenizer, shards, seed=6)) != orders[0]
 
 
+@pytest.fixture(params=["files", "datasets"])
+def any_shards(request, shards, tmp_path):
+    if request.param == "files":
+        return shards
+    paths = [str(tmp_path / f"{i}.jsonl") for i in range(3)]
+    for i, path in enumerate(paths):
+        datasets.Dataset.from_dict({"text": ARTICLES[i::3]}).to_json(path)
+    stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
+    return [DatasetRows(f"{i}.jsonl", stream, shard=i) for i in range(3)]
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_seek_goes_on_after_any_batch(tokenizer, shards, epoch):
-    stream = make_stream(tokenizer, shards)
+def test_seek_goes_on_after_any_batch(tokenizer, any_shards, epoch):
+    stream = make_stream(tokenizer, any_shards)
     stream.start_epoch(epoch)
     whole = list(stream)
     assert len(whole) > 4
     for used in range(1, len(whole)):
-        resumed = make_stream(tokenizer, shards)
+        resumed = make_stream(tokenizer, any_shards)
         resumed.start_epoch(epoch)
         resumed.seek(used, whole[used - 1]["position"].tolist())
         for batch, expected in zip(resumed, whole[used:], strict=True):
             assert all(torch.equal(batch[key], expected[key]) for key in expected)
 
 
-def test_seek_opens_no_shard_before_its_place(tokenizer, shards, monkeypatch):
-    stream = make_stream(tokenizer, shards, batch_size=1, window=2)
+def test_seek_opens_no_shard_before_its_place(tokenizer, any_shards, monkeypatch):
+    stream = make_stream(tokenizer, any_shards, batch_size=1, window=2)
     whole = list(stream)
     opened = []
-    articles = TextFile.articles
+    kind = type(any_shards[0])
+    articles = kind.articles
     monkeypatch.setattr(
-        TextFile, "articles", lambda self, offset=0: opened.append((self.path.name, offset)) or articles(self, offset)
+        kind, "articles", lambda self, offset=0: opened.append((self.name, offset)) or articles(self, offset)
     )
     stream.seek(len(whole) - 1, whole[-2]["position"].tolist())
     assert len(list(stream)) == 1
-    assert len(opened) == 1 and whole[-2]["position"][2] == 1
+    assert len(opened) == 1 and whole[-2]["position"][2] == len(any_shards) - 1
 
 
 def test_two_processes_share_each_batch_of_one(tokenizer, shards):
@@ -146,6 +164,35 @@ def test_two_processes_share_each_batch_of_one(tokenizer, shards):
     assert len(one[-1]["ids"]) == 3  # shared as 2 and 1
     for batch, left, right in zip(one, *both, strict=True):
         assert torch.equal(batch["ids"], torch.cat([left["ids"], right["ids"]]))
+
+
+def test_a_process_without_a_row_takes_the_last_step_with_nothing_to_predict(tokenizer, tmp_path):
+    path = tmp_path / "war.txt"
+    path.write_text("war " * (17 * LENGTH - 1))
+    one = list(make_stream(tokenizer, [TextFile(path)], batch_size=4))
+    assert [len(batch["ids"]) for batch in one] == [4, 4, 4, 4, 1]
+    both = [list(make_stream(tokenizer, [TextFile(path)], i, 2, batch_size=2)) for i in range(2)]
+    for batch, left, right in zip(one, *both, strict=True):
+        assert left["examples"] + right["examples"] == batch["examples"] == len(batch["ids"])
+        assert torch.equal(left["position"], batch["position"]) and torch.equal(right["position"], batch["position"])
+    last = both[1][-1]
+    assert last["examples"] == 0 and torch.equal(last["ids"], one[-1]["ids"]) and (last["labels"] == IGNORED).all()
+    assert all((batch["labels"] >= 0).all() for batch in [*one, *both[0], *both[1][:-1]])
+
+
+def test_special_tokens_that_a_text_spells_out_are_left_out(tokenizer, tmp_path):
+    path, plain = tmp_path / "special.txt", tmp_path / "plain.txt"
+    path.write_text("[CLS] war [MASK][MASK] nation , zzz [SEP]\n\n[PAD] [SEP]\n\n[PAD] field")
+    plain.write_text("war nation , zzz\n\nfield")
+    blocks = [read_blocks([TextFile(p)], tokenizer, LENGTH, tokenizer.sep_token_id) for p in (path, plain)]
+    assert [block.tolist() for block in blocks[0]] == [block.tolist() for block in blocks[1]]
+    assert tokenizer.unk_token_id in blocks[0][0]  # of an unknown word
+    assert_goes_on_from_any_block([TextFile(path)], tokenizer, 1, tokenizer.sep_token_id)
+
+    t5 = AutoTokenizer.from_pretrained(make_sentinel_tokenizer(tmp_path / "t5"))
+    path.write_text("a<extra_id_0>b</s><pad>c<extra_id_7>")
+    (block,) = read_blocks([TextFile(path)], t5, 100, t5.eos_token_id)
+    assert t5.convert_ids_to_tokens(block) == ["a", "b", "c", "</s>"]
 
 
 def test_rows_of_a_dataset(tokenizer, tmp_path):
@@ -173,6 +220,9 @@ def test_broken_files_are_named(tmp_path):
         with pytest.raises(OSError, match=rf"{name}: (cannot be read beyond byte \d+ of its text|not UTF-8)"):
             list(TextFile(tmp_path / name).articles())
     (tmp_path / "empty.txt.gz").write_bytes(gzip.compress(b" \n\n"))
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf\n")
+    with pytest.raises(ValueError, match=r"mark\.txt holds no text"):
+        check_text_files([tmp_path / "mark.txt"])
     with pytest.raises(ValueError, match=r"empty\.txt\.gz holds no text"):
         check_text_files([tmp_path / "empty.txt.gz"])
     with pytest.raises(OSError, match=r"none\.txt: cannot be read"):

@@ -1,0 +1,108 @@
+"""A `datasets` folder as text: a shard for each file, its changes seen, errors that name the file and the row."""
+
+import argparse
+import gzip
+import json
+
+import pytest
+
+from hf_attn_variants.training import text_sources
+from hf_attn_variants.training.text_sources import open_text_sources
+
+ROWS = [f"row {i}" for i in range(40)]
+
+
+def as_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def open_folder(tmp_path):
+    def call(files):
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        return open_text_sources(
+            argparse.Namespace(
+                train_file=None,
+                validation_file=None,
+                dataset_name=str(tmp_path),
+                dataset_config_name=None,
+                text_column="text",
+            )
+        )
+
+    return call
+
+
+def test_each_file_is_a_shard_that_is_read_alone(open_folder, tmp_path):
+    files = {"train-0.jsonl": ROWS[:30], "train-1.jsonl.gz": ROWS[30:], "validation.jsonl": ["x"]}
+    train, dev, _ = open_folder(
+        {name: (gzip.compress if ".gz" in name else bytes)(as_lines(rows)) for name, rows in files.items()}
+    )
+    assert [source.name for source in train] == [f"{tmp_path} (train), {name}" for name in list(files)[:2]]
+    assert [source.name for source in dev] == [f"{tmp_path} (validation), validation.jsonl"]
+    assert [text for source in train for _, text in source.articles()] == ROWS
+    (tmp_path / "train-0.jsonl").unlink()
+    assert list(train[1].articles(8)) == [(8, "row 38"), (9, "row 39")]
+
+
+def test_changed_files_are_another_text(open_folder):
+    first = open_folder({"train.jsonl": as_lines(ROWS)})[2]
+    assert open_folder({})[2] == first
+    assert open_folder({"validation.jsonl": as_lines(ROWS)})[2] == first
+    assert open_folder({"train.jsonl": as_lines(ROWS[::-1])})[2] != first
+
+
+def test_a_revision_on_the_hub_is_another_text():
+    one, other = (text_sources._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
+    assert one != other
+
+
+def test_a_shard_that_cannot_be_read_is_named(open_folder):
+    packed = gzip.compress(as_lines(ROWS), mtime=0)
+    train, _, _ = open_folder(
+        {
+            "train-0.jsonl": as_lines(ROWS),
+            "train-1.jsonl.gz": packed[: len(packed) // 2],
+            "train-2.jsonl": as_lines(ROWS) + b'{"text": "ab\n',
+        }
+    )
+    assert len(list(train[0].articles())) == len(ROWS)
+    with pytest.raises(OSError, match=r"\(train\), train-1\.jsonl\.gz: cannot be read beyond row 0 \(EOFError"):
+        list(train[1].articles())
+    with pytest.raises(
+        OSError, match=r"\(train\), train-2\.jsonl: cannot be read beyond row 0 \(ArrowInvalid"
+    ) as error:
+        list(train[2].articles())
+    assert "in row" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        (
+            "train.jsonl",
+            b"",
+            ValueError,
+            r"cannot be opened \(a file without a row\); look at its first file, .*/train\.j",
+        ),
+        (
+            "train.jsonl.gz",
+            gzip.compress(as_lines(ROWS), mtime=0)[:60],
+            OSError,
+            r"\(EOFError.*; look at its first file, .*n\.jsonl\.gz",
+        ),
+        ("train.jsonl", b'{"text": "ab\n', OSError, r"\(train\), train\.jsonl: cannot be read beyond row 0"),
+        ("train.txt", b"", ValueError, r"\(train\) holds no row"),
+        ("validation.jsonl", as_lines(ROWS), ValueError, r" has no split 'train', only validation"),
+    ],
+)
+def test_a_folder_without_text_is_named(open_folder, tmp_path, name, content, error, message):
+    with pytest.raises(error, match=rf"{tmp_path}.*{message}"):
+        open_folder({name: content})
+
+
+def test_a_name_that_is_nowhere(tmp_path, open_folder):
+    tmp_path.rmdir()
+    with pytest.raises(OSError, match=rf"--dataset_name {tmp_path}: cannot be opened \(FileNotFoundError"):
+        open_folder({})

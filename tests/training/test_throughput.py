@@ -1,0 +1,110 @@
+"""Tokens, FLOPs and MFU of a run: against torch's own count of what a step executes, and by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForQuestionAnswering
+
+from hf_attn_variants import (
+    AttnVariantAlbertConfig,
+    AttnVariantAlbertForMaskedLM,
+    AttnVariantBertConfig,
+    AttnVariantBertForTokenClassification,
+    AttnVariantT5Config,
+    AttnVariantT5ForConditionalGeneration,
+)
+from hf_attn_variants.training.masked_lm import find_head, masked_lm_objective
+from hf_attn_variants.training.throughput import TrainingCost, matmul_flops_per_second
+
+BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+ALBERT = BERT | {"embedding_size": 16, "num_hidden_groups": 1}
+T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3}
+
+
+def executed(model, batch, loss):
+    """FLOPs of the matrix products that a step executes, by torch's counter."""
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        loss(model, batch).backward()
+    return counter.get_total_flops()
+
+
+def batch_of(n, b=2, **others):
+    return {"input_ids": torch.randint(5, 50, (b, n)), "attention_mask": torch.ones(b, n, dtype=torch.int64), **others}
+
+
+def output_sum(model, batch):
+    return model(**{key: value for key, value in batch.items()}).logits.sum()
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 1}, {"talking_heads": "both"}])
+def test_an_encoders_step_takes_what_torch_counts(fields):
+    config = AttnVariantBertConfig(**BERT, **fields, attn_implementation="eager")
+    model = AttnVariantBertForTokenClassification(config)
+    tokens, flops = TrainingCost(model).count(batch_of(7), items=2)
+    assert tokens == 14 and flops == executed(model, batch_of(7), output_sum)
+
+
+def test_upstreams_model_costs_what_ours_does_and_padding_nothing():
+    model = BertForQuestionAnswering(BertConfig(**BERT, attn_implementation="eager"))
+    batch = batch_of(7)
+    cost = TrainingCost(model)
+    tokens, flops = cost.count(batch, items=2)
+    assert tokens == 14
+    assert flops == executed(model, batch, lambda m, x: (lambda o: (o.start_logits + o.end_logits).sum())(m(**x)))
+    batch["attention_mask"][0, 3:] = 0
+    shorter = cost.count(batch, items=2)
+    alone = [cost.count(batch_of(n, b=1), items=1) for n in (3, 7)]
+    assert shorter == (10, alone[0][1] + alone[1][1]) and shorter[1] < flops
+
+
+def test_a_masked_lms_head_counts_for_masked_tokens_alone():
+    model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
+    labels = torch.full((2, 9), -100)
+    labels[0, 2:4], labels[1, 5] = 7, 8
+    objective = masked_lm_objective(find_head(model))
+    batch = batch_of(9, labels=labels)
+    assert objective.count(batch) == 3
+    tokens, flops = TrainingCost(model, objective.head).count(batch, items=3)
+    found = executed(model, batch, objective.loss_sum)
+    assert tokens == 18 and flops == found
+
+
+def test_an_encoder_decoder_counts_sources_and_targets():
+    config = AttnVariantT5Config(**T5, num_key_value_heads=2, decoder_start_token_id=0, attn_implementation="eager")
+    model = AttnVariantT5ForConditionalGeneration(config)
+    batch = batch_of(6, labels=torch.randint(5, 50, (2, 4)))
+    tokens, flops = TrainingCost(model).count(batch, items=8)
+    assert tokens == 20 and flops == executed(model, batch, output_sum)
+    batch["labels"][0, 1:] = -100
+    assert TrainingCost(model).count(batch, items=5)[0] == 17
+
+
+def test_weights_that_are_not_trained_have_no_gradient_to_pay_for():
+    model = AttnVariantBertForTokenClassification(AttnVariantBertConfig(**BERT))
+    whole = TrainingCost(model).count(batch_of(7), items=2)[1]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert TrainingCost(model).count(batch_of(7), items=2)[1] == round(whole * 2 / 3)
+
+
+def test_shared_layers_count_as_often_as_they_run():
+    model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
+    whole = TrainingCost(model)
+    for parameter in model.predictions.parameters():
+        parameter.requires_grad_(False)
+    # Three runs of 4 x 32^2 + 2 x 32 x 64, the embeddings' 16 x 32; the head's 32 x 16 and 16 x 50 stay.
+    body, head = 3 * (4 * 32**2 + 2 * 32 * 64) + 16 * 32, 32 * 16 + 16 * 50
+    assert whole.passes == 3 and TrainingCost(model).passes == pytest.approx(2 + body / (body + head))
+
+
+def test_another_model_has_tokens_and_no_flops():
+    assert TrainingCost(nn.Linear(3, 2)).count(batch_of(5), items=2) == (10, 0)
+    assert TrainingCost(nn.Linear(3, 2)).count({"x": torch.ones(2, 3)}, items=2) == (0, 0)
+
+
+def test_a_devices_speed_is_that_of_a_large_product():
+    state = torch.random.get_rng_state()
+    assert 1e8 < matmul_flops_per_second(torch.device("cpu"), torch.float32) < 1e15
+    assert torch.equal(state, torch.random.get_rng_state())

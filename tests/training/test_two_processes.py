@@ -1,0 +1,85 @@
+"""Two gloo processes of the pretraining scripts: the losses of one, and the same bits after SIGKILL and SIGTERM."""
+
+import importlib
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from fixtures.processes import Signal, draw_step, run_processes, run_script
+from fixtures.span_corruption import make_sentinel_tokenizer
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from hf_attn_variants.training.checkpoints import list_checkpoints
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "pretrain_mlm": "hidden_size=16,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32",
+    "pretrain_span_corruption": "d_model=16,d_kv=4,d_ff=32,num_layers=1,num_heads=4",
+}
+
+
+@pytest.fixture
+def flags(tiny_bert, tmp_path):
+    text = ROOT / "LICENSE"
+
+    def make(script, out, batch_size, *more):
+        bert = script == "pretrain_mlm"
+        tokenizer = tiny_bert if bert else make_sentinel_tokenizer(tmp_path / "tokenizer")
+        argv = ["--model_type", "bert" if bert else "t5", "--tokenizer_name", tokenizer, "--output_dir", out]
+        argv += ["--config_overrides", SIZES[script], "--num_key_value_heads", 2, "--train_file", text]
+        argv += ["--max_length", 24, "--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", 2]
+        argv += ["--learning_rate", "1e-2", "--shuffle_buffer_size", 16, "--logging_steps", 1, "--cpu"]
+        return [str(part) for part in [*argv, "--disable_tqdm", *more]]
+
+    return make
+
+
+def records(out):
+    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["lr"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, name):
+    script = importlib.import_module(f"hf_attn_variants.training.{name}")
+    # Each of two processes evaluates five rows, one of them a second time.
+    more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
+    more += ["--max_eval_samples", 9, "--per_device_eval_batch_size", 2]
+    expected = script.main(script.parse_args(flags(name, tmp_path / "one", 4, *more)))
+    statuses, output = run_processes(2, run_script, name, flags(name, tmp_path / "two", 2, *more))
+    assert statuses == [0, 0], output
+    one, two = ([loss for _, loss, _ in records(tmp_path / out)] for out in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5) and len(one) == 5 and expected["epoch"] == 0
+    results = json.loads((tmp_path / "two/all_results.json").read_text())
+    for key in ("eval_loss", "gate_shuffled_cost", "train_loss", "train_tokens", "eval_samples"):
+        assert results[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+    found, kept = (load_file(tmp_path / out / "model.safetensors") for out in ("two", "one"))
+    assert_close(found, kept, rtol=1e-3, atol=1e-4)
+
+
+def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_path):
+    more = ["--max_train_steps", 12, "--checkpointing_steps", 2, "--dropout_rate", 0.1]
+    whole, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"
+    statuses, output = run_processes(2, run_script, script, flags(script, whole, 2, *more))
+    assert statuses == [0, 0], output
+    resumed = flags(script, cut, 2, *more, "--resume_from_checkpoint", "latest")
+    killed = draw_step(range(2, 6))
+    statuses, output = run_processes(2, run_script, script, resumed[:-2], Signal(signal.SIGKILL, killed))
+    assert statuses == [-signal.SIGKILL] * 2, output
+    assert list_checkpoints(cut)[-1].name == f"checkpoint-{killed // 2 * 2}"
+    # One of the two gets it, and its worker lives on until the checkpoint is there.
+    terminated = draw_step(range(6, 11))
+    workers = ["--dataloader_num_workers", "1"]
+    statuses, output = run_processes(
+        2, run_script, script, [*resumed, *workers], Signal(signal.SIGTERM, terminated, "1")
+    )
+    assert statuses == [128 + signal.SIGTERM] * 2, output
+    assert output.count(f"SIGTERM: stopped after step {terminated + 1} with a checkpoint") == 2, output
+    assert list_checkpoints(cut)[-1].name == f"checkpoint-{terminated + 1}"
+    assert not (cut / "model.safetensors").exists()
+    statuses, output = run_processes(2, run_script, script, resumed)
+    assert statuses == [0, 0], output
+    assert records(cut) == records(whole) and len(records(whole)) == 12
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
