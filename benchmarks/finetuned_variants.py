@@ -35,13 +35,24 @@ EPILOG = """examples:
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
-# On the task: before the fine-tuning, and of a fine-tuned model, half an epoch of the SQuAD subset (by then the
-# attentions are fitted). Of the texts uptrain.py holds a twentieth out, at most 512.
-TEXTS_BEFORE, DISTILLATION_BEFORE = 5312, ["--max_train_steps", "150", "--learning_rate", "1e-4"]
-TEXTS_AFTER, DISTILLATION_AFTER = 18_995, ["--max_train_steps", "280", "--learning_rate", "2e-5"]
-DISTILLATION_AFTER += ["--attention_outputs_weight", "0"]
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
+
+
+class TaskDistillation(NamedTuple):
+    """A distillation on the task's training texts: how many (uptrain.py holds a twentieth out, at most 512), flags."""
+
+    texts: int
+    flags: tuple[str, ...]
+
+
+BEFORE = TaskDistillation(5312, ("--max_train_steps", "150", "--learning_rate", "1e-4"))
+# An epoch of the SQuAD subset.
+EPOCH_BEFORE = TaskDistillation(18_995, ("--max_train_steps", "577", "--learning_rate", "1e-4"))
+# Half an epoch of it, of a fine-tuned model: by then the attentions are fitted.
+AFTER = TaskDistillation(
+    18_995, ("--max_train_steps", "280", "--learning_rate", "2e-5", "--attention_outputs_weight", "0")
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,7 @@ class Variant:
     Args:
         fields: What `convert_checkpoint` is given; none is the source itself.
         distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
+        distillation: How, on the task's training texts; None: on lines of Wikipedia.
         on_task: Whether the calibration, or the distillation, reads the task's training texts: a checkpoint for each
             task.
         of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
@@ -59,6 +71,7 @@ class Variant:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
+    distillation: TaskDistillation | None = None
     on_task: bool = False
     of_finetuned: bool = False
 
@@ -69,13 +82,19 @@ VARIANTS = {
     "GQA-4 (calibrated, distilled)": Variant(distilled_from="GQA-4 (calibrated)"),
     "GQA-4 (calibrated on the task)": Variant({"num_key_value_heads": 4, "method": "calibrated"}, on_task=True),
     "GQA-4 (calibrated on the task, distilled on it)": Variant(
-        distilled_from="GQA-4 (calibrated on the task)", on_task=True
+        distilled_from="GQA-4 (calibrated on the task)", distillation=BEFORE, on_task=True
+    ),
+    "GQA-4 (calibrated on the task, distilled on it for 577 steps)": Variant(
+        distilled_from="GQA-4 (calibrated on the task)", distillation=EPOCH_BEFORE, on_task=True
     ),
     "GQA-4 (the fine-tuned MHA, calibrated on the task)": Variant(
         {"num_key_value_heads": 4, "method": "calibrated"}, on_task=True, of_finetuned=True
     ),
     "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)": Variant(
-        distilled_from="GQA-4 (the fine-tuned MHA, calibrated on the task)", on_task=True, of_finetuned=True
+        distilled_from="GQA-4 (the fine-tuned MHA, calibrated on the task)",
+        distillation=AFTER,
+        on_task=True,
+        of_finetuned=True,
     ),
     "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
@@ -254,14 +273,12 @@ def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -
 
 def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path, start: Path, folder: Path) -> None:
     flags = ["--model_name_or_path", str(start), "--teacher", str(teacher), "--objective", "distill"]
-    if variant.on_task:
-        after = variant.of_finetuned
-        texts = task_texts(args, task, TEXTS_AFTER if after else TEXTS_BEFORE)
-        flags += _write_table(folder.with_name(f"{folder.name}.jsonl"), texts)
-        flags += DISTILLATION_AFTER if after else DISTILLATION_BEFORE
+    if variant.distillation is not None:
+        texts = task_texts(args, task, variant.distillation.texts)
+        flags += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *variant.distillation.flags]
         flags += ["--trainable", "all", "--eval_steps", "1000", "--max_length", str(TASKS[task].max_length)]
         # A regression's score alone is no distribution.
-        if after and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
+        if variant.of_finetuned and not (TASKS[task].script == "run_glue.py" and get_task(task).is_regression):
             flags += ["--logits_weight", "1"]
     else:
         lines = folder.with_name(f"{folder.name}.txt")
