@@ -12,12 +12,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 __all__ = [
+    "IGNORED_LABEL",
     "EpochSampler",
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
     "prepare_train_dataloader",
 ]
+
+# The label of a token that is not to be predicted: torch's own default.
+IGNORED_LABEL = -100
 
 
 class EpochSampler(Sampler[int]):

@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.loop import Objective
 from hf_attn_variants.training.models import vocabulary_size
-from hf_attn_variants.training.text_data import IGNORED
 from hf_attn_variants.training.tracking import progress_bar
 from hf_attn_variants.training.trainable import named_attentions
 
@@ -150,7 +150,7 @@ class MaskedLMPreparation:
 
     def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
         if len(block) < 2:
-            return [block, block[:0]], IGNORED
+            return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRS, *key))
         cut = generator.integers(1, len(block))
         first, second = block[:cut], block[cut:]
@@ -178,7 +178,7 @@ class MaskedLMPreparation:
         fate = generator.random(len(ids))
         replaced = np.where(fate < MASKED_SHARE, self.mask_id, generator.choice(self.ordinary_ids, len(ids)))
         inputs = np.where(chosen & (fate < RANDOM_BOUND), replaced, ids)
-        return inputs, np.where(chosen, ids, IGNORED)
+        return inputs, np.where(chosen, ids, IGNORED_LABEL)
 
 
 def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Objective:
@@ -197,10 +197,10 @@ def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Object
         if sentence_logits is None:
             return loss
         return loss + sentence_weight * functional.cross_entropy(
-            sentence_logits, batch["sentence_labels"], ignore_index=IGNORED, reduction="sum"
+            sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
-    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED).sum()), head=head)
+    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()), head=head)
 
 
 def find_head(model: PreTrainedModel) -> nn.Module:
@@ -218,7 +218,7 @@ def find_head(model: PreTrainedModel) -> nn.Module:
 
 def _logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     # Those of the masked tokens [m, V], their labels [m], and those of the sentence task [b, 2].
-    chosen = batch["labels"] != IGNORED  # [b, n]
+    chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
     # The whole model is called, since DDP and FSDP work through its forward; the head then gets [m, hidden size].
     hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen], *inputs[1:]))
     try:
@@ -282,12 +282,16 @@ class MaskedLMEvaluator:
             losses = functional.cross_entropy(logits, labels, reduction="none").double()  # [m]
             right = (logits.argmax(-1) == labels).double()
             sums = torch.zeros(len(batch["labels"]), 6, dtype=torch.float64, device=losses.device)
-            rows = (batch["labels"] != IGNORED).nonzero()[:, 0]
+            rows = (batch["labels"] != IGNORED_LABEL).nonzero()[:, 0]
             sums[:, :3].index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
             if sentence_logits is not None:
                 wanted = batch["sentence_labels"]
-                of_pairs = functional.cross_entropy(sentence_logits, wanted, ignore_index=IGNORED, reduction="none")
-                sums[:, 3:] = torch.stack([of_pairs, sentence_logits.argmax(-1) == wanted, wanted != IGNORED], dim=-1)
+                of_pairs = functional.cross_entropy(
+                    sentence_logits, wanted, ignore_index=IGNORED_LABEL, reduction="none"
+                )
+                sums[:, 3:] = torch.stack(
+                    [of_pairs, sentence_logits.argmax(-1) == wanted, wanted != IGNORED_LABEL], dim=-1
+                )
             # Rows, and not sums over batches: the last batch repeats some to give every process one.
             gathered.append(self.accelerator.gather_for_metrics(sums).cpu())
         loss, right, tokens, pair_loss, pair_right, pairs = torch.cat(gathered).sum(0).tolist()

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.modeling.variant_mixins import can_cache
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.distillation import token_cross_entropy
 from hf_attn_variants.training.loop import Objective
 from hf_attn_variants.training.seq2seq_data import Seq2SeqSplit
 from hf_attn_variants.training.tracking import progress_bar
-from hf_attn_variants.training.uptraining_data import IGNORED_LABEL
 
 __all__ = [
     "Decoded",

@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.masked_lm import attention_zeroed, gate_results
 from hf_attn_variants.training.seq2seq import target_logits
 from hf_attn_variants.training.tracking import progress_bar
-from hf_attn_variants.training.uptraining_data import IGNORED_LABEL
 
 __all__ = [
     "SpanCorruption",

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from hf_attn_variants.training.data import IGNORED_LABEL
+
 __all__ = [
     "DatasetRows",
     "Place",
@@ -44,8 +46,6 @@ TOKENIZER_BATCH = 32
 HASHED_BYTES = 2**16
 # What random numbers are for, so that no two uses share them.
 SHARD_ORDER, WINDOW_ORDER = 0, 1
-# The label of a token that is not to be predicted.
-IGNORED = -100
 
 
 class TextSource(Protocol):
@@ -358,7 +358,7 @@ class TextStream(IterableDataset):
 
 
 def _nothing_to_predict(key: str, value: np.ndarray) -> np.ndarray:
-    return np.full_like(value, IGNORED) if "label" in key else value
+    return np.full_like(value, IGNORED_LABEL) if "label" in key else value
 
 
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

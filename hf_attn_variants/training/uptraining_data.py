@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs, text_columns
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.masked_lm import MaskedLMPreparation
 
 __all__ = [
-    "IGNORED_LABEL",
     "Collator",
     "TextRows",
     "UptrainingData",
@@ -32,7 +32,6 @@ __all__ = [
 RowKey = tuple[int, int]
 Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
-IGNORED_LABEL = -100
 PARALLEL_FLAGS = ("source_file", "target_file", "validation_source_file", "validation_target_file")
 # Held out of the training text where no validation file is given: this share, and no more than that many.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512

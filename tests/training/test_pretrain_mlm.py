@@ -32,9 +32,9 @@ from hf_attn_variants import (
     AttnVariantBertForPreTraining,
 )
 from hf_attn_variants.training import throughput
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.masked_lm import (
-    IGNORED,
     MaskedLMPreparation,
     attention_zeroed,
     find_head,
@@ -94,9 +94,9 @@ def masked_counts(prepare, blocks):
         example = prepare(block, (0, i))
         original = np.concatenate([[prepare.cls_id], block, [prepare.sep_id]])
         inputs, labels = example["input_ids"][: len(original)], example["labels"][: len(original)]
-        chosen = labels != IGNORED
+        chosen = labels != IGNORED_LABEL
         assert (labels[chosen] == original[chosen]).all() and (inputs[~chosen] == original[~chosen]).all()
-        assert not chosen[[0, -1]].any() and (example["labels"][len(original) :] == IGNORED).all()
+        assert not chosen[[0, -1]].any() and (example["labels"][len(original) :] == IGNORED_LABEL).all()
         assert example["attention_mask"].tolist() == [1] * len(original) + [0] * (prepare.length - len(original))
         found["tokens"] += len(block)
         found["chosen"] += chosen.sum()
@@ -138,7 +138,7 @@ def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
     for i, block in enumerate(blocks * 4):
         other = blocks[(i + 7) % len(blocks)]
         example = prepare(block, (0, i), other) if task == "nsp" else prepare(block, (0, i))
-        ids = np.where(example["labels"] != IGNORED, example["labels"], example["input_ids"])
+        ids = np.where(example["labels"] != IGNORED_LABEL, example["labels"], example["input_ids"])
         used = example["attention_mask"].sum()
         middle, end = np.flatnonzero(ids[:used] == prepare.sep_id)
         first, second = ids[1:middle].tolist(), ids[middle + 1 : end].tolist()
@@ -159,7 +159,7 @@ def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
 def test_pairs_that_cannot_be_made(tokenizer, blocks):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task="nsp")
     short = prepare(blocks[0][:1], (0, 0), blocks[1])
-    assert short["sentence_labels"] == IGNORED and short["attention_mask"].sum() == 4
+    assert short["sentence_labels"] == IGNORED_LABEL and short["attention_mask"].sum() == 4
     assert not any(prepare(blocks[0], (0, i), None)["sentence_labels"] for i in range(20))
 
 
@@ -168,7 +168,7 @@ def test_whole_words_are_masked_whole(tokenizer, blocks):
     starts = word_starts(tokenizer)
     whole = parts = 0
     for i, block in enumerate(blocks):
-        chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED
+        chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED_LABEL
         for j in range(1, len(block)):
             if not starts[block[j]]:
                 assert chosen[j] == chosen[j - 1]
@@ -240,9 +240,9 @@ def tiny_models():
 def batch_of_random_tokens():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 50, (3, 10), generator=generator)
-    labels = torch.where(torch.rand(3, 10, generator=generator) < 0.3, ids, IGNORED)
+    labels = torch.where(torch.rand(3, 10, generator=generator) < 0.3, ids, IGNORED_LABEL)
     attention_mask = torch.ones_like(ids)
-    attention_mask[2, 7:], labels[2, 7:] = 0, IGNORED
+    attention_mask[2, 7:], labels[2, 7:] = 0, IGNORED_LABEL
     return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
 
 
@@ -251,7 +251,7 @@ def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     batch = batch_of_random_tokens()
     objective = masked_lm_objective(find_head(model))
     count = objective.count(batch)
-    assert count == (batch["labels"] != IGNORED).sum() and objective.examples(batch) == 3
+    assert count == (batch["labels"] != IGNORED_LABEL).sum() and objective.examples(batch) == 3
     own = model(**batch).loss
     gradients = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
     ours = objective.loss_sum(model, batch) / count
@@ -261,7 +261,7 @@ def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert model(**batch).logits.shape == (3, 10, 50)
-    batch["labels"][:] = IGNORED
+    batch["labels"][:] = IGNORED_LABEL
     nothing = objective.loss_sum(model, batch)
     nothing.backward()
     assert nothing.item() == 0.0 and objective.count(batch) == 0
@@ -281,11 +281,11 @@ def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
     batch = batch_of_random_tokens() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
     own = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
-    masked = int((batch["labels"] != IGNORED).sum())
+    masked = int((batch["labels"] != IGNORED_LABEL).sum())
     # The model's own has both means; ours counts a sentence as so many masked tokens.
     objective = masked_lm_objective(find_head(model), sentence_weight=masked / 3)
     torch.testing.assert_close(objective.loss_sum(model, batch) / masked, own)
-    batch["sentence_labels"][:] = IGNORED
+    batch["sentence_labels"][:] = IGNORED_LABEL
     without = objective.loss_sum(model, batch)
     without.backward()
     assert without.item() / masked < own.item()

@@ -11,8 +11,8 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from hf_attn_variants.training import text_data
+from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.text_data import (
-    IGNORED,
     DatasetRows,
     TextFile,
     TextStream,
@@ -176,7 +176,9 @@ def test_a_process_without_a_row_takes_the_last_step_with_nothing_to_predict(tok
         assert left["examples"] + right["examples"] == batch["examples"] == len(batch["ids"])
         assert torch.equal(left["position"], batch["position"]) and torch.equal(right["position"], batch["position"])
     last = both[1][-1]
-    assert last["examples"] == 0 and torch.equal(last["ids"], one[-1]["ids"]) and (last["labels"] == IGNORED).all()
+    assert (
+        last["examples"] == 0 and torch.equal(last["ids"], one[-1]["ids"]) and (last["labels"] == IGNORED_LABEL).all()
+    )
     assert all((batch["labels"] >= 0).all() for batch in [*one, *both[0], *both[1][:-1]])
 
 
