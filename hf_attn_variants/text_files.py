@@ -174,19 +174,32 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
         return
-    lines = (line for line in _lines(path) if line.strip())
-    first = next(lines, "")
-    try:
-        if first.lstrip().startswith("["):
-            records = json.loads("\n".join([first, *lines]))
-        else:
-            records = [json.loads(line) for line in itertools.chain([first] if first else [], lines)]
-    except ValueError as error:
-        raise ValueError(f"{path} is neither a JSON list nor one JSON object a line: {error}") from error
-    for record in records:
+    for place, record in _json_values(path):
         if not isinstance(record, dict):
-            raise ValueError(f"{path} must hold JSON objects, got {type(record).__name__}")
+            raise ValueError(f"{path}, {place}: must be a JSON object, got {type(record).__name__}")
         yield record
+
+
+def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    # What a JSON list holds, or a file of one value a line, and where each is.
+    lines = ((number, line) for number, line in enumerate(_lines(path), start=1) if line.strip())
+    first = list(itertools.islice(lines, 1))
+    lines = itertools.chain(first, lines)
+    if first and first[0][1].lstrip().startswith("["):
+        try:
+            values = json.loads("\n".join(line for _, line in lines))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON list: {error}") from error
+        yield from ((f"row {number}", value) for number, value in enumerate(values, start=1))
+        return
+    for number, line in lines:
+        try:
+            yield f"line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "
+                f"({error.msg})"
+            ) from error
 
 
 def _open_text(path: Path, newline: str) -> TextIO:
@@ -207,13 +220,16 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _whole_lines(path: Path, newline: str) -> Iterator[str]:
     with _open_text(path, newline) as file:
+        number = 0
         try:
             for number, line in enumerate(file, start=1):
                 if "\0" in line:
                     raise ValueError(f"{path}, line {number}, holds a null character: it is no text")
                 yield line
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+            # The lines before were all taken before this part of the file was read.
+            number += 1 + error.object[: error.start].count(b"\n")
+            raise ValueError(f"{path}, line {number}, is not UTF-8 text ({error.reason})") from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise OSError(f"{path} is no whole gzip file ({error})") from error
 

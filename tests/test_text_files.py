@@ -45,7 +45,7 @@ def test_a_byte_order_mark_is_no_text(write, end):
     ("name", "content", "error", "message"),
     [
         ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
-        ("latin.txt", b"caf\xe9\n", ValueError, r"latin\.txt is not UTF-8"),
+        ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, is not UTF-8"),
         ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, holds a null character"),
         ("none.txt", None, OSError, r"none\.txt: no such file"),
     ],
@@ -117,10 +117,11 @@ def test_blank_rows_stay_where_they_are_wanted(write):
     [
         ("rows.txt", "a\tx\n", "must be one of .csv, .tsv, .json, .jsonl"),
         ("rows.json", "a b\n", "neither a JSON list nor one JSON object a line"),
-        ("rows.json", "[1]", "must hold JSON objects, got int"),
+        ("rows.json", "[1]", "row 1: must be a JSON object, got int"),
+        ("rows.jsonl", '{"en": "a", "de": "b"}\n\n{"en" "b"}\n', "line 3, column 7: neither a JSON list nor one"),
         ("rows.jsonl", "", "is empty"),
         ("rows.csv", "en,de\n,\n", "is empty"),
-        ("rows.csv", b"en,de\n\xff,x\n", "is not UTF-8"),
+        ("rows.csv", b"en,de\n\xff,x\n", "line 2, is not UTF-8"),
     ],
 )
 def test_other_tables_are_refused(write, name, text, message):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import save
+from accelerate.utils import SCALER_NAME as SCALER_FILE
+from accelerate.utils import load, save
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -92,12 +93,20 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def atomic_write(path: str | Path, text: str) -> None:
-    """Writes a text file through a temporary one beside it, so that readers see the old text or the new."""
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """Writes a file through a temporary one beside it, so that readers see the old content or the new.
+
+    Raises:
+        OSError: It could not be written; nothing half written is left.
+    """
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path} ({type(error).__name__}: {error})") from error
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -268,6 +277,12 @@ def load_checkpoint(
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if not random_states.is_file():
         raise ValueError(f"cannot resume exactly from {path}: no {random_states.name}")
+    if accelerator.scaler is not None and not (path / SCALER_FILE).is_file():
+        precision = state.environment.get("mixed precision", "no")
+        raise ValueError(
+            f"cannot resume from {path} with --mixed_precision fp16: it has no state of a loss scaler; it was saved "
+            f"with --mixed_precision {precision}"
+        )
     if accelerator.is_main_process:
         for leftover in Path(output_dir).glob(".tmp-*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -282,7 +297,18 @@ def load_checkpoint(
         accelerator.load_state(str(path))
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this model: {error}") from error
+    _check_random_state(random_states)
     return state
+
+
+def _check_random_state(path: Path) -> None:
+    # accelerate goes on where it cannot restore one.
+    try:
+        restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
+    except Exception as error:  # unpickling a damaged file can raise anything
+        raise ValueError(f"cannot resume exactly: {path} cannot be read ({type(error).__name__}: {error})") from error
+    if not restored:
+        raise ValueError(f"cannot resume exactly: the random states of {path} could not be restored")
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:

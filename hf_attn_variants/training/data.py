@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -99,7 +99,7 @@ def create_train_dataloader(
         # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
         generator=torch.Generator().manual_seed(seed),
         persistent_workers=False,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=_pins_memory(),
     )
 
 
@@ -152,7 +152,7 @@ def create_stream_dataloader(
         num_workers=num_workers,
         worker_init_fn=_ignore_sigterm,
         generator=torch.Generator().manual_seed(seed),
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=_pins_memory(),
     )
     return prepare_data_loader(
         loader,
@@ -176,7 +176,7 @@ def create_eval_dataloader(
         num_workers=num_workers,
         worker_init_fn=_ignore_sigterm,
         generator=torch.Generator().manual_seed(0),
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=_pins_memory(),
     )
 
 
@@ -184,3 +184,8 @@ def _ignore_sigterm(worker: int) -> None:
     # Schedulers and torchrun send it to all processes of a job. The loop saves a checkpoint first, and workers that
     # were gone by then would end it with an error; once it has ended, they do.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _pins_memory() -> bool:
+    # With --cpu a GPU is left alone, whatever it is doing.
+    return torch.cuda.is_available() and PartialState().device.type == "cuda"

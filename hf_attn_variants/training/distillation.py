@@ -155,7 +155,7 @@ class _Moments:
 
     def add(self, states: Tensor) -> None:
         """Takes vectors [n, D] in."""
-        states = states.double().cpu()
+        states = states.cpu().double()
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 

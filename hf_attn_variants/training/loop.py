@@ -32,6 +32,9 @@ from hf_attn_variants.training.tracking import RunLog, progress_bar
 
 __all__ = ["Objective", "TrainingLoop"]
 
+# Gradients that are not finite at this scale of an fp16 loss are not so because of it.
+MIN_LOSS_SCALE = 1.0
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -193,7 +196,8 @@ class TrainingLoop:
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
             log_is_due = state.step % self.settings.logging_steps == 0
-            if log_is_due:
+            ends = state.step >= settings.total_steps
+            if log_is_due or ends or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
                 self._look_at_loss()  # waits for the step, whose time that is
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
@@ -267,7 +271,7 @@ class TrainingLoop:
         value, norm_value = float(loss), float(norm)
         # Under fp16 an infinite gradient is how the loss scaler finds its scale; it skips that step.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        if bad == "loss" or (bad and self.accelerator.scaler is None):
+        if bad == "loss" or (bad and not self._scaler_can_answer()):
             shown = value if bad == "loss" else norm_value
             saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
@@ -278,6 +282,10 @@ class TrainingLoop:
         self.state.loss_total += value
         self.state.window_loss += value
         self.state.window_steps += 1
+
+    def _scaler_can_answer(self) -> bool:
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
     @contextmanager
     def _noticing_sigterm(self) -> Iterator[None]:
@@ -348,10 +356,16 @@ class TrainingLoop:
     def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
         return epoch_ended if every == "epoch" else every is not None and self.state.step % every == 0
 
+    def _evaluation_is_due(self, epoch_ended: bool) -> bool:
+        last = self.state.step >= self.settings.total_steps
+        return self.evaluate is not None and (self._due(self.settings.eval_steps or "epoch", epoch_ended) or last)
+
+    def _checkpoint_is_due(self, epoch_ended: bool) -> bool:
+        return self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
+
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
         settings, state = self.settings, self.state
-        last = state.step >= settings.total_steps
-        if self.evaluate is None or not (self._due(settings.eval_steps or "epoch", epoch_ended) or last):
+        if not self._evaluation_is_due(epoch_ended):
             return
         self._look_at_loss()
         self.model.eval()
@@ -384,7 +398,7 @@ class TrainingLoop:
             state.finished = True
 
     def _maybe_checkpoint(self, epoch_ended: bool) -> None:
-        if self._due(self.settings.checkpointing_steps, epoch_ended) or self._stopping:
+        if self._checkpoint_is_due(epoch_ended):
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:

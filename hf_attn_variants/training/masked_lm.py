@@ -279,9 +279,9 @@ class MaskedLMEvaluator:
         for batch in bar:
             batch = change(batch) if change is not None else batch
             logits, labels, sentence_logits = _logits(self.model, self.head, batch)
-            losses = functional.cross_entropy(logits, labels, reduction="none").double()  # [m]
-            right = (logits.argmax(-1) == labels).double()
-            sums = torch.zeros(len(batch["labels"]), 6, dtype=torch.float64, device=losses.device)
+            losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
+            right = (logits.argmax(-1) == labels).float()
+            sums = torch.zeros(len(batch["labels"]), 6, device=losses.device)  # float64 is not on every device
             rows = (batch["labels"] != IGNORED_LABEL).nonzero()[:, 0]
             sums[:, :3].index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
             if sentence_logits is not None:
@@ -293,7 +293,7 @@ class MaskedLMEvaluator:
                     [of_pairs, sentence_logits.argmax(-1) == wanted, wanted != IGNORED_LABEL], dim=-1
                 )
             # Rows, and not sums over batches: the last batch repeats some to give every process one.
-            gathered.append(self.accelerator.gather_for_metrics(sums).cpu())
+            gathered.append(self.accelerator.gather_for_metrics(sums).cpu().double())
         loss, right, tokens, pair_loss, pair_right, pairs = torch.cat(gathered).sum(0).tolist()
         of_tokens, of_pairs = max(tokens, 1), max(pairs, 1)
         return MaskedLMScores(

@@ -165,8 +165,8 @@ def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: li
 def push_folder(args: argparse.Namespace) -> None:
     """Uploads the output folder without its checkpoints, with a model card of the run, in one commit.
 
-    Called on the main process at the very end, so that a push that fails loses nothing; without `--push_to_hub` it
-    does nothing.
+    Called on the main process at the very end, so that a push that fails loses nothing; the others need not wait for
+    it, and NCCL would not let them wait long. Without `--push_to_hub` it does nothing.
 
     Raises:
         ValueError, OSError: It was not pushed; the model is in the output folder, and the message says what to do.

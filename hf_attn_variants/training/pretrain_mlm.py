@@ -139,9 +139,14 @@ def _check_pairs(args: argparse.Namespace, config: PreTrainedConfig) -> None:
         raise ValueError(
             f"--sentence_task {args.sentence_task}: --max_length {args.max_length} has no room for a pair"
         )
-    if config.type_vocab_size < 2:
+    if args.sentence_task == "nsp" and args.shuffle_buffer_size < 2:
         raise ValueError(
-            f"--sentence_task {args.sentence_task}: the model has {config.type_vocab_size} token type, and tells the "
+            "--sentence_task nsp draws other text from a buffer: --shuffle_buffer_size must be at least 2"
+        )
+    token_types = getattr(config, "type_vocab_size", 0)
+    if token_types < 2:
+        raise ValueError(
+            f"--sentence_task {args.sentence_task}: the model has {token_types} token type(s), and tells the "
             "two segments of a pair apart by two (type_vocab_size)"
         )
 

@@ -22,6 +22,7 @@ from hf_attn_variants.training.masked_lm import GATE_COST
 from hf_attn_variants.training.optimization import prepare_training
 from hf_attn_variants.training.session import start_run
 from hf_attn_variants.training.text_data import TextSource, TextStream, read_blocks, stack_rows
+from hf_attn_variants.training.text_sources import PretrainingText
 
 __all__ = ["METRICS", "BlockPreparation", "PreparedBlocks", "PretrainingTask", "TextEvaluator", "pretrain"]
 
@@ -117,7 +118,7 @@ def pretrain(
     accelerator: Accelerator,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: tuple[Sequence[TextSource], Sequence[TextSource], dict[str, Any]],
+    text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
     """Trains, evaluates, tries the gate and saves.
@@ -137,12 +138,11 @@ def pretrain(
         ValueError, OSError: The text is wrong, or something cannot be written.
         NonFiniteLossError: Training diverged.
     """
-    train, dev, data_fingerprint = text
-    if train:  # text without a token is an error now
-        read_blocks(train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)
+    if text.train:  # text without a token is an error now
+        read_blocks(text.train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)
     set_seed(args.seed, device_specific=True)  # processes drop out different units
     stream = TextStream(
-        train,
+        text.train,
         tokenizer,
         task.prepare.block_length,
         task.prepare.separator,
@@ -159,13 +159,14 @@ def pretrain(
         None, args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
     )
     model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
-    evaluator = _evaluator(args, accelerator, model, dev, tokenizer, task) if dev else None
+    evaluator = _evaluator(args, accelerator, model, text.dev, tokenizer, task) if text.dev else None
     settings = LoopSettings.from_args(
         args,
         total_steps,
         default_metric="loss",
         greater_is_better=lambda metric: metric == "accuracy",
-        data=data_fingerprint,
+        data=text.train_fingerprint,
+        evaluation=text.dev_fingerprint,
         resume_arguments=(*RESUME_ARGUMENTS, *task.resume_arguments),
     )
     loop = TrainingLoop(
@@ -192,7 +193,6 @@ def pretrain(
     if accelerator.is_main_process:
         _write_outputs(args, results, task.name)
         outputs.push_folder(args)
-    accelerator.wait_for_everyone()
     return results
 
 

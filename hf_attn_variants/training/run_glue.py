@@ -159,7 +159,6 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
             _write_predictions(args, test, "", predictions)
     if accelerator.is_main_process:
         outputs.push_folder(args)
-    accelerator.wait_for_everyone()
     return results
 
 

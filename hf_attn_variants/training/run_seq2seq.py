@@ -132,7 +132,6 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.is_main_process:
         _print_scores(args, results, data)
         outputs.push_folder(args)
-    accelerator.wait_for_everyone()
     return results
 
 

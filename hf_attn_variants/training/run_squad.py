@@ -132,7 +132,6 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
             _write_predictions(args, "test", predictions)
     if accelerator.is_main_process:
         outputs.push_folder(args)
-    accelerator.wait_for_everyone()
     return results
 
 

@@ -226,8 +226,8 @@ class Seq2SeqEvaluator:
             self.accelerator, self.quiet, iterable=self.data.loader, desc="Dev loss", leave=False
         ):
             sums, tokens = token_cross_entropy(*target_logits(self.model, batch))
-            rows = torch.stack([sums.double(), tokens.double()], dim=-1)  # [b, 2]
-            gathered.append(self.accelerator.gather_for_metrics(rows).cpu())
+            rows = torch.stack([sums.float(), tokens.float()], dim=-1)  # [b, 2]
+            gathered.append(self.accelerator.gather_for_metrics(rows).cpu().double())
         total, tokens = torch.cat(gathered).sum(0).tolist()
         return total / max(tokens, 1)
 

@@ -9,7 +9,7 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants.training import arguments, outputs
@@ -42,12 +42,19 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         mixed_precision=args.mixed_precision,
         log_with=args.report_to if args.with_tracking else None,
         project_dir=args.output_dir,
+        # The loop accumulates; a number of accelerate's environment would divide each loss by it once more.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         step_scheduler_with_optimizer=False,
         rng_types=[],
     )
     try:
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(args, accelerator.state.deepspeed_plugin.deepspeed_config)
+        if accelerator.is_fsdp2 and args.optim == "adafactor":
+            raise ValueError(
+                "--optim adafactor: its moments are whole tensors, which FSDP2's shards do not fit; take --optim "
+                "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml"
+            )
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             arguments.prepare_output_dir(args)
@@ -95,6 +102,7 @@ def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> Non
             "--gradient_accumulation_steps: under DeepSpeed only 1; give a larger --per_device_train_batch_size, or "
             "launch with accelerate_configs/fsdp2.yaml"
         )
+    config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
     config["gradient_clipping"] = args.max_grad_norm
 

@@ -208,9 +208,9 @@ class SpanCorruptionEvaluator:
                 logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
             )  # [b, t]
             right = logits.argmax(-1) == labels
-            sums = [part.double().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)]
+            sums = [part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)]
             # Rows, and not sums over batches: the last batch repeats some to give every process one.
-            gathered.append(self.accelerator.gather_for_metrics(torch.stack(sums, dim=-1)).cpu())
+            gathered.append(self.accelerator.gather_for_metrics(torch.stack(sums, dim=-1)).cpu().double())
         loss, right, tokens = torch.cat(gathered).sum(0).tolist()
         return loss / max(tokens, 1), right / max(tokens, 1), int(tokens)
 

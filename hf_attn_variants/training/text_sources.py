@@ -5,6 +5,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,27 @@ from datasets import IterableDatasetDict
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.text_data import DatasetRows, TextFile, TextSource, check_text_files, hash_files
 
-__all__ = ["add_text_arguments", "check_text_arguments", "open_text_sources"]
+__all__ = ["PretrainingText", "add_text_arguments", "check_text_arguments", "open_text_sources"]
+
+# Flags that mean nothing without held-out text.
+EVALUATION_FLAGS = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+
+
+@dataclass(frozen=True)
+class PretrainingText:
+    """The text to pretrain on.
+
+    Attributes:
+        train: Shards to train on.
+        dev: Held-out ones; none: no evaluation.
+        train_fingerprint: What tells this training text from others.
+        dev_fingerprint: The same of the held-out text.
+    """
+
+    train: Sequence[TextSource]
+    dev: Sequence[TextSource]
+    train_fingerprint: dict[str, Any]
+    dev_fingerprint: dict[str, Any]
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,32 +79,44 @@ def check_text_arguments(args: argparse.Namespace, metrics: tuple[str, ...]) -> 
     if args.metric_for_best_model is not None and args.metric_for_best_model.removeprefix("eval_") not in metrics:
         raise ValueError(f"--metric_for_best_model {args.metric_for_best_model!r}: there are {', '.join(metrics)}")
     if args.validation_file is None and args.dataset_name is None:
-        for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name} needs --validation_file")
+        _check_evaluation_flags(args, "")
 
 
-def open_text_sources(args: argparse.Namespace) -> tuple[list[TextSource], list[TextSource], dict[str, Any]]:
+def _check_evaluation_flags(args: argparse.Namespace, why: str) -> None:
+    for name in EVALUATION_FLAGS:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} needs --validation_file{why}")
+
+
+def open_text_sources(args: argparse.Namespace) -> PretrainingText:
     """Opens the text.
 
-    Returns:
-        Training shards, held-out ones (none: no evaluation), and what tells this training text from others.
-
     Raises:
-        OSError, ValueError: A file or dataset cannot be read, or holds no text.
+        OSError, ValueError: A file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
+            flag needs it.
     """
-    dev: list[TextSource] = list(check_text_files(args.validation_file or []))
+    dev_files = check_text_files(args.validation_file or [])
+    dev: Sequence[TextSource] = dev_files
+    dev_hash = hash_files(dev_files)
     if args.dataset_name is None:
         files = check_text_files(args.train_file or [])
-        return list(files), dev, {"hash of the training text": hash_files(files)}
-    files, splits = _open_dataset(args)
+        return PretrainingText(files, dev, _text_hash("training", hash_files(files)), _text_hash("held-out", dev_hash))
+    split_files, splits = _open_dataset(args)
     if "train" not in splits:
         raise ValueError(f"--dataset_name {args.dataset_name} has no split 'train', only {', '.join(splits)}")
     if not dev and "validation" in splits:
-        dev = _dataset_shards(args, splits, files, "validation")
-    train = _dataset_shards(args, splits, files, "train")
+        dev = _dataset_shards(args, splits, split_files, "validation")
+        dev_hash = _hash_dataset(split_files.get("validation", ()))
+    if not dev:
+        _check_evaluation_flags(args, f": {args.dataset_name} has no split 'validation'")
+    train = _dataset_shards(args, splits, split_files, "train")
     names = {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    return train, dev, {**names, "hash of the training text": _hash_dataset(files.get("train", ()))}
+    train_hash = _hash_dataset(split_files.get("train", ()))
+    return PretrainingText(train, dev, names | _text_hash("training", train_hash), _text_hash("held-out", dev_hash))
+
+
+def _text_hash(kind: str, value: str) -> dict[str, str]:
+    return {f"hash of the {kind} text": value}
 
 
 def _open_dataset(args: argparse.Namespace) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:

@@ -1,6 +1,7 @@
 """What a run shows and leaves behind: progress bars, the loss log, result files, the PNG of its curves, trackers."""
 
 import argparse
+import io
 import json
 import math
 import platform
@@ -14,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write
+from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 
@@ -46,8 +47,12 @@ class RunLog:
         """Logs one record; it has a "step", and a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(record)) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(record)) + "\n")
+        except OSError as error:
+            last = last_good_checkpoint(self.path.parent)
+            raise OSError(f"could not write {self.path} ({type(error).__name__}: {error}){last}") from error
         values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
         # trackio keeps "time" for its own.
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
@@ -135,6 +140,6 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title)
-    temporary = Path(path).with_name(f".tmp-{Path(path).name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    atomic_write(path, image.getvalue())

@@ -137,7 +137,6 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
         _write_outputs(args, results)
         outputs.push_folder(args)
-    accelerator.wait_for_everyone()
     return results
 
 
@@ -279,6 +278,7 @@ def _loop_settings(
             "training examples": len(data.train),
             "hash of the training data": hash_texts(data.train.texts),
         },
+        evaluation={"hash of the held-out data": hash_texts(data.held_out.texts)},
     )
 
 

@@ -209,7 +209,7 @@ class UptrainingEvaluator:
             terms = self.objective.terms(self.model, batch, evaluating=True)
             # Rows repeated to fill the last batch of each process are left out again.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
-                gathered = torch.stack([part.double() for part in pair]).sum(-1)
+                gathered = torch.stack([part.cpu().double() for part in pair]).sum(-1)
                 sums.setdefault(name, []).append(gathered)
             if self.references is not None:
                 generated += self._generate(batch)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
@@ -20,7 +21,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training import uptrain
 from hf_attn_variants.training.optimization import sharded_layer_names
 from hf_attn_variants.training.run_glue import main, parse_args
-from hf_attn_variants.training.session import configure_deepspeed
+from hf_attn_variants.training.session import configure_deepspeed, open_session
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -69,12 +70,45 @@ def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
 
 
 def test_deepspeed_gets_the_batch_size_and_refuses_what_it_would_do_otherwise():
-    config = {"gradient_clipping": 1.0}
+    config = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}
     flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--max_grad_norm", "0.5"]
     configure_deepspeed(parse_args(flags), config)
-    assert config == {"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 32}
+    assert config == {
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 32,
+    }
     with pytest.raises(ValueError, match="--gradient_accumulation_steps: under DeepSpeed only 1"):
         configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
+
+
+def _session(tmp_path, *flags):
+    flags = [
+        "--model_name_or_path",
+        "m",
+        "--task_name",
+        "cola",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--cpu",
+        *flags,
+    ]
+    return open_session(parse_args(flags))
+
+
+def test_a_number_of_accelerates_environment_does_not_divide_the_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    weight = torch.ones(1, requires_grad=True)
+    with _session(tmp_path) as accelerator:
+        accelerator.backward(weight.sum())
+    assert weight.grad == 1
+
+
+def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    with pytest.raises(ValueError, match="--optim adafactor: its moments"), _session(tmp_path, "--optim", "adafactor"):
+        pass
+    assert not (tmp_path / "out").exists()
 
 
 # accelerate turns FSDP off where it sees no accelerator: the processes are told that they have one.

@@ -117,6 +117,52 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
     assert len(saved) == 1 and all(torch.equal(saved[0][key], value) for key, value in seen[3].items())
 
 
+SCALED = {"total_steps": 40, "data": rows(200), "lr": 1e-3}
+
+
+def test_gradients_that_are_finite_at_no_loss_scale_stop_the_run(tmp_path):
+    def loss_sum(model, batch):
+        return OBJECTIVE.loss_sum(model, batch) + torch.sqrt(model(batch["x"]).sum() * 0)
+
+    # From 65536 it is halved at each step.
+    with pytest.raises(NonFiniteLossError, match="gradient norm became nan at step 17"):
+        make_loop(
+            tmp_path, objective=Objective(loss_sum, OBJECTIVE.count), scaler=torch.amp.GradScaler("cpu"), **SCALED
+        ).run()
+
+
+def test_gradients_that_overflow_at_a_large_loss_scale_do_not(tmp_path):
+    loop = make_loop(tmp_path, scaler=torch.amp.GradScaler("cpu"), **SCALED)
+    loop.model.weight.register_hook(lambda gradient: gradient.where(gradient.abs() < 1e3, torch.inf))
+    before = loop.model.weight.detach().clone()
+    assert loop.run().step == 40 and loop.accelerator.scaler.get_scale() < 2**12
+    assert loop.model.weight.isfinite().all() and not torch.equal(loop.model.weight, before)
+
+
+def test_a_checkpoint_without_a_loss_scaler_is_not_resumed_with_one(tmp_path):
+    make_loop(tmp_path, checkpointing_steps=2).run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ValueError, match="no state of a loss scaler; it was saved with --mixed_precision no"):
+        make_loop(tmp_path, resume_from_checkpoint="latest", scaler=torch.amp.GradScaler("cpu")).run()
+
+
+def test_random_states_that_cannot_be_restored_are_no_exact_resume(tmp_path):
+    make_loop(tmp_path, checkpointing_steps=2).run()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (path,) = tmp_path.glob("checkpoint-2/random_states_0.pkl")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cannot resume exactly: .*random_states_0\.pkl cannot be read"):
+        make_loop(tmp_path, resume_from_checkpoint="latest").run()
+
+
+def test_a_log_that_cannot_be_written_names_the_last_checkpoint(tmp_path):
+    loop = make_loop(tmp_path, checkpointing_steps=2)
+    loop.run()
+    message = r"could not write .*train_log\.jsonl \(OSError: .*File too large.*; the last good checkpoint is .*-2$"
+    with full_disk(64), pytest.raises(OSError, match=message):
+        loop.log.write({"step": 4, "loss": 1.0})
+
+
 def test_a_full_disk_does_not_hide_a_nan(tmp_path):
     loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
     with full_disk(64), pytest.raises(NonFiniteLossError, match=r"nan at step 1: .* batches could not be saved \(Run"):
@@ -259,7 +305,8 @@ def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
     loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
     loop.__class__ = Watched
     loop.run()
-    assert looked == [None, 1, 2, 3, 4]
+    # The step that ends a run is looked at before the clock is.
+    assert looked == [None, 1, 2, 3, 4, None]
 
 
 def test_sigterm_is_one_line_and_a_status(capsys):

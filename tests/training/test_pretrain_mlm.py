@@ -368,8 +368,8 @@ def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
     results, out = run(*scratch(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
     # Seconds are compared, not rates: they are rounded to a millisecond, a good part of so short a run.
     seconds, tokens = results["train_runtime"], results["train_tokens"]
-    assert tokens / results["train_tokens_per_second"] == pytest.approx(seconds, abs=1e-3)
-    assert tokens / 24 / results["train_samples_per_second"] == pytest.approx(seconds, abs=1e-3)
+    assert tokens / results["train_tokens_per_second"] == pytest.approx(seconds, abs=1e-3, rel=1e-2)
+    assert tokens / 24 / results["train_samples_per_second"] == pytest.approx(seconds, abs=1e-3, rel=1e-2)
     # Two layers of four projections and two of the feed-forward a token, attention over 24; the head aside.
     flops = 3 * tokens * 2 * (2 * (4 * 16 * 16 + 2 * 16 * 32) + 4 * 24 * 16)
     seconds = tokens / results["train_tokens_per_second"]
@@ -377,7 +377,7 @@ def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
     assert results["train_mfu"] == pytest.approx(results["train_tflops_per_second"] / 0.5, rel=2e-3)
     logged = [r for r in map(json.loads, (out / "train_log.jsonl").open()) if "loss" in r]
     for record, begin in zip(logged, [0, logged[0]["time"]], strict=True):
-        assert tokens / 2 / record["tokens_per_second"] == pytest.approx(record["time"] - begin, abs=2e-3)
+        assert tokens / 2 / record["tokens_per_second"] == pytest.approx(record["time"] - begin, abs=2e-3, rel=1e-2)
     with pytest.raises(ValueError, match="--peak_tflops must be above 0, got 0"):
         run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
@@ -389,6 +389,8 @@ def test_pairs_need_room_and_two_token_types(run):
         run(
             "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
         )
+    with pytest.raises(ValueError, match="--shuffle_buffer_size must be at least 2"):
+        run(*scratch(), *STEPS, "--sentence_task", "nsp", "--shuffle_buffer_size", 1)
 
 
 def test_a_sentence_task_is_not_evaluated_with_a_new_head(run):
@@ -503,6 +505,32 @@ def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_pa
         with pytest.raises(ValueError, match=r"void\.txt holds no text that the tokenizer makes a token of"):
             run(*scratch(), *STEPS, "--overwrite_output_dir", flag, void)
     assert sorted(path.name for path in out.iterdir()) == before
+
+
+def test_a_resumed_run_chooses_its_weights_by_the_same_text(text, tokenizer, tmp_path):
+    (tmp_path / "dev.txt").write_text(LICENCE.read_text())
+    flags = [
+        "--train_file",
+        *text.glob("*.gz"),
+        "--validation_file",
+        tmp_path / "dev.txt",
+        "--max_length",
+        24,
+        "--cpu",
+    ]
+    flags += ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", tmp_path / "out", "--checkpointing_steps", 3]
+    flags += [*scratch(), *STEPS, "--disable_tqdm"]
+
+    def again(*more):
+        return main(parse_args([str(flag) for flag in (*flags, *more)]))
+
+    again()
+    (tmp_path / "dev.txt").write_text(LICENCE.read_text()[100:])
+    again("--resume_from_checkpoint", "latest")
+    again("--overwrite_output_dir", "--metric_for_best_model", "loss")
+    (tmp_path / "dev.txt").write_text(LICENCE.read_text()[200:])
+    with pytest.raises(ValueError, match="hash of the held-out text was"):
+        again("--metric_for_best_model", "loss", "--resume_from_checkpoint", "latest")
 
 
 def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):

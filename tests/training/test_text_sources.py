@@ -18,7 +18,7 @@ def as_lines(texts):
 
 @pytest.fixture
 def open_folder(tmp_path):
-    def call(files):
+    def call(files, **flags):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
         return open_text_sources(
@@ -28,6 +28,7 @@ def open_folder(tmp_path):
                 dataset_name=str(tmp_path),
                 dataset_config_name=None,
                 text_column="text",
+                **{"metric_for_best_model": None, "early_stopping_patience": None, "eval_steps": None} | flags,
             )
         )
 
@@ -36,21 +37,31 @@ def open_folder(tmp_path):
 
 def test_each_file_is_a_shard_that_is_read_alone(open_folder, tmp_path):
     files = {"train-0.jsonl": ROWS[:30], "train-1.jsonl.gz": ROWS[30:], "validation.jsonl": ["x"]}
-    train, dev, _ = open_folder(
+    text = open_folder(
         {name: (gzip.compress if ".gz" in name else bytes)(as_lines(rows)) for name, rows in files.items()}
     )
-    assert [source.name for source in train] == [f"{tmp_path} (train), {name}" for name in list(files)[:2]]
-    assert [source.name for source in dev] == [f"{tmp_path} (validation), validation.jsonl"]
-    assert [text for source in train for _, text in source.articles()] == ROWS
+    assert [source.name for source in text.train] == [f"{tmp_path} (train), {name}" for name in list(files)[:2]]
+    assert [source.name for source in text.dev] == [f"{tmp_path} (validation), validation.jsonl"]
+    assert [text for source in text.train for _, text in source.articles()] == ROWS
     (tmp_path / "train-0.jsonl").unlink()
-    assert list(train[1].articles(8)) == [(8, "row 38"), (9, "row 39")]
+    assert list(text.train[1].articles(8)) == [(8, "row 38"), (9, "row 39")]
 
 
 def test_changed_files_are_another_text(open_folder):
-    first = open_folder({"train.jsonl": as_lines(ROWS)})[2]
-    assert open_folder({})[2] == first
-    assert open_folder({"validation.jsonl": as_lines(ROWS)})[2] == first
-    assert open_folder({"train.jsonl": as_lines(ROWS[::-1])})[2] != first
+    first = open_folder({"train.jsonl": as_lines(ROWS)})
+    assert open_folder({}).train_fingerprint == first.train_fingerprint
+    second = open_folder({"validation.jsonl": as_lines(ROWS)})
+    assert second.train_fingerprint == first.train_fingerprint and second.dev_fingerprint != first.dev_fingerprint
+    third = open_folder({"train.jsonl": as_lines(ROWS[::-1])})
+    assert third.train_fingerprint != first.train_fingerprint and third.dev_fingerprint == second.dev_fingerprint
+    assert open_folder({"validation.jsonl": as_lines(ROWS[1:])}).dev_fingerprint != second.dev_fingerprint
+
+
+@pytest.mark.parametrize("flag", ["metric_for_best_model", "early_stopping_patience", "eval_steps"])
+def test_an_evaluation_needs_a_split(open_folder, flag):
+    with pytest.raises(ValueError, match=f"--{flag} needs --validation_file: .* has no split 'validation'"):
+        open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: 1})
+    assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: 1}).dev
 
 
 def test_a_revision_on_the_hub_is_another_text():
@@ -60,13 +71,13 @@ def test_a_revision_on_the_hub_is_another_text():
 
 def test_a_shard_that_cannot_be_read_is_named(open_folder):
     packed = gzip.compress(as_lines(ROWS), mtime=0)
-    train, _, _ = open_folder(
+    train = open_folder(
         {
             "train-0.jsonl": as_lines(ROWS),
             "train-1.jsonl.gz": packed[: len(packed) // 2],
             "train-2.jsonl": as_lines(ROWS) + b'{"text": "ab\n',
         }
-    )
+    ).train
     assert len(list(train[0].articles())) == len(ROWS)
     with pytest.raises(OSError, match=r"\(train\), train-1\.jsonl\.gz: cannot be read beyond row 0 \(EOFError"):
         list(train[1].articles())
