@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..modeling.variant_mixins import can_cache
+from ..modeling.configuration_attn_variants import can_cache
 from .checkpoint_io import TORCH_DTYPES, TensorEntry
 from .grouping import HeadCounts
 from .head_sharing import reorder_heads

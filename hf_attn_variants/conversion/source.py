@@ -1,6 +1,7 @@
 """Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,10 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, WEIGHTS_NAME
+from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 
 __all__ = ["CONFIG_NAME", "copy_side_files", "learned_tokens", "read_config", "resolve_source", "side_files"]
 
+logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -179,7 +181,8 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             raise
         except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
             return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
-        return Path(snapshot_download(**arguments, allow_patterns=list(_wanted_files(files, allow_pickle))))
+        _check_pickles(name, files, allow_pickle)
+        return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
     except LocalEntryNotFoundError as error:
@@ -189,6 +192,41 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
     except HfHubHTTPError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"There is no folder {name!r}, and the Hub refused it as an id: {reason}") from error
+
+
+def _fetch(**arguments: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(**arguments))
+    except OSError:  # the Hub's answers, and the disk's
+        raise
+    except Exception as error:  # a connection that breaks has errors of the HTTP library
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise
+        raise OSError(
+            f"The download of {arguments['repo_id']!r} broke off ({type(error).__name__}: {error}): repeat the "
+            "command, which keeps what has come."
+        ) from error
+
+
+def _check_pickles(name: str, files: list[str], allow_pickle: bool) -> None:
+    """Refuse a repository whose weights are pickles alone, unless they are allowed; tell of a module's pickles.
+
+    Raises:
+        ValueError: for a repository of pickles.
+    """
+    if allow_pickle:
+        return
+    weights = [file for file in (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if file in files]
+    if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
+        raise ValueError(
+            f"The weights of {name!r} on the Hub are pickles ({weights[0]}), which can run code when loaded; use a "
+            "repository with safetensors, or allow_pickle=True (--allow_pickle) to read them with weights_only=True."
+        )
+    modules = [file for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}") and not _is_skipped_folder(file)]
+    if "modules.json" in files and modules:
+        logger.warning("not copied, because they are pickles (--allow_pickle): %s", ", ".join(modules))
 
 
 def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:

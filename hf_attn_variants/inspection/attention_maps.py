@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
-from ..modeling.variant_mixins import AttnVariantModelMixin, can_cache
+from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..conversion.grouping import relation
-from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, can_cache, projection_shapes
+from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
 from ..registration import variant_config_class, variant_model_class
 
 __all__ = [

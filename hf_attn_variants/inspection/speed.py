@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..modeling.variant_mixins import can_cache
+from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_model_class
 from .cost_table import kv_head_counts, kv_heads_field, variant_config, variant_name
 

@@ -15,8 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_attn_variants import ATTN_VARIANTS_VERSION
-from .talking_heads import talking_heads_attention
+from .configuration_attn_variants import EAGER, SDPA
+from .talking_heads import check_mask, talking_heads_attention
+from .talking_heads_blocked import no_key
 
 __all__ = [
     "EAGER",
@@ -28,10 +29,6 @@ __all__ = [
     "implementation_of",
     "wants_weights",
 ]
-
-# Registered names carry the version: the installed package and a Hub repository of another version share one process.
-EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
-SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 
 # From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused
 # kernel (measured on random heads: mostly 1.0 to 1.3 times, 1.5 to 4 on short memories; below it one call wins).
@@ -62,7 +59,7 @@ def attention_with_weights(
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
-            gets zeros under a boolean mask, uniform weights under an additive one (as upstream's "sdpa" and "eager").
+            gets zeros under a boolean mask and under minus infinities, uniform weights under finite numbers
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
         is_causal: query i attends to keys 0..i
@@ -75,6 +72,7 @@ def attention_with_weights(
     Returns:
         The outputs [b, n, h_v, d] and the weights that multiply the values [b, h_v, n, m].
     """
+    check_mask(mask)
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2))  # [b, h_k, n, m]
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:
@@ -89,7 +87,9 @@ def attention_with_weights(
         weights = nn.functional.softmax(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), dim=-1, dtype=dtype)
         weights = weights * mask.any(-1, keepdim=True)
     else:
-        weights = nn.functional.softmax(logits + mask, dim=-1, dtype=dtype)
+        nothing = no_key(mask)
+        weights = nn.functional.softmax(logits + mask.masked_fill(nothing, 0), dim=-1, dtype=dtype)
+        weights = weights.masked_fill(nothing, 0)
     weights = _mix_heads(weights.to(value.dtype), weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     return _grouped_matmul(weights, value).transpose(1, 2), weights
@@ -112,7 +112,7 @@ def fused_attention(
     """
     length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     groups = heads // kv_heads
-    on_cpu, exporting = query.device.type == "cpu", torch.compiler.is_exporting()
+    on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # An exported graph must serve every batch size: it may not depend on one.
     if length == 1 and on_cpu and not exporting and query.shape[0] >= MATMUL_BATCH_SIZE:
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
@@ -186,11 +186,11 @@ def sdpa_attention_forward(
     """The fastest exact path behind upstream's attention interface ("sdpa").
 
     Talking heads go to `talking_heads_attention`, in memory linear in n and m; where the weights are asked for, the
-    projections depend on the input or there is one query only, to `attention_with_weights`.
+    projections depend on the input, the mask is trained or there is one query only, to `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
     talking_heads = getattr(module.config, "talking_heads", None) is not None
-    if with_weights or (talking_heads and _needs_weights(module, query)):
+    if with_weights or (talking_heads and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
@@ -225,9 +225,19 @@ def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, t
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
-def _needs_weights(module: nn.Module, query: torch.Tensor) -> bool:
-    # One query's weights are small and made faster at once; an exported graph must not hold an operator of ours.
-    return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or torch.compiler.is_exporting()
+def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    # One query's weights are small and made faster at once; an exported graph must not hold an operator of ours, which
+    # has no gradient of a mask either.
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return True
+    return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or is_exporting()
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is at work."""
+    # By the flag behind torch's function: torch 2.6 has neither, and in 2.7 to 2.11 every compiled graph takes the
+    # function for true.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | None, query: torch.Tensor) -> bool:

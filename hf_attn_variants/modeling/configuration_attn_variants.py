@@ -10,13 +10,20 @@ from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",
+    "EAGER",
+    "SDPA",
     "AttnVariantAlbertConfig",
     "AttnVariantBertConfig",
     "AttnVariantConfigMixin",
     "AttnVariantT5Config",
+    "can_cache",
 ]
 
 ATTN_VARIANTS_VERSION = "0.1.0"
+
+# Registered names carry the version: the installed package and a Hub repository of another version share one process.
+EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
+SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 
 TALKING_HEADS = (None, "logits", "weights", "both")
 TALKING_HEADS_INITS = ("identity", "random")
@@ -90,6 +97,8 @@ class AttnVariantConfigMixin:
         self._resolve_talking_heads(heads)
         for field in self.kv_heads_fields():
             _check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
+        if not can_cache(self):
+            self.use_cache = False
 
     @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
@@ -100,8 +109,16 @@ class AttnVariantConfigMixin:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
         names = {*AttnVariantConfigMixin.__dataclass_fields__, *cls.kv_heads_fields()}
+        heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
+        names |= {"num_attention_heads", heads_field}
         # Upstream would set them on the finished configuration, past its checks.
         fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in fields:
+            fields[heads_field] = fields.pop("num_attention_heads")
+        if heads_field in fields:  # counts that only say "as many as these" go with them
+            counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
+            old = config_dict.get(heads_field)
+            config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
         return super().from_dict(config_dict | fields, **kwargs)
 
     @classmethod
@@ -124,6 +141,16 @@ class AttnVariantConfigMixin:
     def attention_head_dim(self) -> int:
         """d, the size of one query, key and value head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
+        own = {"eager": EAGER, "sdpa": SDPA}.get(value, value) if isinstance(value, str) else value
+        PreTrainedConfig._attn_implementation.fset(self, own)
 
     @property
     def output_attentions(self) -> bool:
@@ -304,6 +331,11 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
 
     def _check_hidden_size(self, heads: int) -> None:
         pass
+
+
+def can_cache(config: Any) -> bool:
+    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
+    return not any(name[0] == "m" for name in getattr(config, "talking_heads_dynamic", None) or ())
 
 
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:

@@ -19,7 +19,7 @@ from .configuration_attn_variants import ATTN_VARIANTS_VERSION
 from .talking_heads_choice import BACKENDS, choose_backend
 from .talking_heads_triton import covers_device, is_supported
 
-__all__ = ["talking_heads_attention"]
+__all__ = ["check_mask", "talking_heads_attention"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -53,7 +53,8 @@ def talking_heads_attention(
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]; it gets no gradient. A query that may
-            attend to nothing gets zeros under a boolean mask, and uniform weights under an additive one.
+            attend to nothing gets zeros under a boolean mask and under minus infinities, and uniform weights under
+            finite numbers.
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]; it gets a gradient
         scaling: the factor of the dot products
         is_causal: query i attends to keys 0..i
@@ -67,12 +68,14 @@ def talking_heads_attention(
         The outputs [b, n, h_v, d].
 
     Raises:
-        ValueError: for an unknown backend, "triton" where it does not cover the inputs, or a dropout outside [0, 1).
+        ValueError: for an unknown backend, "triton" where it does not cover the inputs, a mask of whole numbers, or a
+            dropout outside [0, 1).
 
     Source: arXiv 2003.02436, section 3.
     """
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
+    check_mask(mask)
     query, key, value = _one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     if backend not in ("auto", *BACKENDS):
@@ -85,6 +88,7 @@ def talking_heads_attention(
         raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+    with_backward = with_backward and not torch.jit.is_tracing()  # which runs again without gradients, and compares
     # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     output, _ = _forward_op(
@@ -94,9 +98,26 @@ def talking_heads_attention(
     return output
 
 
+def check_mask(mask: Tensor | None) -> None:
+    """Check that a mask is boolean or additive.
+
+    Raises:
+        ValueError: for whole numbers, of which it is unclear whether they are to be added.
+    """
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
+            f"{mask.dtype}: make it `mask.bool()`."
+        )
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch knows none for it
+
+
 def _one_dtype(*states: Tensor) -> list[Tensor]:
     device = states[0].device.type
-    if torch.is_autocast_enabled(device):
+    if _autocasts(device):
         dtype = torch.get_autocast_dtype(device)
         return [state.to(dtype) if state.dtype != torch.float64 else state for state in states]
     dtype = states[2].dtype
@@ -110,7 +131,7 @@ def _four_dimensions(tensor: Tensor | None) -> Tensor | None:
 def _without_autocast(tensor: Tensor) -> Any:
     # Autocast would reach into the op and round what is kept in float32 on purpose.
     device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
 
 
 def _forward(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:

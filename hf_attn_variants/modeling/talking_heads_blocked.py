@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "no_key"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
 # Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
@@ -92,6 +92,11 @@ class _Call:
         self.allowed = None
         if self.mask is not None and self.mask.dtype == torch.bool:
             self.allowed = self.mask.expand(batches, -1, length, self.key.shape[2])
+        self.nothing = None
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            nothing = no_key(self.mask)
+            if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
+                self.nothing = nothing.expand(batches, -1, length, 1)
 
     def _number_of_parts(self) -> int:
         batches, _, length, _ = self.query.shape
@@ -162,13 +167,16 @@ class _Call:
             allowed = causal if allowed is None else allowed & causal
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
+        nothing = None if self.nothing is None else self.nothing[block.batch, :, block.rows]
+        if nothing is not None:
+            logits = logits.masked_fill_(nothing, 0)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         weights = torch.softmax(logits, -1, out=logits) if dtype == logits.dtype else logits.softmax(-1, dtype=dtype)
         if allowed is not None:
             alive = allowed.any(-1, keepdim=True)
             if alive.device.type != "cpu" or not alive.all():  # asking a GPU would wait for it
                 weights *= alive
-        return weights
+        return weights if nothing is None else weights.masked_fill_(nothing, 0)
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
         """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or as they are."""
@@ -310,6 +318,11 @@ def backward(
         d_key = d_key.sum(0, keepdim=True)
         d_value = d_value.sum(0, keepdim=True)
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
+
+
+def no_key(mask: Tensor) -> Tensor:
+    """Say which rows of an additive mask [..., n, m] are minus infinity throughout, [..., n, 1]."""
+    return mask.amax(-1, keepdim=True) == -torch.inf
 
 
 def _group(states: Tensor, kv_heads: int) -> Tensor:

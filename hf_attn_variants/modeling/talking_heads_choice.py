@@ -178,6 +178,9 @@ def _random_call(kind: _Kind) -> list[Tensor | None]:
         return tensor if layout[0] == "1" else tensor.contiguous()
 
     heads_in, heads, heads_out, key_heads, value_heads = kind.heads
+    mask = added(kind.mask, kind.mask_layout)
+    if mask is not None and mask.dtype != torch.bool:
+        mask[:, :, 0] = -torch.inf  # a query that may attend to nothing
     (size, value_size), m = kind.sizes, kind.keys
     logits_proj, weights_proj = new(kind.logits_proj, heads_in, heads), new(kind.weights_proj, heads, heads_out)
     return [
@@ -185,7 +188,7 @@ def _random_call(kind: _Kind) -> list[Tensor | None]:
         new(kind.dtype, 1, heads_in, QUERIES, size),
         new(kind.dtype, 1, key_heads, m, size),
         new(kind.dtype, 1, value_heads, m, value_size),
-        added(kind.mask, kind.mask_layout),
+        mask,
         added(kind.bias, kind.bias_layout),
         logits_proj if logits_proj is None else logits_proj * heads_in**-0.5,
         weights_proj if weights_proj is None else weights_proj * heads**-0.5,

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
+from .configuration_attn_variants import can_cache
 
 __all__ = [
     "NO_WEIGHT_DECAY",
     "AttentionSite",
     "AttentionVariantMixin",
     "AttnVariantModelMixin",
-    "can_cache",
     "projection_shapes",
     "projection_std",
 ]
@@ -30,11 +30,6 @@ TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_d
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
-
-
-def can_cache(config: Any) -> bool:
-    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
-    return not any(name[0] == "m" for name in getattr(config, "talking_heads_dynamic", None) or ())
 
 
 @dataclass(frozen=True)
@@ -195,6 +190,11 @@ class AttnVariantModelMixin:
         # outside transformers where that has no parameter of its own: new Linears would be drawn with deviation 1.
         for module in resized:
             self._init_weights(module)
+        self._generate_as_configured()
+
+    def _generate_as_configured(self) -> None:
+        if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
+            self.generation_config.use_cache = False
 
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
         """Yield each attention with its site and its path inside the base model."""
@@ -218,7 +218,10 @@ class AttnVariantModelMixin:
         """
         if pretrained_model_name_or_path is not None:
             _check_same_heads(cls, pretrained_model_name_or_path, config, kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        # By now a generation_config.json of the checkpoint has been read.
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._generate_as_configured()
+        return loaded
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -278,6 +281,11 @@ def _check_implementation(config: Any, implementation: Any) -> None:
         )
 
 
+def _comparable(value: Any) -> Any:
+    # The names of dynamic projections have no order.
+    return set(value) if isinstance(value, list | tuple) and value else value or None
+
+
 def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> None:
     kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
     wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
@@ -303,7 +311,7 @@ def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any
     if "relative_attention_num_buckets" in held:
         plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
     for name, found in (held if held.get("talking_heads") is not None else plain).items():
-        if name in talking_fields and name in wanted and (wanted[name] or None) != (found or None):
+        if name in talking_fields and name in wanted and _comparable(wanted[name]) != _comparable(found):
             raise ValueError(
                 f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
                 "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from hf_attn_variants.modeling.variant_mixins import can_cache
+from hf_attn_variants.modeling.configuration_attn_variants import can_cache
 from hf_attn_variants.training.data import IGNORED_LABEL
 from hf_attn_variants.training.distillation import token_cross_entropy
 from hf_attn_variants.training.loop import Objective

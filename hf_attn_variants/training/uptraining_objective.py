@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from hf_attn_variants.modeling.variant_mixins import can_cache
+from hf_attn_variants.modeling.configuration_attn_variants import can_cache
 from hf_attn_variants.training.distillation import (
     DECODER,
     ENCODER,

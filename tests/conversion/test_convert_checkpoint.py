@@ -465,6 +465,28 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
         resolve_source("nobody/has-this-checkpoint")
 
 
+def test_pickles_on_the_hub_are_refused_before_they_are_downloaded(monkeypatch):
+    files = ["config.json", "pytorch_model.bin", "training_args.bin"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(
+        ValueError, match=r"'nobody/old' on the Hub are pickles \(pytorch_model\.bin\).*--allow_pickle"
+    ):
+        resolve_source("nobody/old")
+
+
+def test_a_download_that_breaks_off_says_so(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("connection lost")
+
+    files = ["config.json", "model.safetensors", "modules.json", "2_Dense/pytorch_model.bin"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(OSError, match=r"'nobody/one' broke off \(RuntimeError: connection lost\): repeat"):
+        resolve_source("nobody/one")
+    assert "2_Dense/pytorch_model.bin" in caplog.text
+
+
 def pickled(source, shards=1):
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()

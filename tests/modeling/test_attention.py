@@ -7,6 +7,7 @@ import torch
 
 from hf_attn_variants import reference
 from hf_attn_variants.modeling.attention_variants import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
 BATCH, QUERIES, KEYS, DIM = 2, 5, 7, 4
 # (h_k, k, h, h_v): query, key/value, softmax and value heads.
@@ -164,21 +165,30 @@ def test_a_mask_and_is_causal_hold_together(additive, bias):
         torch.testing.assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize("additive", [False, True])
-def test_a_query_that_may_attend_to_nothing(additive):
-    """Zeros under a boolean mask, as SDPA gives; uniform weights under upstream's finite additive one."""
+@pytest.mark.parametrize("kind", ["boolean", "infinite", "finite"])
+def test_a_query_that_may_attend_to_nothing(kind):
+    """Zeros under a boolean mask and minus infinities, as SDPA gives; uniform weights under upstream's finite ones."""
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
     mask[0] = True
-    if additive:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if kind != "boolean":
+        lowest = -torch.inf if kind == "infinite" else torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
     output, weights = attention_with_weights(query, key, value, mask, scaling=0.5)
-    if additive:
+    if kind == "finite":
         torch.testing.assert_close(weights[1], torch.full_like(weights[1], 1 / KEYS))
     else:
         assert output[1].eq(0).all()
     output.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+@pytest.mark.parametrize("function", [attention_with_weights, talking_heads_attention])
+def test_whole_numbers_are_no_mask(function):
+    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"got torch\.int64: make it `mask\.bool\(\)`"):
+        function(query, key, value, mask, scaling=0.5)
 
 
 @pytest.mark.parametrize("k, dtype", list(itertools.product([4, 2, 1], [torch.bfloat16, torch.float16])))

@@ -106,6 +106,20 @@ def test_json_round_trip(architecture, variant, tmp_path):
 
 
 @ALL
+@pytest.mark.parametrize("ours", [False, True], ids=["upstream's", "ours"])
+def test_another_number_of_heads_given_while_loading_is_that_of_all(architecture, ours, tmp_path):
+    (architecture.config_class if ours else architecture.upstream_config_class)(**architecture.tiny).save_pretrained(
+        tmp_path
+    )
+    for heads in (4, 24):
+        config = architecture.config_class.from_pretrained(tmp_path, num_attention_heads=heads)
+        fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.kv_heads_fields())
+        assert [getattr(config, field) for field in fields] == [heads] * len(fields)
+    architecture.config("gqa").save_pretrained(tmp_path)
+    assert architecture.config_class.from_pretrained(tmp_path, num_attention_heads=24).num_key_value_heads == 4
+
+
+@ALL
 def test_from_upstream_keeps_every_value(architecture):
     upstream = architecture.upstream_config_class(**architecture.tiny, num_labels=5, initializer_range=0.5)
     config = architecture.config_class.from_upstream(upstream, num_key_value_heads=2)

@@ -87,11 +87,12 @@ def test_a_static_cache_with_unequal_heads_is_a_clear_error():
         model(token_ids(), past_key_values=StaticCache(config=model.config, max_cache_len=12))
 
 
-def test_memory_side_dynamic_projections_with_a_cache_are_a_clear_error():
+def test_memory_side_dynamic_projections_keep_no_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="use_cache=False"):
         model(token_ids(), attention_mask=padding_mask(), use_cache=True)
-    assert model.generate(token_ids(2, 4), max_new_tokens=2, use_cache=False, pad_token_id=0).shape == (2, 6)
+    assert model(token_ids(), attention_mask=padding_mask()).past_key_values is None
+    assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
 
 
 def test_query_side_dynamic_projections_work_with_a_cache():

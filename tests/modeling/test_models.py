@@ -283,6 +283,47 @@ def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, imple
 
 
 @EVERY_ARCHITECTURE
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_upstreams_names_written_into_the_configuration_are_our_functions(architecture, variant, implementation):
+    head = BASE[architecture.name]
+    model, batch = architecture.model(head, variant), architecture.batch(head)
+    expected = outputs(model, batch).last_hidden_state
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = implementation
+            assert module.config._attn_implementation == {"eager": EAGER, "sdpa": SDPA}[implementation]
+    torch.testing.assert_close(outputs(model, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
+
+
+@EVERY_ARCHITECTURE
+def test_a_trained_mask_gets_its_gradient_under_talking_heads(architecture):
+    head = BASE[architecture.name]
+    batch = architecture.batch(head)
+    length = batch["input_ids"].shape[1]
+    gradients = []
+    for implementation in ("sdpa", "eager"):
+        model = architecture.model(head, "talking", attn_implementation=implementation)
+        mask = torch.zeros(len(batch["input_ids"]), 1, 1, length, requires_grad=True)
+        model(**batch | {"attention_mask": mask}).last_hidden_state.pow(3).sum().backward()
+        gradients.append(mask.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("variant", ["gqa", "talking"])
+def test_shapes_on_the_meta_device(architecture, variant):
+    head = BASE[architecture.name]
+    # Upstream looks at the values of a mask.
+    batch = {name: tensor for name, tensor in architecture.batch(head).items() if "mask" not in name}
+    expected = outputs(architecture.model(head, variant), batch).last_hidden_state.shape
+    model = architecture.model(head, variant).to("meta")
+    found = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
+    assert found.is_meta and found.shape == expected
+
+
+@EVERY_ARCHITECTURE
 @pytest.mark.parametrize("variant", ["gqa", "mqa"])
 def test_flex_attention_runs_grouped_heads(architecture, variant):
     upstream = architecture.upstream_model(BASE[architecture.name])

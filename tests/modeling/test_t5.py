@@ -1,6 +1,7 @@
 """What only T5 has: mT5, relative positions, head counts of the encoder and the decoder, and sequence generation."""
 
 import gzip
+import json
 
 import pytest
 import torch
@@ -232,11 +233,16 @@ def test_padding_changes_nothing(variant, side):
     torch.testing.assert_close(result, plain, atol=1e-5, rtol=0)
 
 
-def test_memory_side_dynamic_projections_with_a_cache_are_a_clear_error():
+def test_memory_side_dynamic_projections_keep_no_cache(tmp_path):
     model = T5.model("T5ForConditionalGeneration", "dynamic")
     with pytest.raises(ValueError, match="use_cache=False"):
-        model.generate(**text_inputs(), max_new_tokens=3)
-    assert model.generate(**text_inputs(), max_new_tokens=3, use_cache=False).shape == (BATCH, 4)
+        model.generate(**text_inputs(), max_new_tokens=3, use_cache=True)
+    model.save_pretrained(tmp_path)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
+    for found in (model, type(model).from_pretrained(tmp_path)):
+        assert found.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
+        assert found(**text_inputs(), labels=token_ids()).past_key_values is None
 
 
 def test_query_side_dynamic_projections_work_with_a_cache():

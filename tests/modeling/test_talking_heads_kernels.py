@@ -34,7 +34,7 @@ needs_triton = pytest.mark.skipif(
 BACKENDS = ["blocked", pytest.param("triton", marks=needs_triton)]
 
 B, N, M, D = 2, 3 if INTERPRETED else 5, 19, 8
-MASKS = [None, "padding", "rows", "heads", "additive", "causal", "causal padding"]
+MASKS = [None, "padding", "rows", "heads", "additive", "infinite", "causal", "causal padding"]
 BIASES = [None, (1, N, M), (B, N, M), (1, 1, M)]  # the batch, query and key axes of [., h, ., .]
 HEADS = {  # h_k, h, h_v, key heads, value heads
     "mha": (4, 4, 4, 4, 4),
@@ -106,6 +106,9 @@ def make_mask(kind, h=4, n=N, m=M, device="cpu"):
     elif kind == "additive":
         mask = torch.zeros(B, 1, n, m).masked_fill(torch.rand(B, 1, n, m) > 0.6, torch.finfo(torch.float32).min)
         mask[1, :, 2] = torch.finfo(torch.float32).min
+    elif kind == "infinite":
+        mask = torch.zeros(B, 1, n, m).masked_fill(torch.rand(B, 1, n, m) > 0.6, -torch.inf)
+        mask[1, :, 2] = -torch.inf
     causal = kind is not None and kind.startswith("causal")
     allowed = torch.ones(n, m, dtype=torch.bool).tril() if causal else torch.ones(n, m, dtype=torch.bool)
     if mask is not None and mask.dtype == torch.bool:
@@ -113,6 +116,8 @@ def make_mask(kind, h=4, n=N, m=M, device="cpu"):
     added = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
     if kind == "additive":
         added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask < 0, torch.finfo(torch.float64).min)
+    if kind == "infinite":
+        added = mask.double()
     return None if mask is None else mask.to(device), causal, added
 
 
