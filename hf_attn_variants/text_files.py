@@ -200,6 +200,8 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
                 f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "
                 f"({error.msg})"
             ) from error
+        except ValueError as error:  # a number of thousands of digits
+            raise ValueError(f"{path}, line {number}: {error}") from error
 
 
 def _open_text(path: Path, newline: str) -> TextIO:

@@ -157,6 +157,7 @@ def load_converted(
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
     if (generation := _generation_config(plan, folder)) is not None:
         model.generation_config = generation
+        model._generate_as_configured()
     return model
 
 

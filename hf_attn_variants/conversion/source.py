@@ -39,6 +39,7 @@ def resolve_source(
     revision: str | None = None,
     token: str | bool | None = None,
     allow_pickle: bool = False,
+    weights: bool = True,
 ) -> Path:
     """Return the folder of a checkpoint; one that is named by its Hub id is downloaded into the Hub's cache.
 
@@ -47,9 +48,11 @@ def resolve_source(
         revision: branch, tag or commit on the Hub.
         token: the Hub token, for private and gated repositories.
         allow_pickle: download pytorch_model.bin where the repository has no safetensors file.
+        weights: whether its weights will be read; if not, a repository of pickles serves as well.
 
     Raises:
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
+        ValueError: for a repository whose weights are pickles, which were not allowed.
     """
     name = os.fspath(model_name_or_path)
     if not name:
@@ -63,7 +66,7 @@ def resolve_source(
         raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or not name:
         raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
-    return _download(name, revision, token, allow_pickle)
+    return _download(name, revision, token, allow_pickle, weights)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _module_folders(folder: Path) -> set[str]:
         return set()
 
 
-def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool) -> Path:
+def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -181,7 +184,8 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             raise
         except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
             return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
-        _check_pickles(name, files, allow_pickle)
+        if weights and not allow_pickle:
+            _check_pickles(name, files)
         return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
@@ -210,23 +214,26 @@ def _fetch(**arguments: Any) -> Path:
         ) from error
 
 
-def _check_pickles(name: str, files: list[str], allow_pickle: bool) -> None:
-    """Refuse a repository whose weights are pickles alone, unless they are allowed; tell of a module's pickles.
+def _check_pickles(name: str, files: list[str]) -> None:
+    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are.
 
     Raises:
         ValueError: for a repository of pickles.
     """
-    if allow_pickle:
-        return
     weights = [file for file in (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if file in files]
     if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
         raise ValueError(
             f"The weights of {name!r} on the Hub are pickles ({weights[0]}), which can run code when loaded; use a "
             "repository with safetensors, or allow_pickle=True (--allow_pickle) to read them with weights_only=True."
         )
-    modules = [file for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}") and not _is_skipped_folder(file)]
-    if "modules.json" in files and modules:
-        logger.warning("not copied, because they are pickles (--allow_pickle): %s", ", ".join(modules))
+    folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
+    lost = [
+        folder
+        for folder in folders
+        if f"{folder}/{WEIGHTS_NAME}" not in files and not _is_skipped_folder(folder.split("/")[0])
+    ]
+    if "modules.json" in files and lost:
+        logger.warning("the weights of %s are pickles and not copied (see --allow_pickle)", ", ".join(lost))
 
 
 def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
@@ -240,6 +247,5 @@ def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
         if lowered.endswith(OTHER_WEIGHT_SUFFIXES):
             continue
         if lowered.endswith(PICKLE_SUFFIXES) and not (allow_pickle and (len(parts) > 1 or not has_safetensors)):
-            # Without safetensors the pickle's name alone makes the error that explains itself; the file is not needed.
             continue
         yield name

@@ -17,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import EAGER, SDPA
 from .talking_heads import check_mask, talking_heads_attention
-from .talking_heads_blocked import no_key
 
 __all__ = [
     "EAGER",
@@ -59,7 +58,8 @@ def attention_with_weights(
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
-            gets zeros under a boolean mask and under minus infinities, uniform weights under finite numbers
+            gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights
+            under finite numbers
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
         is_causal: query i attends to keys 0..i
@@ -87,9 +87,8 @@ def attention_with_weights(
         weights = nn.functional.softmax(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), dim=-1, dtype=dtype)
         weights = weights * mask.any(-1, keepdim=True)
     else:
-        nothing = no_key(mask)
-        weights = nn.functional.softmax(logits + mask.masked_fill(nothing, 0), dim=-1, dtype=dtype)
-        weights = weights.masked_fill(nothing, 0)
+        # Zeros, and no NaN, in a row of minus infinities.
+        weights = torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
     weights = _mix_heads(weights.to(value.dtype), weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     return _grouped_matmul(weights, value).transpose(1, 2), weights
@@ -110,6 +109,7 @@ def fused_attention(
 
     Arguments and result are those of `attention_with_weights`, without talking heads and without the weights.
     """
+    check_mask(mask)
     length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     groups = heads // kv_heads
     on_cpu, exporting = query.device.type == "cpu", is_exporting()

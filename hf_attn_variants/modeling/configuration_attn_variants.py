@@ -97,7 +97,7 @@ class AttnVariantConfigMixin:
         self._resolve_talking_heads(heads)
         for field in self.kv_heads_fields():
             _check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
-        if not can_cache(self):
+        if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
     @classmethod
@@ -119,7 +119,7 @@ class AttnVariantConfigMixin:
             counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        return super().from_dict(config_dict | fields, **kwargs)
+        return super().from_dict(_without_its_caching(config_dict, fields) | fields, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
@@ -135,7 +135,7 @@ class AttnVariantConfigMixin:
             raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        return cls(**(values | fields))
+        return cls(**(_without_its_caching(values, fields) | fields))
 
     @property
     def attention_head_dim(self) -> int:
@@ -149,8 +149,9 @@ class AttnVariantConfigMixin:
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:
         # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
-        own = {"eager": EAGER, "sdpa": SDPA}.get(value, value) if isinstance(value, str) else value
-        PreTrainedConfig._attn_implementation.fset(self, own)
+        PreTrainedConfig._attn_implementation.fset(self, value)
+        name = self._attn_implementation_internal
+        self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
 
     @property
     def output_attentions(self) -> bool:
@@ -335,7 +336,11 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
 
 def can_cache(config: Any) -> bool:
     """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
-    return not any(name[0] == "m" for name in getattr(config, "talking_heads_dynamic", None) or ())
+    return _keeps_cache(getattr(config, "talking_heads_dynamic", None))
+
+
+def _keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
+    return not any(name[0] == "m" for name in dynamic or ())
 
 
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
@@ -369,6 +374,13 @@ def _check_size(field: str, value: int, least: int, most: int | None = None) -> 
 def _check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+def _without_its_caching(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    # Other dynamic projections: that the old ones allowed no cache says nothing any more.
+    if "talking_heads_dynamic" not in fields or _keeps_cache(values.get("talking_heads_dynamic")):
+        return values
+    return {name: value for name, value in values.items() if name != "use_cache"}
 
 
 def _without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:

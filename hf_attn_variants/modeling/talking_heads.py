@@ -53,8 +53,8 @@ def talking_heads_attention(
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]; it gets no gradient. A query that may
-            attend to nothing gets zeros under a boolean mask and under minus infinities, and uniform weights under
-            finite numbers.
+            attend to nothing gets zeros under a boolean mask and under minus infinities (without `is_causal`), and
+            uniform weights under finite numbers.
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]; it gets a gradient
         scaling: the factor of the dot products
         is_causal: query i attends to keys 0..i

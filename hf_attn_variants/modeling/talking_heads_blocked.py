@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward", "no_key"]
+__all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
 # Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
@@ -94,7 +94,7 @@ class _Call:
             self.allowed = self.mask.expand(batches, -1, length, self.key.shape[2])
         self.nothing = None
         if self.mask is not None and self.mask.dtype != torch.bool:
-            nothing = no_key(self.mask)
+            nothing = _no_key(self.mask)
             if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
                 self.nothing = nothing.expand(batches, -1, length, 1)
 
@@ -320,7 +320,7 @@ def backward(
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
-def no_key(mask: Tensor) -> Tensor:
+def _no_key(mask: Tensor) -> Tensor:
     """Say which rows of an additive mask [..., n, m] are minus infinity throughout, [..., n, 1]."""
     return mask.amax(-1, keepdim=True) == -torch.inf
 

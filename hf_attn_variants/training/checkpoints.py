@@ -297,14 +297,20 @@ def load_checkpoint(
         accelerator.load_state(str(path))
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this model: {error}") from error
-    _check_random_state(random_states)
+    same_device = state.environment.get("device") == _environment(accelerator)["device"]
+    _check_random_state(random_states, accelerator.device if same_device else torch.device("cpu"))
     return state
 
 
-def _check_random_state(path: Path) -> None:
+def _check_random_state(path: Path, device: torch.device) -> None:
     # accelerate goes on where it cannot restore one.
     try:
-        restored = torch.equal(torch.get_rng_state(), load(path)["torch_manual_seed"])
+        states = load(path)
+        restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+        if restored and device.type == "cuda":
+            restored = torch.equal(
+                torch.cuda.get_rng_state(device), states["torch_cuda_manual_seed"][device.index or 0]
+            )
     except Exception as error:  # unpickling a damaged file can raise anything
         raise ValueError(f"cannot resume exactly: {path} cannot be read ({type(error).__name__}: {error})") from error
     if not restored:

@@ -188,4 +188,4 @@ def _ignore_sigterm(worker: int) -> None:
 
 def _pins_memory() -> bool:
     # With --cpu a GPU is left alone, whatever it is doing.
-    return torch.cuda.is_available() and PartialState().device.type == "cuda"
+    return torch.cuda.is_available() and bool(PartialState._shared_state) and PartialState().device.type == "cuda"

@@ -283,7 +283,7 @@ class MaskedLMEvaluator:
             right = (logits.argmax(-1) == labels).float()
             sums = torch.zeros(len(batch["labels"]), 6, device=losses.device)  # float64 is not on every device
             rows = (batch["labels"] != IGNORED_LABEL).nonzero()[:, 0]
-            sums[:, :3].index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1))
+            sums[:, :3].index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1).float())
             if sentence_logits is not None:
                 wanted = batch["sentence_labels"]
                 of_pairs = functional.cross_entropy(

@@ -322,7 +322,7 @@ def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
         args: The run's.
         own: Names of files that are not to be the source's.
     """
-    folder, output = resolve_source(args.model_name_or_path), Path(args.output_dir)
+    folder, output = resolve_source(args.model_name_or_path, weights=False), Path(args.output_dir)
     if folder.resolve() == output.resolve():
         return
     copied, _ = side_files(folder, [])

@@ -453,6 +453,18 @@ def test_how_an_old_checkpoint_generates_goes_along(tmp_path):
         assert model.generation_config.decoder_start_token_id == 0
 
 
+def test_a_decoder_without_a_cache_generates_without_one(tmp_path):
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    assert json.loads((tmp_path / "source/generation_config.json").read_text())["use_cache"]
+    fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, convert_function(tmp_path / "source", **fields)):
+        assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
+
+
 def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
     class NetworkError(Exception):
         """Of the client's HTTP library: no OSError."""
@@ -473,18 +485,21 @@ def test_pickles_on_the_hub_are_refused_before_they_are_downloaded(monkeypatch):
         ValueError, match=r"'nobody/old' on the Hub are pickles \(pytorch_model\.bin\).*--allow_pickle"
     ):
         resolve_source("nobody/old")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **arguments: arguments["allow_patterns"][0])
+    assert resolve_source("nobody/old", weights=False) == Path("config.json")
 
 
 def test_a_download_that_breaks_off_says_so(monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise RuntimeError("connection lost")
 
-    files = ["config.json", "model.safetensors", "modules.json", "2_Dense/pytorch_model.bin"]
+    files = ["config.json", "model.safetensors", "modules.json", "2_Dense/pytorch_model.bin", "onnx/pytorch_model.bin"]
+    files += ["3_Dense/pytorch_model.bin", "3_Dense/model.safetensors"]
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(OSError, match=r"'nobody/one' broke off \(RuntimeError: connection lost\): repeat"):
         resolve_source("nobody/one")
-    assert "2_Dense/pytorch_model.bin" in caplog.text
+    assert "the weights of 2_Dense are pickles" in caplog.text
 
 
 def pickled(source, shards=1):

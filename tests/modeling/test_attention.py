@@ -181,9 +181,11 @@ def test_a_query_that_may_attend_to_nothing(kind):
         assert output[1].eq(0).all()
     output.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+    none = query[:, :, :0]
+    assert attention_with_weights(query, none, none, mask[..., :0], scaling=0.5)[0].eq(0).all()
 
 
-@pytest.mark.parametrize("function", [attention_with_weights, talking_heads_attention])
+@pytest.mark.parametrize("function", [attention_with_weights, fused_attention, talking_heads_attention])
 def test_whole_numbers_are_no_mask(function):
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)

@@ -120,6 +120,19 @@ def test_another_number_of_heads_given_while_loading_is_that_of_all(architecture
 
 
 @ALL
+def test_other_dynamic_projections_may_keep_a_cache_again(architecture, tmp_path):
+    before = getattr(architecture.config("talking"), "use_cache", None)
+    config = architecture.config("dynamic")
+    assert not getattr(config, "use_cache", False)
+    config.save_pretrained(tmp_path)
+    for again in (
+        architecture.config_class.from_upstream(config, talking_heads_dynamic=["x2l"]),
+        architecture.config_class.from_pretrained(tmp_path, talking_heads_dynamic=["x2l"]),
+    ):
+        assert getattr(again, "use_cache", None) == before
+
+
+@ALL
 def test_from_upstream_keeps_every_value(architecture):
     upstream = architecture.upstream_config_class(**architecture.tiny, num_labels=5, initializer_range=0.5)
     config = architecture.config_class.from_upstream(upstream, num_key_value_heads=2)

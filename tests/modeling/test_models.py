@@ -285,13 +285,14 @@ def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, imple
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_upstreams_names_written_into_the_configuration_are_our_functions(architecture, variant, implementation):
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_upstreams_names_written_into_the_configuration_are_ours(architecture, variant, implementation, as_dict):
     head = BASE[architecture.name]
     model, batch = architecture.model(head, variant), architecture.batch(head)
     expected = outputs(model, batch).last_hidden_state
     for module in model.modules():
         if hasattr(module, "config"):
-            module.config._attn_implementation = implementation
+            module.config._attn_implementation = {"": implementation} if as_dict else implementation
             assert module.config._attn_implementation == {"eager": EAGER, "sdpa": SDPA}[implementation]
     torch.testing.assert_close(outputs(model, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
 
