@@ -58,8 +58,8 @@ def attention_with_weights(
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
-            gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights
-            under finite numbers
+            gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights under
+            finite numbers (upstream's own masks).
         position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
         is_causal: query i attends to keys 0..i
@@ -71,6 +71,9 @@ def attention_with_weights(
 
     Returns:
         The outputs [b, n, h_v, d] and the weights that multiply the values [b, h_v, n, m].
+
+    Raises:
+        ValueError: for a mask of whole numbers.
     """
     check_mask(mask)
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2))  # [b, h_k, n, m]
@@ -226,8 +229,8 @@ def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, t
 
 
 def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    # One query's weights are small and made faster at once; an exported graph must not hold an operator of ours, which
-    # has no gradient of a mask either.
+    # One query's weights are small and made faster at once; our operator must not be in an exported graph, and gives a
+    # mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
     return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or is_exporting()
