@@ -1,5 +1,6 @@
 """The source distribution and the wheel: what is in them, what a package index shows, and that the wheel runs."""
 
+import ast
 import os
 import re
 import shutil
@@ -126,6 +127,21 @@ def test_a_package_index_gets_absolute_links(built):
         else:
             kind = "raw" if path.endswith((".png", ".svg")) else "blob"
             assert link == f"{urls['Source']}/{kind}/HEAD/{target}"
+
+
+def test_no_message_names_a_script():
+    """A wheel has none: messages name the subcommands."""
+    # A parser called by a script names that script; what modeling/ says is tested beside it.
+    paths = [
+        p for p in (ROOT / "hf_attn_variants").rglob("*.py") if p.name != "cli.py" and p.parent.name != "modeling"
+    ]
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {id(n.body[0].value) for n in nodes if isinstance(n, documented) and ast.get_docstring(n)}
+        texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named = [n.value for n in texts if "scripts/" in n.value and id(n) not in docstrings]
+        assert not named, f"{path.name}: {named}"
 
 
 def test_the_wheel_runs_as_a_module(run_wheel):
