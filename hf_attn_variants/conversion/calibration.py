@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .fitting import FIT_DEFAULTS, relative_error
+from .grouping import HeadCounts
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
+from .methods.mean import MeanPooling
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
-from .recording import recorded_inputs
+from .progress import progress_bar
+from .recording import attend, recorded_inputs
 
 __all__ = ["Calibration", "calibrate", "method_to_calibrate"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
+# The share of the texts that nothing is fitted to: on them errors are measured.
+HELD_OUT = 0.1
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
 
@@ -28,7 +33,8 @@ class Calibration:
     """The text that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
 
     An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
-    kind of text that the model is for are enough; many short ones say more than a few long ones.
+    kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is
+    held out: nothing is fitted to it, and the errors of the report are measured on it.
 
     Args:
         texts: one example each; or pairs of texts for a model that will read pairs, as the tokenizer joins them.
@@ -36,10 +42,15 @@ class Calibration:
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
         max_length: tokens at which a text is cut.
         batch_size: texts a forward pass.
-        fit_steps: Adam steps a module after the closed form; 0 = the closed form alone.
-        fit_learning_rate: the rate at their beginning, relative to the root mean square of each tensor.
-        fit_batch_size: texts a step.
+        fit_steps: method "calibrated": Adam steps a module after the closed form; None = 400, 0 = it alone.
+        fit_learning_rate: of these steps, at their beginning and relative to the root mean square of each tensor;
+            None = 0.03.
+        fit_batch_size: texts a step; None = 32.
         device: where to run; None = a GPU if there is one.
+
+    Raises:
+        TypeError: if `texts` holds anything but strings or pairs of them.
+        ValueError: if there is none, one is empty, or a number is out of its range.
     """
 
     texts: Sequence[str] | Sequence[tuple[str, str]]
@@ -47,34 +58,56 @@ class Calibration:
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int = 64
     batch_size: int = 32
-    fit_steps: int = 400
-    fit_learning_rate: float = 0.03
-    fit_batch_size: int = 32
+    fit_steps: int | None = None
+    fit_learning_rate: float | None = None
+    fit_batch_size: int | None = None
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.texts, str) and not len(self.texts):
+        if isinstance(self.texts, str) or not isinstance(self.texts, Sequence):
+            raise TypeError(f"`texts` of a calibration must be a list; got a {type(self.texts).__name__}.")
+        if not len(self.texts):
             raise ValueError("a calibration needs `texts`; the list is empty.")
-        pairs = not isinstance(self.texts, str) and all(isinstance(text, tuple) for text in self.texts)
-        texts = [text for pair in self.texts for text in pair] if pairs else self.texts
-        if isinstance(self.texts, str) or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError("`texts` of a calibration must be a list of strings, or of pairs, that are not empty.")
-        if pairs and any(len(pair) != 2 for pair in self.texts):
+        # A pair that was read from JSON is a list.
+        rows = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
+        object.__setattr__(self, "texts", rows)
+        pairs = isinstance(rows[0], tuple)
+        wrong = next((row for row in rows if not _is_example(row, pairs)), None)
+        if wrong is not None:
+            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong!r:.80}.")
+        if pairs and any(len(pair) != 2 for pair in rows):
             raise ValueError("a pair of a calibration's `texts` has two strings.")
+        if any(not text.strip() for row in rows for text in (row if pairs else [row])):
+            raise ValueError("`texts` of a calibration must not be empty; one of them is.")
         if self.target_texts is not None and len(self.target_texts) != len(self.texts):
             raise ValueError(
                 f"a calibration has a target for each text: {len(self.texts)} texts, {len(self.target_texts)} targets."
             )
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` of a calibration must be at least {least}; got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` of a calibration must be at least {least}; got {value}.")
 
-    def settings(self) -> dict[str, Any]:
-        """Return what a report says of it, as JSON values: how many texts and of what kind, no text itself."""
-        names = ("max_length", "fit_steps", "fit_learning_rate", "fit_batch_size")
+    @property
+    def held_out_count(self) -> int:
+        """How many of the texts are held out."""
+        return min(max(1, round(HELD_OUT * len(self.texts))), len(self.texts) - 1)
+
+    def fit_option(self, name: str) -> Any:
+        """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`: as given, or the default."""
+        given = getattr(self, name)
+        return FIT_DEFAULTS[name] if given is None else given
+
+    def settings(self, method: CalibratedMethod) -> dict[str, Any]:
+        """Return what a report says of it, as JSON values: how many texts and of what kind, no text itself.
+
+        Args:
+            method: whose options are said too.
+        """
         kind = "pairs" if isinstance(self.texts[0], tuple) else "texts"
-        targets = self.target_texts is not None
-        return {"count": len(self.texts), "kind": kind, "targets": targets} | {n: getattr(self, n) for n in names}
+        targets, held_out = self.target_texts is not None, self.held_out_count
+        said = {"count": len(self.texts), "kind": kind, "targets": targets, "held_out": held_out}
+        return said | {"max_length": self.max_length} | {name: self.fit_option(name) for name in method.options}
 
 
 def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
@@ -85,13 +118,13 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
             text and only talking heads to add.
     """
     method = plan.method
-    if calibration is not None and not _pooled(plan) and any(module.projections for module in plan.modules):
+    if calibration is not None and not plan.pooled and any(module.projections for module in plan.modules):
         raise ValueError("a calibration fits fewer key/value heads; talking heads are added without: leave it out.")
-    if not isinstance(method, CalibratedMethod) or not _pooled(plan):
+    if not isinstance(method, CalibratedMethod) or not plan.pooled:
         return None
     if calibration is not None:
         method.converted.clear()  # of another model, or on another text
-    elif all(module.name in method.converted for module in _pooled(plan)):
+    elif all(module.name in method.converted for module in plan.pooled):
         return None
     if plan.source_config.talking_heads is not None:
         raise ValueError(
@@ -126,7 +159,7 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    modules = _pooled(plan)
+    modules = plan.pooled
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
@@ -136,24 +169,49 @@ def calibrate(
     model = model.eval().to(device)
     if model.can_generate():  # its own settings, beams or penalties, are for its users
         model.generation_config = GenerationConfig.from_model_config(model.config)
-    batches = _batches(model, tokenizer, calibration)
+    used, held_out = _batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
     attentions = {path: module for _, path, module in model.named_attentions()}
-    with tqdm(total=len(modules), desc="calibrating", unit="attention") as progress:
-        for group in _recorded_together(modules, model.config, batches):
-            calls = recorded_inputs(model, [module.name for module in group], batches)
+    # A step each for the closed form, whose time no number of steps is known for; the estimate is of the mean so far.
+    steps = 1 + method.steps(calibration)
+    errors = []
+    with progress_bar(total=steps * len(modules), desc="calibrating", unit="step", smoothing=0) as bar:
+        for group in _recorded_together(modules, model.config, used + held_out):
+            calls = recorded_inputs(model, [module.name for module in group], used + held_out)
             for module in group:
+                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}")
                 tensors = _tensors_of(attentions[module.name], module)
                 generator = seeded_generator(plan.seed, module.name)
                 inputs = calls.pop(module.name)
-                uses = max(1, len(inputs) // len(batches))
-                layer = LayerContext(module.name, module.site.name, generator, initializer_std(plan.config), uses)
+                uses = max(1, len(inputs) // len(used + held_out))
+                inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
+                std = initializer_std(plan.config)
+                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, bar.update)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
+                measured = _held_out_errors(tensors, converted, module.heads, layer)
+                converted = replace(converted, details=converted.details | measured)
                 method.remember(module.name, tensors, _on_cpu(converted))
-                progress.update()
+                errors.append(measured["output_relative_error"])
+                bar.update(steps * len(errors) - bar.n)
+                if None not in errors:
+                    bar.set_postfix_str(f"outputs {sum(errors) / len(errors):.1%} off on held-out text")
 
 
-def _pooled(plan: ConversionPlan) -> list[AttentionModule]:
-    return [module for module in plan.modules if module.heads.relation == "pool"]
+@torch.no_grad()
+def _held_out_errors(
+    tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
+) -> dict[str, float | None]:
+    """Return the relative errors of one attention's outputs on held-out text, and those that averaged heads have."""
+    targets = [attend(tensors, batch, heads.query)[0] for batch in layer.held_out]
+    averaged = MeanPooling().pool(tensors, heads, layer)
+    names = {"output_relative_error": converted, "output_relative_error_averaged": averaged}
+    errors = {name: relative_error(which, heads, layer.held_out, targets) for name, which in names.items()}
+    return {name: None if error is None else round(error, 4) for name, error in errors.items()}
+
+
+def _is_example(row: Any, is_pair: bool) -> bool:
+    if not is_pair:
+        return isinstance(row, str)
+    return isinstance(row, tuple) and all(isinstance(text, str) for text in row)
 
 
 def _tensors_of(attention: torch.nn.Module, module: AttentionModule) -> AttentionTensors:
@@ -183,9 +241,43 @@ def _recorded_together(
 
 
 def _batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    calibration: Calibration,
+    generator: torch.Generator,
+) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Make batches of texts of similar length: of those to fit to, and of those that are held out.
+
+    Args:
+        generator: draws the texts that are held out.
+    """
+    encoded, segments, targets = _tokenized(model, tokenizer, calibration)
+    drawn = torch.randperm(len(encoded), generator=generator).tolist()
+    parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
+    chunks = [
+        (part, order[start : start + calibration.batch_size])
+        for part, order in enumerate(sorted(rows, key=lambda i: (len(encoded[i]), i)) for rows in parts)
+        for start in range(0, len(order), calibration.batch_size)
+    ]
+    generates = model.config.is_encoder_decoder and targets is None
+    if generates:
+        chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
+    batches: tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]] = ([], [])
+    for part, rows in chunks:
+        batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+        if segments is not None and getattr(model.config, "type_vocab_size", 0) > 1:
+            batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
+        if model.config.is_encoder_decoder:
+            chosen = None if targets is None else [targets[i] for i in rows]
+            batch |= _decoder_arguments(model, batch, chosen, calibration)
+        batches[part].append(batch)
+    return batches
+
+
+def _tokenized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
-) -> list[dict[str, torch.Tensor]]:
-    """Tokenize the text into the model's arguments, texts of similar length together."""
+) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
+    """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
     if calibration.target_texts is not None and not model.config.is_encoder_decoder:
         raise ValueError("the calibration has target texts; the model has no decoder to read them.")
     if tokenizer.pad_token_id is None:
@@ -214,18 +306,7 @@ def _batches(
     targets = None
     if model.config.is_encoder_decoder and calibration.target_texts is not None:
         targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    batches = []
-    for start in range(0, len(order), calibration.batch_size):
-        rows = order[start : start + calibration.batch_size]
-        batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
-        if segments is not None and getattr(model.config, "type_vocab_size", 0) > 1:
-            batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
-        if model.config.is_encoder_decoder:
-            chosen = None if targets is None else [targets[i] for i in rows]
-            batch |= _decoder_arguments(model, batch, chosen, calibration)
-        batches.append(batch)
-    return batches
+    return encoded, segments, targets
 
 
 def _decoder_arguments(

@@ -1,15 +1,16 @@
-"""The command behind `scripts/convert_checkpoint.py`."""
+"""The command `attn-variants convert`, which `scripts/convert_checkpoint.py` is too."""
 
 import argparse
-import random
 from collections.abc import Sequence
-from typing import Any
 
 from ..cli import HelpFormatter, program_name
-from ..text_files import read_columns, read_lines, read_pairs, text_columns
 from .calibration import Calibration
+from .calibration_files import CALIBRATION_SIZE, read_calibration
 from .convert import DTYPES, convert_checkpoint
-from .methods import METHODS
+from .fitting import FIT_DEFAULTS
+from .methods import METHODS, CalibratedMethod
+from .next_steps import next_steps
+from .progress import no_progress_bars
 from .report import ConversionReport
 
 __all__ = ["main", "parse_args"]
@@ -22,9 +23,6 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
       --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
 """
 
-# What a model with such a head is for; any other is fine-tuned, as most are, on sentences.
-NEXT_COMMANDS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
-CALIBRATION_SIZE = 2048
 CALIBRATION_OPTIONS = (
     "calibration_file",
     "calibration_columns",
@@ -81,8 +79,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     calibration.add_argument(
         "--fit_steps",
         type=int,
-        help="Adam steps for each attention after the closed form; 0 = the closed form alone (default: "
-        f"{Calibration.fit_steps})",
+        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
+        f"(default: {FIT_DEFAULTS['fit_steps']})",
     )
     parser.add_argument(
         "--talking_heads",
@@ -107,6 +105,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
     return parser.parse_args(argv)
 
 
@@ -117,49 +116,32 @@ def main(args: argparse.Namespace) -> ConversionReport:
         ValueError, OSError: as for `convert_checkpoint`.
     """
     options = vars(args).copy()
-    for name in CALIBRATION_OPTIONS:
+    for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
         options.pop(name)
-    report = convert_checkpoint(calibration=_calibration(args), **options)
+    calibration = _calibration(args)
+    with no_progress_bars(args.disable_tqdm):
+        report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary())
-    task = next((task for head, task in NEXT_COMMANDS.items() if report.architecture.endswith(head)), "glue")
-    print(f'Next: attn-variants {task} --model_name_or_path "{report.output_dir}" ...')
+    print("\n".join(next_steps(report, args)))
     return report
 
 
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text and draw its examples."""
+    given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
+    if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
+        raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
     if args.calibration_file is None:
-        for name in CALIBRATION_OPTIONS:
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name} needs --calibration_file.")
+        if given:
+            raise ValueError(f"--{given[0]} needs --calibration_file.")
         return None
-    size = CALIBRATION_SIZE if args.calibration_size is None else args.calibration_size
-    if size < 1:
-        raise ValueError(f"--calibration_size must be at least 1; got {size}.")
-    texts, targets = _read_examples(args)
-    if len(texts) > size:
-        chosen = sorted(random.Random(args.seed).sample(range(len(texts)), size))
-        texts, targets = [texts[i] for i in chosen], targets and [targets[i] for i in chosen]
-    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if getattr(args, name) is not None}
-    return Calibration(texts, targets, **settings)
-
-
-def _read_examples(args: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
-    """Read texts, or pairs of them, and the targets, if any."""
-    path, target = args.calibration_file, args.calibration_target_column
-    columns = text_columns([path], args.calibration_columns, "--calibration_columns")
-    if columns:
-        if args.calibration_target_file is not None:
-            raise ValueError(
-                "--calibration_target_file is for lines of text; a table takes --calibration_target_column."
-            )
-        flags = "--calibration_columns" + (" and --calibration_target_column" if target else "")
-        rows = read_columns([path], [*columns, *([target] if target else [])], flags)
-        texts = [row[: len(columns)] if len(columns) == 2 else row[0] for row in rows]
-        return texts, [row[-1] for row in rows] if target else None
-    if target is not None:
-        raise ValueError(f"--calibration_target_column is for a table; {path} is none.")
-    if args.calibration_target_file is None:
-        return read_lines([path]), None
-    pairs = read_pairs(path, args.calibration_target_file)
-    return [source for source, _ in pairs], [target for _, target in pairs]
+    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
+    return read_calibration(
+        args.calibration_file,
+        columns=args.calibration_columns,
+        target_file=args.calibration_target_file,
+        target_column=args.calibration_target_column,
+        size=args.calibration_size,
+        seed=args.seed,
+        **settings,
+    )

@@ -11,6 +11,7 @@ from .checkpoint_io import TORCH_DTYPES, CheckpointReader, SafetensorsWriter, Te
 from .in_memory import TensorSource
 from .methods import AttentionTensors
 from .plan import AttentionModule, ConversionPlan
+from .progress import progress_bar
 from .report import LayerReport, layer_report
 
 __all__ = ["byte_size", "converted_tensors", "one_thread", "planned_entries", "write_weights"]
@@ -63,7 +64,7 @@ def write_weights(
         layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
     layers = []
     with ExitStack() as stack, one_thread():
-        progress = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="converting"))
+        progress = stack.enter_context(progress_bar(total=size, unit="B", unit_scale=True, desc="writing"))
         writers = {
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()

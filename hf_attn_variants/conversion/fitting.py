@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .methods.base import AttentionTensors
 
-__all__ = ["fit", "refit_output", "relative_error"]
+__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error"]
 
 RIDGE = 1e-6
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
-# The share of the text that is not fitted to: it says when fitting helps.
-HELD_OUT = 0.1
+FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
 def fit(
@@ -33,12 +32,12 @@ def fit(
     targets: Sequence[torch.Tensor],
     calibration: Calibration,
     generator: torch.Generator,
+    on_step: Callable[[], Any] = lambda: None,
 ) -> AttentionTensors:
     """Fit one attention's projections to outputs by Adam, then its output projection by regression once more.
 
     The gradient passes through this attention alone. Adam works on W C^1/2, with C the second moment of what W reads:
-    a step then changes the outputs by as much in all directions that the text takes. Where fitting makes the outputs
-    on a held-out tenth of the text no better, `tensors` come back as they are.
+    a step then changes the outputs by as much in all directions that the text takes.
 
     Args:
         tensors: the projections to begin with.
@@ -46,32 +45,29 @@ def fit(
         inputs: what the attention is called with, on text.
         targets: the outputs to reach, [b, n, D] each.
         calibration: the steps, their rate and size.
-        generator: chooses what is held out and each step's examples.
+        generator: chooses each step's examples.
+        on_step: called after each step.
     """
-    used, held = _split(inputs, targets, generator)
-    coordinates = _Whitened(tensors, heads, used[0])
-    groups = [{"params": [p], "lr": calibration.fit_learning_rate * _rms(p)} for p in coordinates.parameters]
+    coordinates = _Whitened(tensors, heads, inputs)
+    rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
+    groups = [{"params": [p], "lr": rate * _rms(p)} for p in coordinates.parameters]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
-    steps = calibration.fit_steps
+    steps = calibration.fit_option("fit_steps")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
     with torch.enable_grad():
         for _ in range(steps):
-            index = int(torch.randint(len(used[0]), (1,), generator=generator))
-            examples = used[0][index].states.shape[0]
-            rows = torch.randperm(examples, generator=generator)[: calibration.fit_batch_size]
+            index = int(torch.randint(len(inputs), (1,), generator=generator))
+            rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
             rows = rows.to(tensors.query_weight.device)
-            batch, target = used[0][index].rows(rows), used[1][index][rows]
+            batch, target = inputs[index].rows(rows), targets[index][rows]
             output = attend(coordinates.tensors(), coordinates.whitened(batch), heads.query)[0]
             loss = (output - target)[batch.valid].square().mean() / target[batch.valid].var().clamp_min(1e-30)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-    fitted = refit_output(coordinates.unwhitened(), heads, *used)
-    before, after = (relative_error(which, heads, *held) for which in (tensors, fitted))
-    rounded = (round(error, 4) if math.isfinite(error) else None for error in (before, after))
-    details = dict(zip(("relative_error_closed_form", "relative_error_fitted"), rounded, strict=True))
-    return replace(fitted if after < before else tensors, details=tensors.details | details)
+            on_step()
+    return refit_output(coordinates.unwhitened(), heads, inputs, targets)
 
 
 @torch.no_grad()
@@ -110,15 +106,21 @@ def relative_error(
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
     targets: Sequence[torch.Tensor],
-) -> float:
-    """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions."""
+) -> float | None:
+    """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
+
+    None where there is no text, or what comes out is no number.
+    """
+    if not inputs:
+        return None
     errors = [
         (attend(tensors, batch, heads.query)[0] - target)[batch.valid]
         for batch, target in zip(inputs, targets, strict=True)
     ]
     target = torch.cat([target[batch.valid] for batch, target in zip(inputs, targets, strict=True)])
     spread = (target - target.mean(0)).double().square().sum()
-    return math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
+    error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
+    return error if math.isfinite(error) else None
 
 
 class _Whitened:
@@ -185,27 +187,6 @@ def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-30))
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * values.rsqrt()).to(dtype), (vectors * values.sqrt()).to(dtype)
-
-
-def _split(
-    inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor], generator: torch.Generator
-) -> list[tuple[list[AttentionInputs], list[torch.Tensor]]]:
-    # Each batch's examples into (used, held out): batches are of texts of one length, so whole ones would not do.
-    parts: list[tuple[list[AttentionInputs], list[torch.Tensor]]] = [([], []), ([], [])]
-    for batch, target in zip(inputs, targets, strict=True):
-        order = torch.randperm(target.shape[0], generator=generator).to(target.device)
-        size = round(HELD_OUT * target.shape[0])
-        for (batches, outputs), rows in zip(parts, (order[size:], order[:size]), strict=True):
-            if len(rows):
-                batches.append(batch.rows(rows))
-                outputs.append(target[rows])
-    if parts[1][0]:
-        return parts
-    # A tenth of so few examples is none: whole batches then.
-    every = round(1 / HELD_OUT)
-    used = [i for i in range(len(inputs)) if i % every or len(inputs) == 1]
-    held = [i for i in range(len(inputs)) if i % every == 0]
-    return [([inputs[i] for i in which], [targets[i] for i in which]) for which in (used, held)]
 
 
 def _with_one(states: torch.Tensor) -> torch.Tensor:

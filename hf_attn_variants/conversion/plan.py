@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
@@ -86,6 +85,11 @@ class ConversionPlan:
         if self.config.talking_heads is not None:
             fields += ["num_softmax_heads", "num_value_heads"]
         return {name: (getattr(self.source_config, name), getattr(self.config, name)) for name in fields}
+
+    @property
+    def pooled(self) -> list[AttentionModule]:
+        """The attention modules that get fewer key/value heads."""
+        return [module for module in self.modules if module.heads.relation == "pool"]
 
     def convert(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
         """Return one module's projections with its new head counts, in the dtypes they came in.
@@ -259,10 +263,6 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
             f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source has "
             f"{source_config.num_softmax_heads}, the new config {new_config.num_softmax_heads} (`num_softmax_heads`)."
         )
-    # Old checkpoints name their tokenizer's class nowhere: AutoTokenizer knows it by upstream's `model_type`, which is
-    # no longer there.
-    if getattr(new_config, "tokenizer_class", None) is None:
-        new_config.tokenizer_class = TOKENIZER_MAPPING_NAMES.get(raw["model_type"])
     return new_config
 
 

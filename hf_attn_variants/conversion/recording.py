@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
 from ..modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ..modeling.variant_mixins import AttentionSite
+from .progress import progress_bar
 
 if TYPE_CHECKING:
     from .methods.base import AttentionTensors
@@ -109,7 +109,7 @@ def recorded_inputs(
     model: PreTrainedModel,
     paths: Sequence[str],
     batches: Sequence[Mapping[str, torch.Tensor]],
-    description: str = "calibrating",
+    description: str = "reading the text",
 ) -> dict[str, list[AttentionInputs]]:
     """Run a model over batches and return what its attentions were called with.
 
@@ -126,7 +126,7 @@ def recorded_inputs(
     with recorder.hooked():
         model.set_attn_implementation(RECORDING)
         try:
-            for batch in tqdm(batches, desc=description, unit="batch", leave=False):
+            for batch in progress_bar(batches, desc=description, unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 with suppress(_AllRecorded):
                     model.base_model(**recorder.batch)

@@ -5,7 +5,11 @@ Per attention module, the relative Frobenius errors of the two products that att
     logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (biases included: [W | b] for W)
     values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (the value's bias included)
 
-with W_k,i the key head that query head i reads. They compare weights and know nothing of the data.
+with W_k,i the key head that query head i reads. They compare weights and know nothing of the data: after a calibration
+they are large where the model is good. There the error that means something is that of each attention's output y,
+computed in float32 on the calibration's held-out text, for each of its calls with the inputs of the source:
+
+    output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens; 0 is equal, 1 no better than the mean
 """
 
 import json
@@ -46,7 +50,13 @@ BLOCK_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention module: heads before and after, and relative errors (None where the source's products are 0)."""
+    """One attention module: heads before and after, and relative errors (None where the source's products are 0).
+
+    `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
+    held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit
+    `relative_error_closed_form` and `relative_error_fitted` too, of which the better was kept. None: no text was held
+    out, or the error is no number.
+    """
 
     module: str
     site: str
@@ -109,11 +119,26 @@ class ConversionReport:
         """The mean over the attention modules whose heads changed."""
         return self._mean("value_relative_error")
 
+    @property
+    def mean_output_relative_error(self) -> float | None:
+        """Of the attentions' outputs on held-out text: the mean over the calibrated ones; None without calibration."""
+        return self._mean_detail("output_relative_error")
+
+    @property
+    def mean_output_relative_error_averaged(self) -> float | None:
+        """The same if heads had been averaged."""
+        return self._mean_detail("output_relative_error_averaged")
+
+    def __str__(self) -> str:
+        return self.summary()
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         means = {
             "mean_logits_relative_error": self.mean_logits_relative_error,
             "mean_value_relative_error": self.mean_value_relative_error,
+            "mean_output_relative_error": self.mean_output_relative_error,
+            "mean_output_relative_error_averaged": self.mean_output_relative_error_averaged,
         }
         return asdict(self) | means
 
@@ -125,8 +150,9 @@ class ConversionReport:
         """Return a few lines for people."""
         heads = [f"  {name:<27} {before} -> {after}" for name, (before, after) in self.heads.items()]
         before, after = self.parameters["before"], self.parameters["after"]
+        how = f" ({self.method})" if any(layer.change == "pool" for layer in self.layers) else ""
         lines = [
-            f"Converted {self.source} ({self.method}) into {self.output_dir}",
+            f"Converted {self.source}{how} into {self.output_dir}",
             *heads,
             f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
         ]
@@ -135,12 +161,40 @@ class ConversionReport:
             lines.append(f"  {'talking heads added':<27} {added}")
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
-        lines.append(f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}")
-        lines.append(f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)")
+        lines += self._output_errors() or [
+            f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
+            f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
+        ]
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
         return "\n".join(lines)
+
+    def _output_errors(self) -> list[str]:
+        """Return what held-out text says of the attentions' outputs; nothing where it was not asked."""
+        if self.mean_output_relative_error is None:
+            return []
+        averaged = _percent(self.mean_output_relative_error_averaged)
+        value = f"{_percent(self.mean_output_relative_error)} on held-out text (averaged heads: {averaged})"
+        lines = [f"  {'error of attention outputs':<27} {value}"]
+        fitted = {
+            layer.module: (layer.details["relative_error_closed_form"], layer.details["relative_error_fitted"])
+            for layer in self.layers
+            if "relative_error_fitted" in layer.details
+        }
+        if fitted:
+            before = _percent(self._mean_detail("relative_error_closed_form"))
+            lines.append(f"  {'... by the closed form':<27} {before}, then fitted")
+        unfitted = [name for name, errors in fitted.items() if None in errors or errors[1] >= errors[0]]
+        if unfitted:
+            shown = ", ".join(unfitted[:3]) + (", ..." if len(unfitted) > 3 else "")
+            value = f"in {len(unfitted)} of {len(fitted)} attentions, where the fit is no better: {shown}"
+            lines.append(f"  {'closed form kept':<27} {value}")
+        return lines
+
+    def _mean_detail(self, name: str) -> float | None:
+        known = [error for layer in self.layers if (error := layer.details.get(name)) is not None]
+        return sum(known) / len(known) if known else None
 
     def _mean(self, name: str) -> float | None:
         changed = [layer for layer in self.layers if layer.change != "same"]

@@ -4,7 +4,6 @@ import gc
 import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
-from hf_attn_variants.conversion.fitting import _split
+from hf_attn_variants.conversion.calibration import _batches
+from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_text import conversion_text
 
@@ -125,7 +125,10 @@ def test_rotated_copies_of_a_head_are_aligned_without_loss():
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
                 heads[:, 1] = torch.einsum("de,ge...->gd...", turn, heads[:, 0])
     assert error(convert_model(model, 2, "mean"), model) > 0.1
-    assert error(convert_model(model, 2, "aligned", calibration=calibration()), model) < 1e-3
+    assert (
+        error(convert_model(model, 2, "aligned", calibration=Calibration(text(), tokenizer=WordTokenizer())), model)
+        < 1e-3
+    )
 
 
 class PairTokenizer(WordTokenizer):
@@ -161,6 +164,49 @@ def test_pairs_are_seen_as_the_tokenizer_joins_them():
 def test_all_heads_stay_as_they_are():
     model = bert()
     assert error(convert_model(model, 4, calibration=calibration()), model) < 1e-6
+
+
+class Watched(Calibrated):
+    """Notes how many texts it is given to fit to, and how many are held out."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def convert_module(self, tensors, heads, layer, inputs, calibration):
+        self.seen.append(tuple(sum(len(batch.states) for batch in part) for part in (inputs, layer.held_out)))
+        return super().convert_module(tensors, heads, layer, inputs, calibration)
+
+
+@pytest.mark.parametrize("fit_steps", [0, 20])
+def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_path, fit_steps):
+    bert().save_pretrained(tmp_path / "source")
+    method = Watched()
+    report = convert_checkpoint(
+        tmp_path / "source", tmp_path / "out", 2, method, calibration=calibration(fit_steps=fit_steps)
+    )
+    assert method.seen == [(461, 51)] * 2
+    details = [layer.details for layer in report.layers]
+    for row in details:
+        assert 0 < row["output_relative_error"] < row["output_relative_error_averaged"]
+        if fit_steps:
+            assert row["output_relative_error"] == min(row["relative_error_closed_form"], row["relative_error_fitted"])
+    stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    expected = sum(row["output_relative_error"] for row in details) / 2
+    assert stored["mean_output_relative_error"] == report.mean_output_relative_error == pytest.approx(expected)
+    said = report.summary()
+    assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == said
+    assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
+    assert ("then fitted" in said) is bool(fit_steps)
+
+
+def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    given = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given)
+    for layer in report.layers:
+        assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
+    assert "in 2 of 2 attentions, where the fit is no better: encoder.layer.0.attention" in report.summary()
 
 
 def test_same_seed_same_weights():
@@ -222,8 +268,9 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     assert "Calibration: 512 texts, cut at 48 tokens." in conversion_text(found["text"], None)["sentence"]
     assert found["none"]["calibration"] is None
     assert "Calibration:" not in conversion_text(found["none"], None)["sentence"]
-    pairs = Calibration([("a", "b")], target_texts=["c"]).settings()
-    assert pairs["kind"] == "pairs" and pairs["targets"]
+    assert settings["held_out"] == 51
+    pairs = Calibration([("a", "b")], target_texts=["c"]).settings(Aligned())
+    assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
 def test_a_method_that_is_used_again_looks_at_the_new_model():
@@ -265,11 +312,19 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
 
 
-def test_few_examples_a_batch_leave_some_held_out():
-    batches = [SimpleNamespace(rows=lambda rows: len(rows)) for _ in range(25)]
-    targets = [torch.zeros(4, 3, 2) for _ in range(25)]
-    (used, _), (held, _) = _split(batches, targets, torch.Generator().manual_seed(0))
-    assert len(held) == 3 and len(used) == 22 and not {id(batch) for batch in held} & {id(batch) for batch in used}
+@pytest.mark.parametrize(("count", "held"), [(1, 0), (2, 1), (9, 1), (25, 2), (512, 51)])
+def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
+    texts = [word * 99 for word in text(count)]
+    given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, batch_size=4)
+    model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
+    model.config.max_position_embeddings = 1200
+    parts = _batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    rows = [
+        [tuple(row[: int(sum(mask))].tolist()) for b in part for row, mask in zip(*b.values(), strict=True)]
+        for part in parts
+    ]
+    assert given.held_out_count == len(rows[1]) == held
+    assert sorted(rows[0] + rows[1]) == sorted(map(tuple, WordTokenizer()(texts, max_length=1200)["input_ids"]))
 
 
 def test_refusals():
@@ -301,7 +356,7 @@ def test_refusals():
 @pytest.mark.parametrize("size", ["0", "-1"])
 def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
     flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
-    with pytest.raises(ValueError, match=f"--calibration_size must be at least 1; got {size}"):
+    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 1; got {size}"):
         command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
@@ -332,14 +387,14 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
         (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
         (
             [file, lines, *columns],
-            r"--calibration_columns is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
+            r"--calibration_columns\) is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
         ),
-        ([file, lines, *target], r"--calibration_target_column is for a table; .*a.txt is none"),
-        ([file, table, "--calibration_target_file", targets], "a table takes --calibration_target_column"),
+        ([file, lines, *target], r"--calibration_target_column\) is for a table; .*a.txt is none"),
+        ([file, table, "--calibration_target_file", targets], "a table takes .*--calibration_target_column"),
         ([file, table, *columns, "de"], "takes one column or two, got 3"),
         (
             [file, table, "--calibration_columns", "wrong"],
-            "column 'wrong'; .*; --calibration_columns can name another",
+            r"column 'wrong'; .*--calibration_columns\) can name another",
         ),
     ):
         with pytest.raises(ValueError, match=message):

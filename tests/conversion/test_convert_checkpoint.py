@@ -348,10 +348,9 @@ def test_a_tokenizer_that_names_no_class_is_found_again(tmp_path, file):
     assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
     texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
     assert found(*texts, padding=True) == expected(*texts, padding=True)
-    assert (
-        convert_function(source, 2).config.tokenizer_class
-        == json.loads((out / "config.json").read_text())["tokenizer_class"]
-    )
+    assert json.loads((out / "config.json").read_text())["tokenizer_class"] == "BertTokenizer"
+    # A model has no tokenizer's files, and without them the class's name gives a tokenizer that knows no word.
+    assert getattr(convert_function(source, 2).config, "tokenizer_class", None) is None
 
 
 def test_a_tokenizer_class_of_the_source_stays(make_source, edit_config, tmp_path):

@@ -1,13 +1,20 @@
 """The conversion methods by name: one file each, one row here."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..fitting import FIT_DEFAULTS
 from .aligned import Aligned
 from .base import AttentionTensors, CalibratedMethod, ConversionMethod, LayerContext
 from .calibrated import Calibrated
 from .first import FirstHead
 from .mean import MeanPooling
 from .random import RandomHeads
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
 
 __all__ = ["METHODS", "AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "resolve_method"]
 
@@ -16,7 +23,7 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
 }
 
 
-def resolve_method(method: str | ConversionMethod | None, calibration: object = None) -> ConversionMethod:
+def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
     """Return the method of that name, or `method` itself where it is one already.
 
     Args:
@@ -24,7 +31,8 @@ def resolve_method(method: str | ConversionMethod | None, calibration: object = 
         calibration: the calibration text, if any.
 
     Raises:
-        ValueError: for an unknown name, a method without the calibration that it needs, or one that looks at no text.
+        ValueError: for an unknown name, a method without the calibration that it needs, one that looks at no text, or
+            an option of the calibration that is another method's.
     """
     if method is None:
         method = "mean" if calibration is None else Calibrated.name
@@ -34,9 +42,17 @@ def resolve_method(method: str | ConversionMethod | None, calibration: object = 
         method = METHODS[method]()
         if isinstance(method, CalibratedMethod) and calibration is None:
             raise ValueError(
-                f"method {method.name!r} needs calibration text: give `calibration=Calibration(texts)`, on the "
-                "command line `--calibration_file`."
+                f"method {method.name!r} needs calibration text: give `calibration=texts`, on the command line "
+                "`--calibration_file`."
             )
-    if calibration is not None and not isinstance(method, CalibratedMethod):
+    if calibration is None:
+        return method
+    if not isinstance(method, CalibratedMethod):
         raise ValueError(f"method {method.name!r} looks at no text: leave the calibration out.")
+    foreign = [name for name in FIT_DEFAULTS if getattr(calibration, name) is not None and name not in method.options]
+    if foreign:
+        raise ValueError(
+            f"method {method.name!r} has no `{foreign[0]}` (--{foreign[0]}): that is an option of "
+            f'"{Calibrated.name}"; leave it out.'
+        )
     return method

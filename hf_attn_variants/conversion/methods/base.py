@@ -47,6 +47,8 @@ class LayerContext:
         generator: random numbers of this layer alone: the same for a seed, whatever the order of the layers.
         initializer_std: the standard deviation that the architecture gives a new key or value projection.
         uses: how often a forward pass goes through it: ALBERT's layers share their attention.
+        held_out: its calls on text that is not fitted to; it says what helps. Empty where there is too little text.
+        on_step: to be called after each of `CalibratedMethod.steps`.
     """
 
     module: str
@@ -54,6 +56,8 @@ class LayerContext:
     generator: torch.Generator
     initializer_std: float
     uses: int = 1
+    held_out: Sequence[AttentionInputs] = ()
+    on_step: Callable[[], Any] = lambda: None
 
 
 class ConversionMethod(Protocol):
@@ -78,9 +82,12 @@ class CalibratedMethod(ABC):
     """A `ConversionMethod` that looks at what each attention is called with on text, before the conversion.
 
     `calibration.calibrate` fills `converted`, a module at a time, by `convert_module`; `pool` then hands it out.
+    `options` are the fields of `Calibration` that this method reads beside those that say what the text is: another
+    method's are refused.
     """
 
     name: str
+    options: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.converted: dict[str, AttentionTensors] = {}
@@ -89,6 +96,10 @@ class CalibratedMethod(ABC):
     def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
         """Keep what a calibration made of an attention, and of which one."""
         self.converted[module], self._sources[module] = converted, _digest(source)
+
+    def steps(self, calibration: Calibration) -> int:
+        """Return how many steps of one attention's work `LayerContext.on_step` tells of."""
+        return 0
 
     @abstractmethod
     def convert_module(

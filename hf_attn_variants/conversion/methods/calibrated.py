@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..fitting import fit, refit_output
+from ..fitting import FIT_DEFAULTS, fit, refit_output, relative_error
 from ..grouping import HeadCounts, repeat_heads
 from ..head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
 from ..moments import head_moments, pseudo_inverse, square_root
@@ -41,9 +41,16 @@ UNSEEN = 1e-4
 
 
 class Calibrated(CalibratedMethod):
-    """The closed form, then `Calibration.fit_steps` of fitting; what it kept is in the report's `details`."""
+    """The closed form, then `Calibration.fit_steps` of fitting, kept where it is the better one on held-out text.
+
+    The report's `details` have the errors of both there.
+    """
 
     name = "calibrated"
+    options = tuple(FIT_DEFAULTS)
+
+    def steps(self, calibration: Calibration) -> int:
+        return calibration.fit_option("fit_steps")
 
     def convert_module(
         self,
@@ -54,16 +61,24 @@ class Calibrated(CalibratedMethod):
         calibration: Calibration,
     ) -> AttentionTensors:
         with torch.no_grad():
-            targets = [attend(tensors, batch, heads.query)[0] for batch in inputs]
+            targets, held_targets = (
+                [attend(tensors, batch, heads.query)[0] for batch in part] for part in (inputs, layer.held_out)
+            )
         groups = consecutive_groups(heads.query, heads.key[1])
         if heads_are_free(heads, inputs):
             groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        converted = closed_form(tensors, heads, inputs, targets)
-        if calibration.fit_steps:
-            converted = fit(converted, heads, inputs, targets, calibration, layer.generator)
-        return converted
+        closed = closed_form(tensors, heads, inputs, targets)
+        if not self.steps(calibration):
+            return closed
+        fitted = fit(closed, heads, inputs, targets, calibration, layer.generator, layer.on_step)
+        errors = [relative_error(which, heads, layer.held_out, held_targets) for which in (closed, fitted)]
+        rounded = (None if error is None else round(error, 4) for error in errors)
+        details = dict(zip(("relative_error_closed_form", "relative_error_fitted"), rounded, strict=True))
+        before, after = errors
+        better = before is not None and after is not None and after < before
+        return replace(fitted if better else closed, details=closed.details | details)
 
 
 @torch.no_grad()

@@ -1,0 +1,124 @@
+"""What to do with a converted checkpoint: commands to paste, with the flags of the measured recipes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..registration import PREFIX
+from .report import ConversionReport
+from .source import resolve_source
+
+__all__ = ["next_steps"]
+
+# The subcommand that trains such a head; the others are fine-tuned, as most are, on sentences.
+TASKS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
+# Heads that no command here fine-tunes.
+NOT_TUNED = ("LMHeadModel", "ForTokenClassification", "ForMultipleChoice")
+# Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
+NOT_DISTILLED = ("ForMultipleChoice", "T5Model", "T5ForSequenceClassification", "T5ForQuestionAnswering")
+# Heads that are there after a fine-tuning alone: what they answer is kept, too.
+TUNED = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+# docs/conversion.md and docs/results.md: fitted heads are near the source's already, and merged ones are not.
+DISTILL_FITTED = "--trainable all --learning_rate 1e-4 --max_train_steps 150"
+DISTILL_TUNED = (
+    "--logits_weight 1 --attention_outputs_weight 0 --trainable all --learning_rate 2e-5 --max_train_steps 280"
+)
+TEXT, TARGETS = "TEXT.txt", "TARGETS.txt"
+
+
+def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
+    """Return lines that say what to do next, each command a line of its own.
+
+    Args:
+        report: of the conversion.
+        args: the arguments of `attn-variants convert`.
+    """
+    head = report.architecture.removeprefix(PREFIX)
+    output, text = _folder(report.output_dir), _text_flags(args, head)
+    merged = any(layer.change == "pool" for layer in report.layers)
+    steps, commands = [], []
+    if merged and not head.endswith(NOT_DISTILLED):
+        commands.append(_uptrain(report, args, head, text, output))
+        output = f"{output}-distilled"
+        steps.append("draw it towards its source" + (", which reads no labels" if args.calibration_file else ""))
+    if not head.endswith(NOT_TUNED):
+        commands.append(_fine_tune(args, head, text, output))
+        steps.append("fine-tune it")
+    if not commands:
+        return []
+    reason = "heads merged without text need training; " if merged and args.calibration_file is None else ""
+    missing = [name for name in (TEXT, TARGETS) if any(name in command for command in commands)]
+    if missing:
+        meaning = {TEXT: "lines of the text that the model is for", TARGETS: "their targets, line by line"}
+        commands.append("with files of yours: " + "; ".join(f"{name}, {meaning[name]}" for name in missing))
+    return [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
+
+
+def _uptrain(report: ConversionReport, args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:
+    teacher = args.model_name_or_path
+    if args.revision is not None:  # a teacher is named without one
+        teacher = os.fspath(resolve_source(teacher, args.revision, args.token, args.allow_pickle))
+    recipe = ""
+    if head.endswith("ForConditionalGeneration"):
+        objective = "seq2seq"
+    else:
+        objective = "distill"
+        if report.method == "calibrated":
+            recipe = DISTILL_TUNED if head.endswith(TUNED) else DISTILL_FITTED
+    length = [] if report.calibration is None else ["--max_length", str(report.calibration["max_length"])]
+    return _command(
+        ["uptrain", "--model_name_or_path", output, "--teacher", teacher, "--objective", objective],
+        recipe.split(),
+        text,
+        length,
+        ["--group_by_length", "--output_dir", f"{output}-distilled"],
+    )
+
+
+def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str], model: str) -> str:
+    task = next((task for suffix, task in TASKS.items() if head.endswith(suffix)), "glue")
+    data = {"seq2seq": list(text), "squad": []}.get(task)
+    name = task
+    if data is None:
+        name = _glue_task(args)
+        data = ["--task_name", name]
+    return _command([task, "--model_name_or_path", model], data, ["--output_dir", f"{model}-{name}"])
+
+
+def _text_flags(args: argparse.Namespace, head: str) -> list[str]:
+    """Return the calibration's text as the training commands take it, or names that stand for a user's own."""
+    file, target = args.calibration_file, args.calibration_target_file
+    columns = args.calibration_columns
+    if not head.endswith("ForConditionalGeneration"):
+        named = [] if columns is None else ["--text_columns", *columns]
+        return ["--train_file", file or TEXT, *named]
+    if args.calibration_target_column is not None:
+        source = (columns or ["text"])[0]
+        return ["--train_file", file, "--source_column", source, "--target_column", args.calibration_target_column]
+    return ["--source_file", file or TEXT, "--target_file", target or TARGETS]
+
+
+def _glue_task(args: argparse.Namespace) -> str:
+    # The task that the source was tuned on by this package; else one of GLUE whose texts are like the calibration's.
+    try:
+        results = json.loads((Path(args.model_name_or_path).expanduser() / "all_results.json").read_text("utf-8"))
+        if isinstance(name := results["task_name"], str):
+            return name
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return "stsb" if len(args.calibration_columns or ()) == 2 else "sst2"
+
+
+def _folder(output_dir: str) -> str:
+    # "." has no name that a sibling's could begin with.
+    path = os.path.normpath(output_dir)
+    return os.path.abspath(path) if os.path.basename(path) in (".", "..") else path
+
+
+def _command(*parts: Sequence[str]) -> str:
+    return shlex.join(["attn-variants", *(word for part in parts for word in part)])

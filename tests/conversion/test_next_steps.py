@@ -1,0 +1,114 @@
+"""The commands that `attn-variants convert` prints: the training commands' own parsers take them, and they run."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from fixtures.named_checkpoints import CheckpointShelf, write_glue_folder, write_text
+from fixtures.squad import write_questions
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+
+from hf_attn_variants import cli
+from hf_attn_variants.conversion import command
+from hf_attn_variants.training import run_glue, run_seq2seq, run_squad, uptrain
+
+MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq}
+FEW = ["--cpu", "--disable_tqdm", "--max_train_steps", "1", "--max_eval_samples", "2", "--max_train_samples", "32"]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return CheckpointShelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture
+def converted(shelf, tmp_path, monkeypatch, capsys):
+    """A function that converts as a user does in a folder of its own, and returns the printed lines and commands."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my text.txt", "source.txt", "target.txt", "pairs.jsonl"):
+        write_text(Path(name))
+
+    def convert(kind, *flags):
+        if not Path(kind).exists():
+            shelf.put(kind, Path(kind))
+        command.main(command.parse_args(["--model_name_or_path", kind, *flags]))
+        lines = capsys.readouterr().out.splitlines()
+        lines = lines[next(i for i, line in enumerate(lines) if line.startswith("Next: ")) :]
+        return lines, [shlex.split(line) for line in lines if line.startswith("  attn-variants ")]
+
+    return convert
+
+
+def parsed(words):
+    assert words[0] == "attn-variants" and words[1] in cli.COMMANDS
+    return MODULES[words[1]].parse_args(words[2:])
+
+
+LINES = ("--calibration_file", "my text.txt", "--fit_steps", "0", "--max_length", "16")
+PAIRS = ("--calibration_file", "pairs.jsonl", "--fit_steps", "0", "--calibration_columns", "question", "context")
+PARALLEL = ("--calibration_file", "source.txt", "--calibration_target_file", "target.txt", "--fit_steps", "0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "commands"),
+    [("minilm", LINES, "uptrain glue"), ("squad", PAIRS, "uptrain squad"), ("t5", PARALLEL, "uptrain seq2seq")],
+)
+def test_the_printed_commands_run(converted, kind, flags, commands):
+    lines, found = converted(kind, "--num_key_value_heads", "4", *flags, "--output_dir", "new model/")
+    assert [words[1] for words in found] == commands.split() and "reads no labels" in lines[0]
+    write_glue_folder(Path("glue"), "SST-2")
+    write_questions(Path("questions.json"))
+    local = {"glue": ["--data_dir", "glue"], "squad": ["--train_file", "questions.json"]}
+    local["squad"] += ["--validation_file", "questions.json"]
+    model = "new model"
+    for words in found:
+        args = parsed(words)
+        assert args.model_name_or_path == model
+        assert cli.main([*words[1:], *FEW, *local.get(words[1], [])]) == 0
+        model = args.output_dir
+        assert AutoConfig.from_pretrained(model).num_key_value_heads == 4
+    distilled = parsed(found[0])
+    assert distilled.teacher == kind and distilled.output_dir == "new model-distilled" and distilled.group_by_length
+    read = distilled.source_file or distilled.train_file[0]
+    assert read == flags[1]
+    rates = {"minilm": ("all", 1e-4, 150, 16), "squad": ("all", 2e-5, 280, 64), "t5": ("attention", 1e-3, None, 64)}
+    got = (distilled.trainable, distilled.learning_rate, distilled.max_train_steps, distilled.max_length)
+    assert got == rates[kind]
+
+
+def test_what_is_the_users_own_is_named(converted):
+    lines, (distil, tune) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "mean")
+    assert "without text need training" in lines[0]
+    assert lines[-1].startswith("  with files of yours: TEXT.txt, ") and "TARGETS.txt" in lines[-1]
+    assert parsed(distil).source_file == "TEXT.txt" and parsed(tune).target_file == "TARGETS.txt"
+    table = ("--calibration_columns", "question", "--calibration_target_column", "context", "--fit_steps", "0")
+    out = ("--num_key_value_heads", "4", "--output_dir", "table")
+    lines, found = converted("t5", *out, "--calibration_file", "pairs.jsonl", *table)
+    for args in map(parsed, found):
+        assert (args.train_file, args.source_column, args.target_column) == (["pairs.jsonl"], "question", "context")
+    assert lines[-1].startswith("  attn-variants seq2seq ")
+
+
+def test_talking_heads_alone_are_fine_tuned(converted):
+    lines, (tune,) = converted("bert", "--talking_heads", "both", "--output_dir", "talking")
+    assert lines[0] == "Next: fine-tune it:"
+    assert tune[1] == "glue" and parsed(tune).model_name_or_path == "talking"
+
+
+def test_a_classifier_goes_on_with_its_own_task(converted, shelf):
+    shelf.put("bert", Path("tuned"))
+    AutoModelForSequenceClassification.from_pretrained("tuned").save_pretrained("tuned")
+    Path("tuned/all_results.json").write_text(json.dumps({"task_name": "qnli"}))
+    _, (distil, tune) = converted("tuned", "--num_key_value_heads", "4", *PAIRS, "--output_dir", "tuned-4")
+    assert parsed(tune).task_name == "qnli"
+    args = parsed(distil)
+    assert (args.logits_weight, args.text_columns, args.max_length) == (1.0, ["question", "context"], 64)
+
+
+def test_a_t5_that_answers_by_spans_is_fine_tuned_alone(converted, shelf):
+    shelf.put("t5", Path("t5"))
+    AutoModelForQuestionAnswering.from_pretrained("t5").save_pretrained("t5")
+    lines, (tune,) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "out")
+    assert tune[1] == "squad" and parsed(tune).model_name_or_path == "out"
+    assert lines[0] == "Next: heads merged without text need training; fine-tune it:" and len(lines) == 2

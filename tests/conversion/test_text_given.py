@@ -1,0 +1,144 @@
+"""What users give a conversion beside the model: text in its forms, none at all, options; and what they are told."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+from fixtures.named_checkpoints import CheckpointShelf, write_text
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from hf_attn_variants import convert
+from hf_attn_variants.conversion import Calibration, ConversionReport, command, read_calibration
+from hf_attn_variants.conversion import calibration_files as files
+from hf_attn_variants.conversion.methods.calibrated import Calibrated
+from hf_attn_variants.conversion.progress import no_progress_bars, progress_bar
+from hf_attn_variants.conversion.source import learned_tokens
+from hf_attn_variants.modeling.modeling_attn_variant_bert import AttnVariantBertModel
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return CheckpointShelf(tmp_path_factory.mktemp("shelf")).checkpoint("minilm", None, False)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """A function that calls another and returns the warnings of the conversion."""
+
+    def call(function, *args, **options):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_attn_variants"):
+            function(*args, **options)
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    return call
+
+
+def test_who_gives_no_text_is_told_once_what_averaging_costs(encoder, tmp_path, warnings_of):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    for i, (source, options) in enumerate(((model, {}), (encoder, {}), (encoder, {"output_dir": tmp_path / "out"}))):
+        (said,) = warnings_of(convert, source, 4, **options)
+        assert "BLEU 36.8 to 1.6" in said and "`calibration=` (--calibration_file)" in said, i
+        assert "\n" not in said
+    for options in ({"method": "mean"}, {"talking_heads": "both"}, {"num_key_value_heads": 12}):
+        assert (
+            warnings_of(convert, model, **({"num_key_value_heads": 4} if "method" in options else {}), **options) == []
+        )
+    assert warnings_of(convert, tmp_path / "out", 12) == []  # expanding loses nothing
+
+
+def test_text_is_taken_as_users_have_it(encoder, tmp_path):
+    lines, table = tmp_path / "lines.txt", tmp_path / "pairs.jsonl"
+    write_text(lines)
+    write_text(table)
+    texts = lines.read_text().splitlines()
+    pairs = [(row["question"], row["context"]) for row in map(json.loads, table.read_text().splitlines())]
+    for given, expected in (
+        (texts, texts),
+        (tuple(texts), texts),
+        (pairs, pairs),
+        ([list(pair) for pair in pairs], pairs),
+        (lines, texts),
+        (str(lines), texts),
+        (read_calibration(table, columns=["question", "context"]), pairs),
+        (Calibration(texts), texts),
+    ):
+        assert files.as_calibration(given).texts == expected
+    assert files.as_calibration(lines, seed=1).texts == read_calibration(lines, seed=1).texts
+    assert len(read_calibration(lines, size=7).texts) == 7
+    report = convert(encoder, 4, calibration=texts, output_dir=tmp_path / "out")
+    assert isinstance(report, ConversionReport) and report.method == "calibrated"
+    assert report.calibration["count"] == 240 and report.mean_output_relative_error is not None
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(encoder).get_vocab()
+
+
+@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
+def test_anything_else_is_a_type_error_that_says_what_is_taken(encoder, given):
+    with pytest.raises(TypeError, match=r"list of texts|must be strings, or pairs of strings"):
+        convert(encoder, 4, calibration=given)
+
+
+def test_a_path_that_leads_nowhere(encoder):
+    with pytest.raises(
+        FileNotFoundError, match="no calibration file 'one sentence'; texts themselves are given as a li"
+    ):
+        convert(encoder, 4, calibration="one sentence")
+
+
+def test_a_methods_options_are_its_own(encoder, tmp_path):
+    lines = tmp_path / "lines.txt"
+    write_text(lines)
+    flags = ["--model_name_or_path", str(encoder), "--output_dir", str(tmp_path / "out"), "--num_key_value_heads", "4"]
+
+    def run(*more):
+        command.main(command.parse_args([*flags, *map(str, more)]))
+
+    for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
+        with pytest.raises(ValueError, match=f"method 'aligned' has no `{name}` .*of \"calibrated\""):
+            convert(encoder, 4, "aligned", calibration=Calibration(["a text"], **{name: value}))
+    with pytest.raises(ValueError, match="method 'aligned' has no `fit_steps` \\(--fit_steps\\)"):
+        run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
+    for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
+        with pytest.raises(ValueError, match=f"--method mean looks at no text: leave --{name} out"):
+            run("--method", "mean", f"--{name}", lines if name == "calibration_file" else 8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    for name, source in (("model", model), ("path", encoder)):
+        convert(source, 4, "mean").save_pretrained(tmp_path / name)
+        with pytest.raises((ValueError, OSError)):
+            AutoTokenizer.from_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / name)
+        assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / name))
+    model.save_pretrained(tmp_path / "bare")
+    convert(tmp_path / "bare", 4, "mean", output_dir=tmp_path / "bare-4")
+    with pytest.raises((ValueError, OSError)):
+        AutoTokenizer.from_pretrained(tmp_path / "bare-4")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_fit_shows_its_progress_on_a_terminal_alone(encoder, tmp_path, monkeypatch):
+    texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
+        written = stream.getvalue()
+        assert (
+            "calibrating attention 3 of 3" in written and "9/9" in written and "off on held-out" in written
+        ) is shown
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with no_progress_bars():
+        assert progress_bar(range(2)).disable and not transformers_logging.is_progress_bar_enabled()
+    assert not progress_bar(range(2)).disable and transformers_logging.is_progress_bar_enabled()
+    assert Calibrated().steps(Calibration(["a"])) == 400
