@@ -122,7 +122,8 @@ def main(args: argparse.Namespace) -> ConversionReport:
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary())
-    print("\n".join(next_steps(report, args)))
+    for line in next_steps(report, args):
+        print(line)
     return report
 
 

@@ -45,7 +45,9 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
     if merged and not head.endswith(NOT_DISTILLED):
         commands.append(_uptrain(report, args, head, text, output))
         output = f"{output}-distilled"
-        steps.append("draw it towards its source" + (", which reads no labels" if args.calibration_file else ""))
+        steps.append(
+            "draw it towards its source" + (", which reads no labels" if _objective(head) == "distill" else "")
+        )
     if not head.endswith(NOT_TUNED):
         commands.append(_fine_tune(args, head, text, output))
         steps.append("fine-tune it")
@@ -64,20 +66,20 @@ def _uptrain(report: ConversionReport, args: argparse.Namespace, head: str, text
     if args.revision is not None:  # a teacher is named without one
         teacher = os.fspath(resolve_source(teacher, args.revision, args.token, args.allow_pickle))
     recipe = ""
-    if head.endswith("ForConditionalGeneration"):
-        objective = "seq2seq"
-    else:
-        objective = "distill"
-        if report.method == "calibrated":
-            recipe = DISTILL_TUNED if head.endswith(TUNED) else DISTILL_FITTED
+    if report.method == "calibrated" and _objective(head) == "distill":
+        recipe = DISTILL_TUNED if head.endswith(TUNED) else DISTILL_FITTED
     length = [] if report.calibration is None else ["--max_length", str(report.calibration["max_length"])]
     return _command(
-        ["uptrain", "--model_name_or_path", output, "--teacher", teacher, "--objective", objective],
+        ["uptrain", "--model_name_or_path", output, "--teacher", teacher, "--objective", _objective(head)],
         recipe.split(),
         text,
         length,
         ["--group_by_length", "--output_dir", f"{output}-distilled"],
     )
+
+
+def _objective(head: str) -> str:
+    return "seq2seq" if head.endswith("ForConditionalGeneration") else "distill"
 
 
 def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str], model: str) -> str:

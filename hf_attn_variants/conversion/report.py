@@ -54,8 +54,8 @@ class LayerReport:
 
     `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
     held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit
-    `relative_error_closed_form` and `relative_error_fitted` too, of which the better was kept. None: no text was held
-    out, or the error is no number.
+    `relative_error_closed_form` and `relative_error_fitted` too, and `fit_kept`: whether the fit was the better one. An
+    error is None where no text was held out, or it is no number.
     """
 
     module: str
@@ -177,18 +177,14 @@ class ConversionReport:
         averaged = _percent(self.mean_output_relative_error_averaged)
         value = f"{_percent(self.mean_output_relative_error)} on held-out text (averaged heads: {averaged})"
         lines = [f"  {'error of attention outputs':<27} {value}"]
-        fitted = {
-            layer.module: (layer.details["relative_error_closed_form"], layer.details["relative_error_fitted"])
-            for layer in self.layers
-            if "relative_error_fitted" in layer.details
-        }
-        if fitted:
+        kept = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
+        if kept:
             before = _percent(self._mean_detail("relative_error_closed_form"))
             lines.append(f"  {'... by the closed form':<27} {before}, then fitted")
-        unfitted = [name for name, errors in fitted.items() if None in errors or errors[1] >= errors[0]]
+        unfitted = [name for name, is_kept in kept.items() if not is_kept]
         if unfitted:
             shown = ", ".join(unfitted[:3]) + (", ..." if len(unfitted) > 3 else "")
-            value = f"in {len(unfitted)} of {len(fitted)} attentions, where the fit is no better: {shown}"
+            value = f"in {len(unfitted)} of {len(kept)} attentions, where the fit is no better: {shown}"
             lines.append(f"  {'closed form kept':<27} {value}")
         return lines
 

@@ -191,6 +191,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
         assert 0 < row["output_relative_error"] < row["output_relative_error_averaged"]
         if fit_steps:
             assert row["output_relative_error"] == min(row["relative_error_closed_form"], row["relative_error_fitted"])
+            assert row["fit_kept"] is (row["relative_error_fitted"] < row["relative_error_closed_form"])
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     expected = sum(row["output_relative_error"] for row in details) / 2
     assert stored["mean_output_relative_error"] == report.mean_output_relative_error == pytest.approx(expected)
@@ -206,6 +207,7 @@ def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given)
     for layer in report.layers:
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
+        assert layer.details["fit_kept"] is False
     assert "in 2 of 2 attentions, where the fit is no better: encoder.layer.0.attention" in report.summary()
 
 

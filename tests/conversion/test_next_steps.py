@@ -56,7 +56,8 @@ PARALLEL = ("--calibration_file", "source.txt", "--calibration_target_file", "ta
 )
 def test_the_printed_commands_run(converted, kind, flags, commands):
     lines, found = converted(kind, "--num_key_value_heads", "4", *flags, "--output_dir", "new model/")
-    assert [words[1] for words in found] == commands.split() and "reads no labels" in lines[0]
+    assert [words[1] for words in found] == commands.split()
+    assert ("reads no labels" in lines[0]) is (kind != "t5")
     write_glue_folder(Path("glue"), "SST-2")
     write_questions(Path("questions.json"))
     local = {"glue": ["--data_dir", "glue"], "squad": ["--train_file", "questions.json"]}

@@ -78,7 +78,7 @@ class Calibrated(CalibratedMethod):
         details = dict(zip(("relative_error_closed_form", "relative_error_fitted"), rounded, strict=True))
         before, after = errors
         better = before is not None and after is not None and after < before
-        return replace(fitted if better else closed, details=closed.details | details)
+        return replace(fitted if better else closed, details=closed.details | details | {"fit_kept": better})
 
 
 @torch.no_grad()
