@@ -117,7 +117,7 @@ def test_convert_names_the_command_for_the_models_head(architecture, head, comma
     architecture.upstream_model(head).save_pretrained(tmp_path / "source")
     argv = ["--model_name_or_path", str(tmp_path / "source"), "--num_key_value_heads", "1"]
     assert cli.main(["convert", *argv, "--output_dir", str(tmp_path / "out")]) == 0
-    assert f"Next: attn-variants {command} --model_name_or_path" in capsys.readouterr().out
+    assert f"  attn-variants {command} --model_name_or_path" in capsys.readouterr().out
 
 
 def test_inspect_reads_no_weights(tmp_path, capsys):
