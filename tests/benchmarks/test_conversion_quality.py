@@ -173,3 +173,13 @@ def test_table_shows_means_and_ranges(quality, tiny):
         "| random | 0 |  | 1.5 (1.0 to 2.0) | 3 s |",
         "| random | 100 |  | 4.0 | 3 s |",
     ]
+
+
+def test_rows_of_an_earlier_order_of_batches_are_measured_anew(quality, tiny, tmp_path):
+    path = tmp_path / "quality.json"
+    row = dict(zip(quality.KEY, ("tiny", "mean", 2, 100, 0), strict=True)) | {"size": 5.0, "batch_order": "sorted"}
+    path.write_text(json.dumps({"runs": [], "rows": [row]}))
+    results = quality.Results(path)
+    assert quality.row_key(row) not in results and "100" not in quality.tables(results.rows)
+    results.add({name: value for name, value in row.items() if name != "batch_order"})
+    assert quality.row_key(row) in results and "batch_order" not in path.read_text()

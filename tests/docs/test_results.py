@@ -1,0 +1,256 @@
+"""The tables of docs/: each row of these is what the JSON files in benchmarks/results/ say, to the last digit."""
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
+DOCUMENTS = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "talking_heads.md")}
+
+Rows = Iterable[Sequence[Any]]
+TABLES: dict[str, tuple[str, Callable[[], Rows]]] = {}
+
+
+def table(document: str) -> Callable:
+    """Register a function that yields the rows of a document's table, as the cells' texts."""
+
+    def register(rows: Callable[[], Rows]) -> Callable[[], Rows]:
+        TABLES[rows.__name__] = (document, rows)
+        return rows
+
+    return register
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def found(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The one row with these values; rows of the earlier order of batches are in no table."""
+    matching = [r for r in rows if "batch_order" not in r and all(r.get(k) == v for k, v in wanted.items())]
+    (row,) = matching
+    return row
+
+
+def three_digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
+
+
+def spread(values: list[float], form: str) -> str:
+    ends = [f"{end:{form}}" for end in (min(values), max(values))]
+    return f"{mean(values):{form}}" + (f" ({' to '.join(ends)})" if len(values) > 1 else "")
+
+
+@table("results.md")
+def conversion_quality() -> Rows:
+    quality = importlib.import_module("conversion_quality")
+    rows = load("conversion_quality")["rows"]
+    lines = [line for line in quality.tables(rows).splitlines() if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@table("results.md")
+def uptraining() -> Rows:
+    rows = load("conversion_quality")["rows"]
+    for share, steps in (("5 % (377 steps)", 377), ("10 % (754 steps)", 754)):
+        of = {"model": "t5-mini-multi30k-en-de", "steps": steps, "seed": 0}
+        groups = [(m, k) for k in (2, 1) for m in ("mean", "calibrated+fit")]
+        cells = [found(rows, method=method, num_key_value_heads=k, **of) for method, k in groups]
+        yield [share, *(f"{row['bleu']:.1f} ({row['loss']:.3f})" for row in cells)]
+
+
+@table("results.md")
+def decoding() -> Rows:
+    runs = {
+        "T5-small, batch 32, source 1024": "t5-small_cpu",
+        "the same, batch 8, 4 beams": "t5-small_cpu_beams4",
+        "16 heads of 64, d_model 1024, 4 + 4 layers, batch 32, source 2048, 32 tokens": "t5-large-attention_cpu",
+        "T5-small, batch 1, source 32 (9 repeats)": "t5-small_cpu_batch1",
+        "the same, static cache": "t5-small_cpu_batch1_static",
+        "the same, static cache and `torch.compile` (5 repeats)": "t5-small_cpu_batch1_static_compiled",
+        "T5-small, batch 8, source 4096, 32 tokens": "t5-small_cpu_sizes",
+    }
+    for label, name in runs.items():
+        rows = load(f"decode_{name}")["rows"]
+        last = (rows[-1]["batch_size"], rows[-1]["source_length"])
+        by_model = {r["model"]: r for r in rows if (r["batch_size"], r["source_length"]) == last}
+        speeds = [three_digits(by_model["upstream MHA"]["tokens_per_second"])]
+        for model in ("MHA", "GQA-4", "GQA-2", "MQA"):
+            row = by_model.get(model)
+            speeds.append(f"{three_digits(row['tokens_per_second'])} ({row['speedup']:.2f}x)" if row else "")
+        steps = [f"{by_model[m]['step_speedup']:.2f}x" if m in by_model else "" for m in ("GQA-2", "MQA")]
+        yield [label, *speeds, *steps]
+
+
+@table("results.md")
+def encoders_in_onnx_runtime() -> Rows:
+    rows = load("onnx_latency")["rows"]
+    for size in ([1, 32], [1, 128], [8, 128], [1, 512]):
+        for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` a layer)")):
+            of = {"part": "encoder", "size": size, "opset": opset}
+            times = [found(rows, num_key_value_heads=k, **of)["milliseconds"] for k in (12, 4, 1)]
+            yield [", ".join(map(str, size)), words, *map(three_digits, times), f"{times[0] / times[2]:.2f}x"]
+
+
+@table("results.md")
+def decoding_steps_in_onnx_runtime() -> Rows:
+    rows = load("onnx_latency")["rows"]
+    for size in ([1, 128, 32], [8, 512, 32], [32, 1024, 32]):
+        of = {"part": "decoding step", "size": size}
+        times = [found(rows, num_key_value_heads=k, **of)["milliseconds"] for k in (8, 2, 1)]
+        yield [f"{size[0]}, {size[1]}", *(f"{t:.1f}" for t in times), f"{times[0] / times[2]:.2f}x"]
+
+
+@table("results.md")
+def loop_overhead() -> Rows:
+    for row in load("loop_overhead")["rows"]:
+        bare, loop = (1000 * row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop"))
+        tiny = "tiny" in row["task"]
+        overhead = f"{loop - bare:.1f} ms" if tiny else f"{row['overhead_percent']:+.1f} %"
+        waiting = f"{row['waiting_for_data_percent']:.1f} %"
+        yield [row["task"], f"{bare:.1f} ms", f"{loop:.1f} ms", overhead, waiting]
+
+
+@table("results.md")
+def albert() -> Rows:
+    rows = load("albert_mlm")["rows"]
+    for k in (4, 2, 1):
+        losses = [found(rows, method=m, num_key_value_heads=k) for m in ("calibrated", "mean", "first", "random")]
+        yield [k, *(f"{row['eval_loss']:.3f}" for row in losses)]
+
+
+@table("results.md")
+def span_corruption() -> Rows:
+    for row in load("t5_span_corruption")["runs"]:
+        costs = [f"{row[f'gate_{name}_cost']:+.2f}" for name in ("shuffled", "zeroed_attention")]
+        gate = "passed" if row["gate_passed"] else "**failed**"
+        scores = [f"{row['eval_loss']:.3f}", f"{row['eval_accuracy']:.3f}"]
+        yield [row["optimizer"], row["attention"], *scores, *costs, gate]
+
+
+@table("results.md")
+def conversion_memory() -> Rows:
+    names = {"large, one file": "one file", "large, 8 shards": "8 shards"}
+    for row in load("conversion_memory")["rows"]:
+        peaks = [f"{row[f'peak_{kind}_bytes'] / 1e6:.0f} MB" for kind in ("anonymous", "file_mapped")]
+        read = f"{row['source_bytes'] / 1e9:.2f} GB"
+        seconds = row["seconds_after_imports"]
+        time = f"{seconds:.0f} s" if seconds > 10 else f"{seconds:.1f} s"
+        yield [names.get(row["checkpoint"], row["checkpoint"]), read, *peaks, time]
+
+
+ON_TASK = "calibrated on the task"
+METRICS = {"sst2": "accuracy", "cola": "matthews_correlation", "stsb": "spearmanr"}
+METRICS |= {"qnli": "accuracy", "mnli": "accuracy"}
+
+
+@table("results.md")
+def glue() -> Rows:
+    runs = load("finetuned_variants")["runs"]
+    for variant in ("MHA", f"GQA-4 ({ON_TASK}, distilled on it)", f"MQA ({ON_TASK})", "GQA-4 (mean)"):
+        cells = [f"{found(runs, variant=variant, task=task)[name]:.3f}" for task, name in METRICS.items()]
+        squad = [run for run in runs if (run["variant"], run["task"]) == (variant, "squad")]
+        yield [variant, *cells, f"{squad[0]['f1']:.1f}" if squad else "not run"]
+
+
+@table("results.md")
+def squad() -> Rows:
+    runs = load("finetuned_variants")["runs"]
+    after = f"GQA-4 (the fine-tuned MHA, {ON_TASK}"
+    labels = {
+        "MHA": "MHA (12 key/value heads), fine-tuned",
+        "GQA-4 (mean)": "GQA-4, mean-pooled",
+        "GQA-4 (calibrated, distilled)": "GQA-4, calibrated and distilled on lines",
+        f"GQA-4 ({ON_TASK}, distilled on it)": "GQA-4, calibrated and distilled on question-passage pairs",
+        f"GQA-4 ({ON_TASK}, distilled on it for 577 steps)": "the same, distilled for an epoch",
+        f"{after})": "GQA-4, calibrated on pairs",
+        f"{after}, distilled on it)": "GQA-4, calibrated and distilled on pairs",
+    }
+    for variant, label in labels.items():
+        run = found(runs, variant=variant, task="squad")
+        yield [label, f"{run['exact_match']:.1f}", f"**{run['f1']:.1f}**", f"`{variant}`"]
+
+
+@table("results.md")
+def squad_losses() -> Rows:
+    losses = load("squad_training_losses")
+    variants = [
+        "MHA",
+        f"GQA-4 ({ON_TASK}, distilled on it)",
+        f"GQA-4 ({ON_TASK}, distilled on it for 577 steps)",
+        f"GQA-4 ({ON_TASK})",
+        "GQA-4 (calibrated, distilled)",
+        "GQA-4 (mean)",
+    ]
+    for step in ("50", "100", "150", "200", "400", "600"):
+        yield [step, *(f"{losses[name][step]:.2f}" if step in losses[name] else "" for name in variants)]
+
+
+@table("results.md")
+def from_scratch() -> Rows:
+    runs = load("t5_multi30k_scratch")["runs"]
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        group = [run for run in runs if run["variant"] == variant]
+        bleu = [spread([run[name] for run in group], ".1f") for name in ("test_bleu", "test_bleu_beam4")]
+        width = "" if group[0].get("d_ff", 512) == 512 else f", d_ff {group[0]['d_ff']}"
+        yield [variant + width, spread([run["dev_loss"] for run in group], ".3f"), *bleu]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+@table("talking_heads.md")
+def attention_alone() -> Rows:
+    every = [row for row in load("talking_heads_cpu")["times"] if row["option"] != "plain"]
+    for row in [*load("talking_heads_cpu_plain")["times"], *every]:
+        cells = [", ".join(map(str, row["shape"]))]
+        for part in (row["forward"], row["training"]):
+            cells.append(milliseconds(part["sdpa"]))
+            ratios = [(part[peer], part[peer] / part["sdpa"]) for peer in ("naive", "blocked")]
+            cells += [f"{milliseconds(time)} ({ratio:.2f}x)" for time, ratio in ratios]
+        yield cells
+
+
+@table("talking_heads.md")
+def whole_layers() -> Rows:
+    names = ("sdpa", "naive", "blocked", "x-transformers talking heads", "x-transformers flash")
+    for row in load("talking_heads_cpu_layers")["layers"]:
+        for part in ("forward", "training"):
+            times = [row[part][name] for name in names]
+            yield [", ".join(map(str, row["shape"])), part, *map(milliseconds, times), f"{times[3] / times[2]:.1f}x"]
+
+
+@table("talking_heads.md")
+def memory_of_a_call() -> Rows:
+    for row in load("talking_heads_cpu")["memory"]:
+        parts = [(row["forward"][peer], row["training"][peer]) for peer in ("naive", "blocked", "sdpa")]
+        yield [row["shape"][2], *(f"{forward:.0f}, {training:.0f}" for forward, training in parts)]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_rows_are_in_the_document(name):
+    document, rows = TABLES[name]
+    lines = {tuple(c.strip() for c in line.strip("|").split("|")) for line in DOCUMENTS[document].splitlines()}
+    expected = [tuple(str(cell) for cell in row) for row in rows()]
+    missing = [" | ".join(row) for row in expected if row not in lines]
+    assert expected and not missing, f"docs/{document} lacks:\n" + "\n".join(f"| {row} |" for row in missing)
+
+
+def test_a_wrong_digit_is_found(monkeypatch):
+    text = DOCUMENTS["results.md"]
+    row = next(line for line in text.splitlines() if line.startswith("| 2 | 2.379"))
+    monkeypatch.setitem(DOCUMENTS, "results.md", text.replace(row, row.replace("2.379", "2.378")))
+    with pytest.raises(AssertionError, match=r"2\.379"):
+        test_the_rows_are_in_the_document("albert")
