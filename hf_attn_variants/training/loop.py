@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from hf_attn_variants.training.checkpoints import (
     BEST_MODEL_FILE,
     TrainState,
     find_checkpoint,
+    last_good_checkpoint,
     load_checkpoint,
     load_weights,
     save_best_weights,
@@ -32,6 +34,8 @@ from hf_attn_variants.training.tracking import RunLog, progress_bar
 
 __all__ = ["Objective", "TrainingLoop"]
 
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SECOND_CTRL_C = 1.0  # seconds after the first
 # Gradients that are not finite at this scale of an fp16 loss are not so because of it.
 MIN_LOSS_SCALE = 1.0
 
@@ -104,9 +108,10 @@ class TrainingLoop:
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
-        self._terminated = False
+        self._signal: int | None = None  # SIGTERM or SIGINT, once it has come
         # Whether any process wants to stop: known to all after the next step's exchange of counts.
         self._stopping = False
+        self._interrupted_at: float | None = None
         self._deadline = math.inf
         self._saved_step: int | None = None
         # The step whose weights were evaluated last, by this process; 0: before training.
@@ -120,8 +125,8 @@ class TrainingLoop:
         """Trains to the last step, to early stopping, or for `max_train_minutes`; ends with the best weights where
         they are kept.
 
-        Stopped by the clock or by SIGTERM, it finishes the step (with the evaluation, where one is due) and saves a
-        checkpoint.
+        Stopped by the clock, by SIGTERM or by Ctrl-C, it finishes the step (with the evaluation, where one is due) and
+        saves a checkpoint; a second Ctrl-C stops at once.
 
         Returns:
             The final state.
@@ -130,6 +135,7 @@ class TrainingLoop:
             NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that; the
                 step's batches are saved beside them.
             TerminatedError: The process was sent SIGTERM.
+            KeyboardInterrupt: Ctrl-C.
             ValueError, OSError: A checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
@@ -149,10 +155,10 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            with self._noticing_sigterm():
+            with self._noticing_signals():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
-                self._raise_if_terminated()
+                self._raise_if_signalled()
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
@@ -166,19 +172,21 @@ class TrainingLoop:
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
-    def _raise_if_terminated(self) -> None:
-        # One process that was sent SIGTERM ends them all; it may have come after the last step's exchange.
-        count = torch.tensor(int(self._terminated), device=self.accelerator.device)
-        if not int(self.accelerator.reduce(count, "sum")):
+    def _raise_if_signalled(self) -> None:
+        # One process that was sent a signal ends them all; it may have come after the last step's exchange.
+        came = [int(self._signal == number) for number in STOPPING_SIGNALS]
+        came = self.accelerator.reduce(torch.tensor(came, device=self.accelerator.device), "sum").tolist()
+        if not any(came):
             return
         if self.state.step and self._saved_step != self.state.step:
             self._save_checkpoint()
         folder = self.settings.output_dir
-        raise TerminatedError(
-            f"SIGTERM: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
+        name, error = ("SIGTERM", TerminatedError) if came[0] else ("Ctrl-C", KeyboardInterrupt)
+        raise error(
+            f"{name}: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
             "--resume_from_checkpoint latest"
             if self.state.step
-            else "SIGTERM: stopped before the first step"
+            else f"{name}: stopped before the first step"
         )
 
     def _run_epoch(self, bar: Any) -> None:
@@ -233,7 +241,7 @@ class TrainingLoop:
                 sum(own_items),
                 sum(examples),
                 *(sum(column) for column in zip(*costs, strict=True)),
-                int(self._terminated or time.monotonic() >= self._deadline),
+                int(self._signal is not None or time.monotonic() >= self._deadline),
             ],
             device=accelerator.device,
         )
@@ -275,9 +283,9 @@ class TrainingLoop:
             shown = value if bad == "loss" else norm_value
             saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
-                f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
-                f"{self.settings.output_dir}, the step's batches {saved}. Try a lower --learning_rate, more "
-                "warm-up or --mixed_precision no"
+                f"the {bad} became {shown} at step {step}: training stopped; the step's batches {saved}"
+                f"{last_good_checkpoint(self.settings.output_dir)}. Try a lower --learning_rate, more warm-up or "
+                "--mixed_precision no"
             )
         self.state.loss_total += value
         self.state.window_loss += value
@@ -288,19 +296,36 @@ class TrainingLoop:
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
     @contextmanager
-    def _noticing_sigterm(self) -> Iterator[None]:
+    def _noticing_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
             yield
             return
 
-        def notice(signum: int, frame: Any) -> None:
-            self._terminated = True
+        process = os.getpid()
 
-        before = signal.signal(signal.SIGTERM, notice)
+        def notice(number: int, frame: Any) -> None:
+            if os.getpid() != process:  # a dataloader's worker, which this process ends
+                return
+            if number == signal.SIGINT:
+                now = time.monotonic()
+                # A terminal sends it, and a launcher passes it on: the second of one Ctrl-C comes at once.
+                if self._interrupted_at is not None and now - self._interrupted_at > SECOND_CTRL_C:
+                    raise KeyboardInterrupt
+                if self._interrupted_at is None and self.accelerator.is_local_main_process:
+                    # Whatever of stderr the handler interrupts may hold its lock.
+                    os.write(2, b"\nCtrl-C: ending the step and saving a checkpoint; again to stop at once\n")
+                self._interrupted_at = self._interrupted_at or now
+            self._signal = number
+
+        # Who ignores Ctrl-C, or handles it, goes on doing so.
+        noticed = [signal.SIGTERM]
+        noticed += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
+        before = {number: signal.signal(number, notice) for number in noticed}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _log_window(self) -> None:
         state = self.state
