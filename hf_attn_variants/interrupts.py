@@ -42,3 +42,6 @@ def _is_own_command() -> bool:
     program = Path(sys.argv[0])
     own = program.stem == COMMAND or program.resolve().parent == PACKAGE.parent / "scripts"
     return own or (str(program) == "-m" and any(name.split(".")[0] == PACKAGE.name for name in sys.orig_argv[1:]))
+
+
+exit_on_interrupt(at_once=True)

@@ -2,12 +2,9 @@
 
 import itertools
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +26,12 @@ from hf_attn_variants.training.checkpoints import (
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
 from hf_attn_variants.training.loop_settings import LoopSettings
 from hf_attn_variants.training.outputs import save_bad_batch
+from hf_attn_variants.training.stop_signals import STOP_SIGNALS, StopSignals
 from hf_attn_variants.training.throughput import TrainingCost, utilization
 from hf_attn_variants.training.tracking import RunLog, progress_bar
 
 __all__ = ["Objective", "TrainingLoop"]
 
-STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SECOND_CTRL_C = 1.0  # seconds after the first
 # Gradients that are not finite at this scale of an fp16 loss are not so because of it.
 MIN_LOSS_SCALE = 1.0
 
@@ -108,10 +104,9 @@ class TrainingLoop:
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
-        self._signal: int | None = None  # SIGTERM or SIGINT, once it has come
+        self._signals = StopSignals()
         # Whether any process wants to stop: known to all after the next step's exchange of counts.
         self._stopping = False
-        self._interrupted_at: float | None = None
         self._deadline = math.inf
         self._saved_step: int | None = None
         # The step whose weights were evaluated last, by this process; 0: before training.
@@ -155,7 +150,7 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            with self._noticing_signals():
+            with self._signals.noticed():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
                 self._raise_if_signalled()
@@ -174,7 +169,7 @@ class TrainingLoop:
 
     def _raise_if_signalled(self) -> None:
         # One process that was sent a signal ends them all; it may have come after the last step's exchange.
-        came = [int(self._signal == number) for number in STOPPING_SIGNALS]
+        came = [int(self._signals.number == number) for number in STOP_SIGNALS]
         came = self.accelerator.reduce(torch.tensor(came, device=self.accelerator.device), "sum").tolist()
         if not any(came):
             return
@@ -241,7 +236,7 @@ class TrainingLoop:
                 sum(own_items),
                 sum(examples),
                 *(sum(column) for column in zip(*costs, strict=True)),
-                int(self._signal is not None or time.monotonic() >= self._deadline),
+                int(self._signals.number is not None or time.monotonic() >= self._deadline),
             ],
             device=accelerator.device,
         )
@@ -294,38 +289,6 @@ class TrainingLoop:
     def _scaler_can_answer(self) -> bool:
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-
-    @contextmanager
-    def _noticing_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
-            yield
-            return
-
-        process = os.getpid()
-
-        def notice(number: int, frame: Any) -> None:
-            if os.getpid() != process:  # a dataloader's worker, which this process ends
-                return
-            if number == signal.SIGINT:
-                now = time.monotonic()
-                # A terminal sends it, and a launcher passes it on: the second of one Ctrl-C comes at once.
-                if self._interrupted_at is not None and now - self._interrupted_at > SECOND_CTRL_C:
-                    raise KeyboardInterrupt
-                if self._interrupted_at is None and self.accelerator.is_local_main_process:
-                    # Whatever of stderr the handler interrupts may hold its lock.
-                    os.write(2, b"\nCtrl-C: ending the step and saving a checkpoint; again to stop at once\n")
-                self._interrupted_at = self._interrupted_at or now
-            self._signal = number
-
-        # Who ignores Ctrl-C, or handles it, goes on doing so.
-        noticed = [signal.SIGTERM]
-        noticed += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
-        before = {number: signal.signal(number, notice) for number in noticed}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _log_window(self) -> None:
         state = self.state
