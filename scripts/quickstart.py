@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     import transformers
 
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
+    from hf_attn_variants.conversion.staging import make_folders, remove_empty_folders
     from hf_attn_variants.training.glue import get_task
 
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     data_dir = args.data_dir or (str(DATA_DIR) if args.task == "stsb" else None)
     _dev_rows(args.task, data_dir)  # what is wrong with the data is said before any work
     output = Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
+    made = make_folders(output)
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         convert_checkpoint(source, run / "mean-pooled", heads, "mean")
     except (ValueError, OSError):
-        run.rmdir()  # nothing is in it
+        remove_empty_folders([run, *made])
         raise
     print(f"     calibrated on {len(texts)} training texts, without their labels:", flush=True)
     calibration = Calibration(texts, fit_steps=200)
@@ -143,7 +144,9 @@ def _embedded_model() -> Path:
 def _check_encoder(source: str | Path) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source)
+    from hf_attn_variants.conversion.source import local_folder
+
+    config = AutoConfig.from_pretrained(local_folder(source) or source)
     if config.is_encoder_decoder:
         raise ValueError(
             f"{source} is a {config.model_type}; the quickstart compares embeddings of encoders (BERT, ALBERT). To "
@@ -204,7 +207,10 @@ def _fine_tune(args: argparse.Namespace, path: str, data_dir: str | None, output
     }
     flags |= {"data_dir": data_dir} if data_dir else {}
     argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    results = run_glue.main(run_glue.parse_args([*argv, "--group_by_length", "--skip_predict"]))
+    try:
+        results = run_glue.main(run_glue.parse_args([*argv, "--group_by_length", "--skip_predict"]))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # it says how to go on with run_glue.py, which nobody called
     # The score that stands beside it before training.
     metric = "spearmanr" if get_task(args.task).is_regression else get_task(args.task).main_metric
     return {

@@ -64,11 +64,10 @@ class RunLog:
         # Beside dev scores, 80 columns have no room for the bar.
         if "loss" in values:
             self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
-        scores = [
-            f"{key.removeprefix('eval_')} {value:.4g}" for key, value in values.items() if key.startswith("eval_")
-        ]
+        scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
         if scores:
-            self.bar.write(f"step {step}, dev: {', '.join(scores)}", file=sys.stderr)
+            listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            self.bar.write(f"step {step}, dev: {listed}", file=sys.stderr)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
