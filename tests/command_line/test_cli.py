@@ -179,7 +179,7 @@ def test_glue_trains_through_the_command(tmp_path):
             "no folder './nosuchmodel'",
         ),
         (
-            "uptrain --model_name_or_path ./nosuchmodel --objective mlm --output_dir {out} --train_file x --cpu".split(),
+            "uptrain --model_name_or_path ./nosuchmodel --output_dir {out} --objective mlm --train_file x".split(),
             "no folder './nosuchmodel'",
         ),
         (["inspect", "nowhere/at/all"], "nowhere/at/all"),
