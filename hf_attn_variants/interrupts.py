@@ -21,9 +21,11 @@ def exit_on_interrupt(at_once: bool) -> None:
     Args:
         at_once: True while there is nothing to unwind: in imports, and once a command has ended.
     """
-    now, then = (signal.default_int_handler, _exit) if at_once else (_exit, signal.default_int_handler)
-    if _is_own_command() and signal.getsignal(signal.SIGINT) is now:
-        signal.signal(signal.SIGINT, then)
+    now = signal.getsignal(signal.SIGINT)
+    if at_once and now is signal.default_int_handler and _is_own_command():
+        signal.signal(signal.SIGINT, _exit)
+    elif not at_once and now is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_first_process() -> bool:
@@ -38,10 +40,11 @@ def _exit(number: int, frame: Any) -> None:
 
 
 def _is_own_command() -> bool:
-    # While `python -m hf_attn_variants` imports the package, sys.argv[0] is "-m".
+    # While `python -m hf_attn_variants` imports the package, sys.argv[0] is "-m", and then a file of the package.
     program = Path(sys.argv[0])
-    own = program.stem == COMMAND or program.resolve().parent == PACKAGE.parent / "scripts"
-    return own or (str(program) == "-m" and any(name.split(".")[0] == PACKAGE.name for name in sys.orig_argv[1:]))
+    if str(program) == "-m":
+        return any(name.split(".")[0] == PACKAGE.name for name in sys.orig_argv[1:])
+    return program.stem == COMMAND or program.resolve().parent in (PACKAGE.parent / "scripts", PACKAGE)
 
 
 exit_on_interrupt(at_once=True)

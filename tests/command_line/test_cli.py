@@ -170,8 +170,8 @@ def test_glue_trains_through_the_command(tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel'"),
-        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/'"),
+        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and that is no Hub id"),
+        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and that is no Hub id"),
         (["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"], "no folder '~/nosuchmodel'"),
         (["push", "--model_name_or_path", "./nosuchmodel"], "no checkpoint folder './nosuchmodel'"),
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_attn_variants import interrupts
 from hf_attn_variants.training import stop_signals
 from hf_attn_variants.training.errors import run_script
 from hf_attn_variants.training.stop_signals import StopSignals
@@ -55,6 +56,15 @@ def test_in_a_commands_work_it_is_one_line(capsys):
 
     assert run_script(interrupted) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_a_commands_work_can_be_unwound():
+    before, found = signal.signal(signal.SIGINT, interrupts._exit), []
+    try:
+        assert run_script(lambda: found.append(signal.getsignal(signal.SIGINT))) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.default_int_handler]
 
 
 def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):
