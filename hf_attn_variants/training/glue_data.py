@@ -3,15 +3,17 @@
 import hashlib
 import json
 import logging
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
+from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from hf_attn_variants.training.glue import TASKS, GlueTask, parse_label
 
-__all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "read_tsv", "tokenize_split"]
+__all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
 
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
@@ -39,6 +41,15 @@ class GlueSplit:
         if count is None or count >= len(self.data):
             return self
         return GlueSplit(self.name, self.source, self.data.select(range(count)))
+
+
+def make_rows(columns: dict[str, list]) -> Dataset:
+    """Makes rows in memory, of columns of one length.
+
+    Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
+    in a folder that is not named site-packages.
+    """
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
 
 
 def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
@@ -109,7 +120,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
                 raise ValueError(f"{path}, row {number}: {error}") from None
     if broken:
         logger.warning("%s: %d of %d rows are cut by a line break and were left out", path, broken, len(rows))
-    return Dataset.from_dict(columns)
+    return make_rows(columns)
 
 
 def _decode(path: Path, number: int, line: bytes) -> list[str]:

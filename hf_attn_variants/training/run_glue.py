@@ -18,7 +18,7 @@ from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
 from hf_attn_variants.training.glue import TASKS, GlueTask, format_prediction, get_task
-from hf_attn_variants.training.glue_data import GlueSplit, hash_rows, load_ax, load_glue, tokenize_split
+from hf_attn_variants.training.glue_data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.loop_settings import LoopSettings, total_training_steps
 from hf_attn_variants.training.models import (
@@ -36,7 +36,7 @@ from hf_attn_variants.training.session import open_session, start_run
 __all__ = ["main", "parse_args"]
 
 logger = logging.getLogger(__name__)
-NO_ROWS = GlueSplit("train", "", Dataset.from_dict({}))
+NO_ROWS = GlueSplit("train", "", make_rows({}))
 
 EPILOG = """example (STS-B from a folder of TSVs, on the CPU):
   %(prog)s --model_name_or_path ./minilm-gqa4 --task_name stsb --data_dir glue/STS-B \\
@@ -216,7 +216,7 @@ def _training_rows(
     label_map: LabelMap,
 ) -> Dataset:
     if not len(split):
-        return Dataset.from_dict({"length": []})
+        return make_rows({"length": []})
     data = _tokenize(accelerator, split, tokenizer, args.max_length)
     if label_map.to_task != tuple(sorted(label_map.to_task)):
         data = data.map(lambda row: {"label": label_map.to_model[row["label"]]})

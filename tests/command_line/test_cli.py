@@ -143,7 +143,7 @@ def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
         hub.create("me/gqa4", files={"config.json": config, "model.safetensors": b"not read"})
         env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "hf_attn_variants.cli", "inspect", "me/gqa4", "--json"]
+        command = [sys.executable, "-m", "hf_attn_variants", "inspect", "me/gqa4", "--json"]
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stderr[-2000:]
         assert json.loads(result.stdout)["checkpoint"] == "me/gqa4"

@@ -24,7 +24,7 @@ COMMAND = "import sys\nfrom hf_attn_variants.cli import main\nsys.exit(main())\n
     ("argv", "own"),
     [
         (["{tmp}/attn-variants", "inspect", "x"], True),
-        (["-m", "hf_attn_variants.cli", "inspect", "x"], True),
+        (["-m", "hf_attn_variants", "inspect", "x"], True),
         (["scripts/convert_checkpoint.py"], True),
         (["scripts/quickstart.py"], True),
         (["-c", "import hf_attn_variants"], False),

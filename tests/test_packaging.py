@@ -1,0 +1,159 @@
+"""The source distribution and the wheel: what is in them, what a package index shows, and that the wheel runs."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+
+import hf_attn_variants
+
+ROOT = Path(__file__).resolve().parents[1]
+# Tracked files that only a clone has a use for.
+NOT_SHIPPED = (".ci/", ".gitignore")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
+CODE = re.compile(r"^ *(```|~~~).*?^ *\1|`[^`\n]+`", re.M | re.S)
+LINK = re.compile(r'(?:\]\(|\b(?:src|href)=")([^)"\s]+)')
+
+
+class Built(NamedTuple):
+    """What a build left: the names in the sdist and in the wheel, the wheel unpacked, and its metadata."""
+
+    sdist: set[str]
+    wheel: set[str]
+    folder: Path
+    metadata: Message
+
+
+@pytest.fixture(scope="module")
+def repository_files():
+    """The files that git knows, or would be told of by `git add`: no cache and no build of the working folder."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("needs a clone and git: an unpacked sdist does not say what belongs to it")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return {name for name in names if name and (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def built(repository_files, tmp_path_factory):
+    """The sdist of a copy of the repository, and the wheel of what is in that sdist, as an installer builds it."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in repository_files:
+        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / "clone" / name)
+    build("sdist", folder / "clone", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        sdist = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+        archive.extractall(folder / "sdist", filter="data")
+    build("wheel", next((folder / "sdist").iterdir()), folder)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        wheel = set(archive.namelist())
+        archive.extractall(folder / "wheel")
+        metadata = message_from_bytes(archive.read(next(name for name in wheel if name.endswith("/METADATA"))))
+    return Built(sdist, wheel, folder / "wheel", metadata)
+
+
+def build(kind: str, source: Path, target: Path) -> None:
+    command = [sys.executable, "-c", BUILD, kind, str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def run_wheel(built, tmp_path_factory):
+    """`python -m hf_attn_variants` of the wheel, with the dependencies in a folder that is not named site-packages."""
+    dependencies = tmp_path_factory.mktemp("dependencies")
+    for site in (Path(path) for path in sys.path if Path(path).name.endswith("-packages")):
+        for entry in site.iterdir():
+            ours = entry.name.startswith(("hf_attn_variants", "__editable__")) or entry.suffix == ".pth"
+            if not ours and not (dependencies / entry.name).is_symlink():
+                (dependencies / entry.name).symlink_to(entry)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (built.folder, dependencies)))}
+
+    def run(*argv: str) -> subprocess.CompletedProcess:
+        # Without `site` and a venv's prefix there is no other folder of packages.
+        command = [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "hf_attn_variants", *argv]
+        return subprocess.run(command, cwd=dependencies, env=env, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
+def shown_links(markdown: str) -> list[str]:
+    return LINK.findall(CODE.sub("", markdown))
+
+
+def test_the_sdist_is_the_repository(built, repository_files):
+    """So the tests, the documentation and the benchmarks run from it."""
+    made = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
+    assert built.sdist - made == {name for name in repository_files if not name.startswith(NOT_SHIPPED)}
+
+
+def test_the_wheel_is_the_package(built, repository_files):
+    package = {name for name in built.wheel if ".dist-info/" not in name}
+    assert package == {name for name in repository_files if name.startswith("hf_attn_variants/")}
+    assert "hf_attn_variants/py.typed" in package
+    assert built.metadata["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
+
+
+def test_readmes_links_lead_to_files():
+    for target in shown_links((ROOT / "README.md").read_text(encoding="utf-8")):
+        assert re.match(r"https?://|#", target) or (ROOT / target.partition("#")[0]).exists(), target
+
+
+def test_a_package_index_gets_absolute_links(built):
+    """There is no file beside the description that an index shows."""
+    urls = dict(each.split(", ") for each in built.metadata.get_all("Project-URL"))
+    assert all(url.startswith(urls["Source"]) for url in urls.values())
+    shown = shown_links(built.metadata.get_payload(decode=True).decode())
+    written = shown_links((ROOT / "README.md").read_text(encoding="utf-8"))
+    for link, target in zip(shown, written, strict=True):
+        path = target.partition("#")[0]
+        if re.match(r"https?://", target):
+            assert link == target
+        elif not path:
+            assert link == urls["Source"] + target
+        else:
+            kind = "raw" if path.endswith((".png", ".svg")) else "blob"
+            assert link == f"{urls['Source']}/{kind}/HEAD/{target}"
+
+
+def test_no_message_names_a_script():
+    """A wheel has none: messages name the subcommands."""
+    # A parser called by a script names that script; what modeling/ says is tested beside it.
+    paths = [
+        p for p in (ROOT / "hf_attn_variants").rglob("*.py") if p.name != "cli.py" and p.parent.name != "modeling"
+    ]
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {id(n.body[0].value) for n in nodes if isinstance(n, documented) and ast.get_docstring(n)}
+        texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named = [n.value for n in texts if "scripts/" in n.value and id(n) not in docstrings]
+        assert not named, f"{path.name}: {named}"
+
+
+def test_the_wheel_runs_as_a_module(run_wheel):
+    done = run_wheel("--version")
+    assert (done.returncode, done.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), done.stderr
+
+
+def test_glue_runs_where_dependencies_are_in_a_folder_of_another_name(run_wheel, tmp_path):
+    """There dill takes pyarrow for the user's own code and cannot pickle it, so no table may be hashed by it."""
+    model = make_tiny_bert(tmp_path / "tiny")
+    argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "1", "--max_length", "48", "--cpu"]
+    done = run_wheel("glue", *argv)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Pickl" not in done.stderr and (tmp_path / "out/all_results.json").is_file()
