@@ -6,6 +6,7 @@ Importing the package registers its classes with transformers' Auto factories.
 import importlib
 from typing import Any
 
+from . import interrupts as _interrupts  # noqa: F401  (first: it is about Ctrl-C in the imports that follow)
 from .modeling import modeling_attn_variant_albert as _albert
 from .modeling import modeling_attn_variant_bert as _bert
 from .modeling import modeling_attn_variant_t5 as _t5

@@ -185,6 +185,9 @@ def _embedded_model() -> Path:
 def _check_encoder(source: str) -> None:
     from transformers import AutoConfig
 
+    from hf_attn_variants.conversion.source import local_folder
+
+    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
     config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(
@@ -414,5 +417,11 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
 if __name__ == "__main__":
     from hf_attn_variants.training.errors import run_script
 
+    def quickstart() -> None:
+        try:
+            main(arguments)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
+
     arguments = parse_args()
-    sys.exit(run_script(lambda: main(arguments)))
+    sys.exit(run_script(quickstart))

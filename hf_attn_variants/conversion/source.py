@@ -11,7 +11,15 @@ from typing import Any
 
 from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 
-__all__ = ["CONFIG_NAME", "copy_side_files", "learned_tokens", "read_config", "resolve_source", "side_files"]
+__all__ = [
+    "CONFIG_NAME",
+    "copy_side_files",
+    "learned_tokens",
+    "local_folder",
+    "read_config",
+    "resolve_source",
+    "side_files",
+]
 
 logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
@@ -34,6 +42,29 @@ RESULT_FILES = (
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
+def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
+    """Return the folder that a checkpoint's name means; None where there is none and the name can be a Hub id.
+
+    Args:
+        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+
+    Raises:
+        OSError: if it is empty, a file, or a path (it starts with ".", "/" or "~", ends with "/", or has more than one
+            "/") at which there is nothing.
+    """
+    name = os.fspath(model_name_or_path)
+    if not name:
+        raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
+        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
+    return None
+
+
 def resolve_source(
     model_name_or_path: str | os.PathLike,
     revision: str | None = None,
@@ -54,19 +85,12 @@ def resolve_source(
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
         ValueError: for a repository whose weights are pickles, which were not allowed.
     """
-    name = os.fspath(model_name_or_path)
-    if not name:
-        raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
-        return path
-    if path.exists():
-        raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or not name:
-        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
-    return _download(name, revision, token, allow_pickle, weights)
+    name, folder = os.fspath(model_name_or_path), local_folder(model_name_or_path)
+    if folder is None:
+        return _download(name, revision, token, allow_pickle, weights)
+    if revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """All or nothing: a folder that is filled under another name and takes its place when it is complete."""
 
+import itertools
 import os
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from .source import CONFIG_NAME
 
-__all__ = ["check_disk_space", "check_output_dir", "staged_folder"]
+__all__ = ["check_disk_space", "check_output_dir", "make_folders", "remove_empty_folders", "staged_folder"]
 
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
@@ -52,6 +53,28 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
         )
 
 
+def make_folders(folder: Path) -> list[Path]:
+    """Make a folder and its parents; return those that were not there, the innermost first.
+
+    Raises:
+        OSError: if one cannot be made.
+    """
+    missing = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty_folders(missing)
+        raise
+    return missing
+
+
+def remove_empty_folders(folders: Iterable[Path]) -> None:
+    """Remove what `make_folders` made, for work that came to nothing; a folder that holds something stays."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
 @contextmanager
 def staged_folder(output_dir: Path) -> Iterator[Path]:
     """Give a folder to fill; what it holds is `output_dir` at the end, or vanishes on an error, Ctrl-C or SIGTERM.
@@ -61,7 +84,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
     files are moved up at the end.
     """
     exists = output_dir.is_dir()
-    created = [] if exists else _make_parents(output_dir.parent)
+    created = [] if exists else make_folders(output_dir.parent)
     stage = None
     try:
         parent = output_dir if exists else output_dir.parent
@@ -78,9 +101,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
     except BaseException:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
-        for folder in created:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        remove_empty_folders(created)
         raise
 
 
@@ -137,13 +158,3 @@ def _existing_ancestor(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    missing = []
-    for ancestor in (folder, *folder.parents):
-        if ancestor.exists():
-            break
-        missing.append(ancestor)
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing

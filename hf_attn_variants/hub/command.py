@@ -90,6 +90,8 @@ def main(args: argparse.Namespace) -> Any:
         evaluations=_read_evaluations(args.evaluations),
     )
     folder = Path(args.model_name_or_path).expanduser()
+    if not folder.is_dir():  # said before the Hub is asked for an account
+        raise FileNotFoundError(f"there is no checkpoint folder {args.model_name_or_path!r}.")
     api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:

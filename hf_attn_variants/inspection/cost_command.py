@@ -83,12 +83,10 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         OSError: if there is none.
         ValueError: if it is no configuration of transformers.
     """
-    from ..conversion.source import CONFIG_NAME, read_config
+    from ..conversion.source import CONFIG_NAME, local_folder, read_config
 
-    folder = Path(checkpoint).expanduser()
-    if not folder.is_dir():
-        if folder.exists():
-            raise NotADirectoryError(f"{checkpoint!r} is a file; give the checkpoint's folder.")
+    folder = local_folder(checkpoint)
+    if folder is None:
         from transformers.utils import cached_file
 
         try:

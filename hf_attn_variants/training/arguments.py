@@ -4,10 +4,7 @@ import argparse
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ __all__ = [
     "add_shared_arguments",
     "check_arguments",
     "only_evaluates",
-    "prepare_output_dir",
     "resume_fingerprint",
 ]
 
@@ -353,44 +349,6 @@ def _check_ranges(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and not 0 <= value < 1:
             raise ValueError(f"--{name} must be in [0, 1), got {value}")
-
-
-def prepare_output_dir(args: argparse.Namespace, write: bool = True) -> None:
-    """Checks that the output folder is free and can be written to, and makes it; nothing in it is removed.
-
-    Args:
-        args: Reads `output_dir`, `overwrite_output_dir`, `resume_from_checkpoint`.
-        write: False on all but the main process, which then only look.
-
-    Raises:
-        ValueError: The folder holds files, and neither resuming from one of its checkpoints nor overwriting was asked
-            for.
-        OSError: It cannot be written to.
-    """
-    folder = Path(args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise OSError(f"--output_dir {folder} is a file; give a folder")
-    used = folder.is_dir() and any(folder.iterdir())
-    if used and not (args.overwrite_output_dir or args.resume_from_checkpoint):
-        raise ValueError(
-            f"--output_dir {folder} is not empty: give another folder, --overwrite_output_dir, or "
-            "--resume_from_checkpoint latest to go on with an interrupted run"
-        )
-    resumed = args.resume_from_checkpoint
-    if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
-        raise ValueError(
-            f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
-            "resumed run would replace the log and the best weights there; give an empty folder, or the checkpoint's"
-        )
-    if not write:
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
-        ) from error
 
 
 def resume_fingerprint(args: argparse.Namespace, own: Iterable[str] = ()) -> dict[str, Any]:

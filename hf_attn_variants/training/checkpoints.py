@@ -139,9 +139,11 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
     if resume_from == "latest":
         found = list_checkpoints(output_dir)
         if not found:
+            used = Path(output_dir).is_dir() and any(Path(output_dir).iterdir())
+            start = "start over with --overwrite_output_dir in its place" if used else "start without the flag"
             raise ValueError(
-                f"--resume_from_checkpoint latest: no complete checkpoint in {output_dir}; "
-                "start without the flag, and save some with --checkpointing_steps"
+                f"--resume_from_checkpoint latest: no complete checkpoint in {output_dir}; {start}, and save some "
+                "with --checkpointing_steps"
             )
         return found[-1]
     path = Path(resume_from)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hf_attn_variants.interrupts import INTERRUPTED, exit_on_interrupt, is_first_process
+
 __all__ = ["NonFiniteLossError", "TerminatedError", "run_script"]
 
 
@@ -25,15 +27,21 @@ def run_script(main: Callable[[], Any]) -> int:
         main: The script's work, without arguments.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or 143 (a shell's for SIGTERM)
-        after a TerminatedError. Any other exception is a bug and keeps its traceback; so do the first three with the
-        environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or a shell's for a signal: 143
+        (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its
+        traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
+    exit_on_interrupt(at_once=False)
     try:
         main()
     except TerminatedError as error:
         print(error, file=sys.stderr)
         return 128 + signal.SIGTERM
+    except KeyboardInterrupt as interrupt:
+        exit_on_interrupt(at_once=True)
+        if is_first_process():  # a terminal sends it to all
+            print(str(interrupt) or INTERRUPTED, file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ValueError, OSError, NonFiniteLossError) as error:
         if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise

@@ -271,7 +271,9 @@ def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_len
         return encoded
 
     unused = [name for name in split.data.column_names if name != "label"]
-    data = split.data.map(encode, batched=True, remove_columns=unused, desc=f"Tokenising {split.name}")
+    # A longer name than this leaves no room for the bar in 80 columns.
+    shown = f"{split.name.replace('validation', 'dev')} tokens"
+    data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
     full = sum(length == max_length for length in data["length"])
     if full:
         logger.info(

@@ -2,11 +2,9 @@
 
 import itertools
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from hf_attn_variants.training.checkpoints import (
     BEST_MODEL_FILE,
     TrainState,
     find_checkpoint,
+    last_good_checkpoint,
     load_checkpoint,
     load_weights,
     save_best_weights,
@@ -27,6 +26,7 @@ from hf_attn_variants.training.checkpoints import (
 from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError
 from hf_attn_variants.training.loop_settings import LoopSettings
 from hf_attn_variants.training.outputs import save_bad_batch
+from hf_attn_variants.training.stop_signals import STOP_SIGNALS, StopSignals
 from hf_attn_variants.training.throughput import TrainingCost, utilization
 from hf_attn_variants.training.tracking import RunLog, progress_bar
 
@@ -104,7 +104,7 @@ class TrainingLoop:
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
-        self._terminated = False
+        self._signals = StopSignals()
         # Whether any process wants to stop: known to all after the next step's exchange of counts.
         self._stopping = False
         self._deadline = math.inf
@@ -120,8 +120,8 @@ class TrainingLoop:
         """Trains to the last step, to early stopping, or for `max_train_minutes`; ends with the best weights where
         they are kept.
 
-        Stopped by the clock or by SIGTERM, it finishes the step (with the evaluation, where one is due) and saves a
-        checkpoint.
+        Stopped by the clock, by SIGTERM or by Ctrl-C, it finishes the step (with the evaluation, where one is due) and
+        saves a checkpoint; a second Ctrl-C stops at once.
 
         Returns:
             The final state.
@@ -130,6 +130,7 @@ class TrainingLoop:
             NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that; the
                 step's batches are saved beside them.
             TerminatedError: The process was sent SIGTERM.
+            KeyboardInterrupt: Ctrl-C.
             ValueError, OSError: A checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
@@ -149,10 +150,10 @@ class TrainingLoop:
         )
         self.log.bar = bar
         try:
-            with self._noticing_sigterm():
+            with self._signals.noticed():
                 while state.step < settings.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
-                self._raise_if_terminated()
+                self._raise_if_signalled()
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
@@ -166,19 +167,21 @@ class TrainingLoop:
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
-    def _raise_if_terminated(self) -> None:
-        # One process that was sent SIGTERM ends them all; it may have come after the last step's exchange.
-        count = torch.tensor(int(self._terminated), device=self.accelerator.device)
-        if not int(self.accelerator.reduce(count, "sum")):
+    def _raise_if_signalled(self) -> None:
+        # One process that was sent a signal ends them all; it may have come after the last step's exchange.
+        came = [int(self._signals.number == number) for number in STOP_SIGNALS]
+        came = self.accelerator.reduce(torch.tensor(came, device=self.accelerator.device), "sum").tolist()
+        if not any(came):
             return
         if self.state.step and self._saved_step != self.state.step:
             self._save_checkpoint()
         folder = self.settings.output_dir
-        raise TerminatedError(
-            f"SIGTERM: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
+        name, error = ("SIGTERM", TerminatedError) if came[0] else ("Ctrl-C", KeyboardInterrupt)
+        raise error(
+            f"{name}: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
             "--resume_from_checkpoint latest"
             if self.state.step
-            else "SIGTERM: stopped before the first step"
+            else f"{name}: stopped before the first step"
         )
 
     def _run_epoch(self, bar: Any) -> None:
@@ -233,7 +236,7 @@ class TrainingLoop:
                 sum(own_items),
                 sum(examples),
                 *(sum(column) for column in zip(*costs, strict=True)),
-                int(self._terminated or time.monotonic() >= self._deadline),
+                int(self._signals.number is not None or time.monotonic() >= self._deadline),
             ],
             device=accelerator.device,
         )
@@ -275,9 +278,9 @@ class TrainingLoop:
             shown = value if bad == "loss" else norm_value
             saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
-                f"the {bad} became {shown} at step {step}: training stopped; checkpoints of earlier steps are in "
-                f"{self.settings.output_dir}, the step's batches {saved}. Try a lower --learning_rate, more "
-                "warm-up or --mixed_precision no"
+                f"the {bad} became {shown} at step {step}: training stopped; the step's batches {saved}"
+                f"{last_good_checkpoint(self.settings.output_dir)}. Try a lower --learning_rate, more warm-up or "
+                "--mixed_precision no"
             )
         self.state.loss_total += value
         self.state.window_loss += value
@@ -286,21 +289,6 @@ class TrainingLoop:
     def _scaler_can_answer(self) -> bool:
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-
-    @contextmanager
-    def _noticing_sigterm(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
-            yield
-            return
-
-        def notice(signum: int, frame: Any) -> None:
-            self._terminated = True
-
-        before = signal.signal(signal.SIGTERM, notice)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     def _log_window(self) -> None:
         state = self.state

@@ -2,12 +2,14 @@
 
 import argparse
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -21,13 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_attn_variants.conversion.source import learned_tokens
+from hf_attn_variants.conversion.source import learned_tokens, local_folder
 from hf_attn_variants.registration import FORMER_NAMES, PREFIX, variant_model_class
 from hf_attn_variants.training.arguments import only_evaluates
 
 __all__ = [
     "LabelMap",
     "check_max_length",
+    "close_texts",
     "enable_gradient_checkpointing",
     "load_classifier",
     "load_config",
@@ -78,10 +81,12 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 
 @contextmanager
-def _broken_checkpoint_as_value_error(source: str) -> Iterator[None]:
-    # transformers, huggingface_hub and safetensors each raise errors of their own about a file the user gave us.
+def _reading_checkpoint(source: str) -> Iterator[str]:
+    """Gives what to load from; an error about a file the user gave us is an OSError or a ValueError."""
+    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
-        yield
+        yield os.path.expanduser(source)
     except (ValueError, OSError):
         raise
     except Exception as error:
@@ -97,8 +102,8 @@ def load_config(args: argparse.Namespace) -> PreTrainedConfig:
         OSError: There is none.
         ValueError: It cannot be used, or has no dropout to set.
     """
-    with _broken_checkpoint_as_value_error(args.model_name_or_path):
-        config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    with _reading_checkpoint(args.model_name_or_path) as source:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     if args.dropout_rate is not None:
         set_dropout(config, args.dropout_rate)
     return config
@@ -114,8 +119,8 @@ def load_tokenizer(args: argparse.Namespace, config: PreTrainedConfig | None) ->
         ValueError: It cannot be used, has no padding token, or more tokens than the model.
     """
     source = args.tokenizer_name or args.model_name_or_path
-    with _broken_checkpoint_as_value_error(source):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    with _reading_checkpoint(source) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=args.trust_remote_code)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
     if not learned_tokens(tokenizer):
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
@@ -148,6 +153,39 @@ def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         return False
     tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
+    return True
+
+
+def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> bool:
+    """Lets a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
+
+    That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
+    two texts of a pair.
+
+    Args:
+        tokenizer: Of `load_tokenizer`.
+        config: The model's.
+        pair: Whether an example is a pair of texts.
+
+    Returns:
+        Whether it did not do so before.
+
+    Raises:
+        ValueError: It does not, and cannot be made to.
+    """
+    if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
+        return False
+    end = tokenizer.eos_token
+    processor = getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None)
+    if tokenizer.eos_token_id != config.eos_token_id or not isinstance(processor, TemplateProcessing | None):
+        raise ValueError(
+            f"the tokenizer does not put the model's end token (number {config.eos_token_id}) behind "
+            f"{'the texts of a pair' if pair else 'a text'}, where its classifier reads: give one that does with "
+            "--tokenizer_name, or set its eos_token and a post-processor that appends it"
+        )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
     return True
 
 
@@ -222,9 +260,9 @@ def load_classifier(
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     config.problem_type = "regression" if labels is None else "single_label_classification"
-    with _broken_checkpoint_as_value_error(args.model_name_or_path):
+    with _reading_checkpoint(args.model_name_or_path) as source:
         model = AutoModelForSequenceClassification.from_pretrained(
-            args.model_name_or_path,
+            source,
             config=config,
             dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
             attn_implementation=args.attn_implementation,
@@ -257,9 +295,9 @@ def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, 
         ValueError: It does not fit its config, the machine not `attn_implementation`, or it lacks weights of the
             language model that is asked for.
     """
-    with _broken_checkpoint_as_value_error(source):
+    with _reading_checkpoint(source) as found:
         model, report = model_class.from_pretrained(
-            source,
+            found,
             config=config,
             dtype=torch.float32,  # the optimiser's master weights; --mixed_precision casts for the forward pass
             attn_implementation=args.attn_implementation,

@@ -142,7 +142,7 @@ def save_bad_batch(
     except (OSError, RuntimeError) as error:  # a full disk is either
         path.unlink(missing_ok=True)
         return f"could not be saved ({type(error).__name__}: {error})"
-    return f"in {path}"
+    return f"are in {path}"
 
 
 def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:

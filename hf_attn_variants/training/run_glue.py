@@ -24,6 +24,7 @@ from hf_attn_variants.training.loop_settings import LoopSettings, total_training
 from hf_attn_variants.training.models import (
     LabelMap,
     check_max_length,
+    close_texts,
     give_token_types,
     load_classifier,
     load_config,
@@ -108,7 +109,9 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
     config = load_config(args)
     tokenizer = load_tokenizer(args, config)
     give_token_types(tokenizer, config)
-    check_max_length(args.max_length, config, tokenizer, pair=len(task.text_columns) == 2)
+    pair = len(task.text_columns) == 2
+    close_texts(tokenizer, config, pair)
+    check_max_length(args.max_length, config, tokenizer, pair)
     splits, tests = _load_splits(args, task)
     _check_metric(args, task, len(task.eval_splits.keys() & splits.keys()))
     set_seed(args.seed)

@@ -1,8 +1,11 @@
 """The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
 
 import argparse
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,10 +15,17 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from transformers.utils import logging as transformers_logging
 
-from hf_attn_variants.training import arguments, outputs
-from hf_attn_variants.training.checkpoints import find_checkpoint
+from hf_attn_variants.conversion.staging import make_folders, remove_empty_folders
+from hf_attn_variants.interrupts import INTERRUPTED
+from hf_attn_variants.training import outputs
+from hf_attn_variants.training.checkpoints import find_checkpoint, list_checkpoints
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
+
+# Where launchers tell a process how many there are: torchrun and accelerate; MPI's; a job step of SLURM, for in a
+# batch script, which is one process, its other variables count as well.
+SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
+PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
 
 # Whoever drops a process group last waits for its threads. DDP, which goes with an error's traceback, would do that
 # holding the interpreter's lock, and a thread of gloo that needs it to free its last tensor would never end.
@@ -31,11 +41,13 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
 
     Raises:
         ValueError, OSError: The checkpoint to resume from is not there, the output folder is not free or cannot be
-            written to, or the Hub would not take the result.
+            written to, the Hub would not take the result, or several processes were launched that know nothing of
+            each other.
+        KeyboardInterrupt: Of the run, with a message that says how to go on.
     """
     if args.resume_from_checkpoint:
         find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    arguments.prepare_output_dir(args, write=False)
+    _check_output_dir(args)
     outputs.check_hub_access(args)
     accelerator = Accelerator(
         cpu=args.cpu,
@@ -47,7 +59,9 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         step_scheduler_with_optimizer=False,
         rng_types=[],
     )
+    made = []
     try:
+        _check_processes(args, accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(args, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and args.optim == "adafactor":
@@ -57,16 +71,84 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
             )
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
-            arguments.prepare_output_dir(args)
+            made = _make_output_dir(args.output_dir)
         with _library_bars(not args.disable_tqdm):
             yield accelerator
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:
+            raise
+        raise KeyboardInterrupt(_how_to_go_on(args)) from interrupt
     finally:
+        remove_empty_folders(made)
         if accelerator.num_processes > 1:
             _ended_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
         # A second call in this process may want another precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def _check_processes(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Checks that processes launched together train together: alone, each would take itself for the main one."""
+    counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
+    name = next((name for name, count in counts.items() if count > 1), None)
+    if accelerator.num_processes > 1 or name is None:
+        return
+    if name == SLURM_COUNT:
+        advice = f"srun one task a machine, with `accelerate launch` in it, or unset {name} if these are runs apart"
+    elif args.cpu or torch.accelerator.is_available():
+        advice = "start them by `accelerate launch` or torchrun"
+    else:
+        advice = "there is no GPU here, so give the script --cpu to train together on CPUs, or start one process"
+    raise ValueError(
+        f"{counts[name]} processes were launched ({name}={counts[name]}) that do not know of each other, and each "
+        f"would train alone into one folder: {advice}"
+    )
+
+
+def _check_output_dir(args: argparse.Namespace) -> None:
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise OSError(f"--output_dir {folder} is a file; give a folder")
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and not (args.overwrite_output_dir or args.resume_from_checkpoint):
+        kept = list_checkpoints(folder)
+        go_on = f"--resume_from_checkpoint latest to go on from {kept[-1].name}, " if kept else ""
+        raise ValueError(
+            f"--output_dir {folder} is not empty{'' if kept else ' and has no checkpoint to go on from'}: give "
+            f"{go_on}--overwrite_output_dir to start over, or another folder"
+        )
+    resumed = args.resume_from_checkpoint
+    if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
+        raise ValueError(
+            f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
+            "resumed run would replace the log and the best weights there; give an empty folder, or the checkpoint's"
+        )
+
+
+def _make_output_dir(output_dir: str) -> list[Path]:
+    """Makes the folder, and tries whether it can be written to; nothing in it is removed. Returns what is new."""
+    folder, made = Path(output_dir), []
+    try:
+        made = make_folders(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        remove_empty_folders(made)
+        raise OSError(
+            f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
+        ) from error
+    return made
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    kept = list_checkpoints(args.output_dir)
+    if not kept:
+        return f"{INTERRUPTED}; no checkpoint is in {args.output_dir} (--checkpointing_steps saves some)"
+    instead = " in place of --overwrite_output_dir" if args.overwrite_output_dir else ""
+    return (
+        f"{INTERRUPTED}; the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
+        f"--resume_from_checkpoint latest{instead}"
+    )
 
 
 @contextmanager

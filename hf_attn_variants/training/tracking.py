@@ -35,7 +35,7 @@ class RunLog:
     Args:
         accelerator: Knows the main process and the trackers.
         output_dir: Folder of the log.
-        bar: Progress bar that shows the last values; None shows none.
+        bar: Progress bar that shows the last loss, and the dev scores above it; None shows none.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -57,11 +57,17 @@ class RunLog:
         # trackio keeps "time" for its own.
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
-        if self.bar is not None:
-            shown = {key: value for key, value in values.items() if key == "loss" or key.startswith("eval_")}
-            self.bar.set_postfix(
-                {key.removeprefix("eval_"): f"{value:.4g}" for key, value in shown.items()}, refresh=False
-            )
+        if self.bar is not None and not self.bar.disable:
+            self._show(record["step"], values)
+
+    def _show(self, step: int, values: dict[str, float]) -> None:
+        # Beside dev scores, 80 columns have no room for the bar.
+        if "loss" in values:
+            self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
+        scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
+        if scores:
+            listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            self.bar.write(f"step {step}, dev: {listed}", file=sys.stderr)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:

@@ -170,6 +170,18 @@ def test_glue_trains_through_the_command(tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and that is no Hub id"),
+        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and that is no Hub id"),
+        (["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"], "no folder '~/nosuchmodel'"),
+        (["push", "--model_name_or_path", "./nosuchmodel"], "no checkpoint folder './nosuchmodel'"),
+        (
+            ["visualize", "--model_name_or_path", "./nosuchmodel", "--text", "a", "--output_dir", "{out}"],
+            "no folder './nosuchmodel'",
+        ),
+        (
+            "uptrain --model_name_or_path ./nosuchmodel --output_dir {out} --objective mlm --train_file x".split(),
+            "no folder './nosuchmodel'",
+        ),
         (["inspect", "nowhere/at/all"], "nowhere/at/all"),
         (["inspect", "config.json-is-not-here", "--revision", "main"], "config.json-is-not-here"),
         (
@@ -185,3 +197,4 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, 
     assert cli.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from fixtures.uptraining import copy_left_sided
+from fixtures.uptraining import copy_left_sided, make_t5
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -96,7 +96,7 @@ def test_scores_are_written_before_the_test_split_is_predicted(run, tmp_path, mo
 
     predict = GlueEvaluator.predict_logits
     monkeypatch.setattr(GlueEvaluator, "predict_logits", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; no checkpoint is in .*out "):
         run("cola", "--max_train_steps", 1)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "all_results.json", "predictions_dev_CoLA.tsv"} <= written
@@ -320,23 +320,69 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
         ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "more than the 5 steps"),
         ("cola", ["--train_file", "/nowhere/train.tsv"], "/nowhere/train.tsv: no such file"),
         ("cola", ["--data_dir", "/nowhere"], "/nowhere: no such folder"),
-        ("cola", ["--model_name_or_path", "/nowhere/model"], "/nowhere/model"),
+        ("cola", ["--model_name_or_path", "/nowhere/model"], "no folder '/nowhere/model'"),
+        ("cola", ["--tokenizer_name", "./nosuch"], "no folder './nosuch'"),
     ],
 )
-def test_errors_before_training(run, task, flags, message, monkeypatch):
+def test_errors_before_training_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     monkeypatch.setattr(arguments, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises((ValueError, OSError), match=message):
-        run(task, *flags)
+        run(task, *flags, output_dir=tmp_path / "not/made")
+    assert not (tmp_path / "not").exists()
 
 
 def test_output_folder_must_be_free_and_writable(run, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(ValueError, match="is not empty and has no checkpoint to go on from"):
         run("cola", output_dir=tmp_path / "used")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match="no folder"):
+        run("cola", model="./nosuch", output_dir=tmp_path / "empty")
+    assert (tmp_path / "empty").is_dir()  # it was not ours to remove
     with pytest.raises(OSError, match="cannot be written to"):
         run("cola", output_dir=tmp_path / "used/notes.txt/out")
+
+
+def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
+    def interrupted(loop, group):
+        if loop.state.step == 3:
+            raise KeyboardInterrupt
+        step(loop, group)
+
+    step, flags, out = TrainingLoop._step, ["cola", "--max_train_steps", 4], tmp_path / "out"
+    monkeypatch.setattr(TrainingLoop, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint is in"):
+        run(*flags)
+    assert (out / "train_log.jsonl").is_file()
+    with pytest.raises(ValueError) as refused:
+        run(*flags)
+    assert "--overwrite_output_dir to start over" in str(refused.value) and "resume" not in str(refused.value)
+    with pytest.raises(ValueError, match="start over with --overwrite_output_dir in its place"):
+        run(*flags, "--resume_from_checkpoint", "latest")
+    flags += ["--checkpointing_steps", 2]
+    going_on = "in place of --overwrite_output_dir"
+    with pytest.raises(KeyboardInterrupt, match=f"the last checkpoint is .*checkpoint-2: .*latest {going_on}$"):
+        run(*flags, "--overwrite_output_dir")
+    with pytest.raises(ValueError, match="give --resume_from_checkpoint latest to go on from checkpoint-2, "):
+        run(*flags)
+    monkeypatch.setattr(TrainingLoop, "_step", step)
+    assert run(*flags, "--resume_from_checkpoint", "latest")[0]["steps"] == 4
+
+
+def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path):
+    t5 = make_t5(tmp_path / "t5")
+    assert AutoTokenizer.from_pretrained(t5)("a", "dog")["input_ids"].count(1) == 0
+    _, out = run("stsb", "--max_train_steps", 2, model=t5)
+    saved = AutoTokenizer.from_pretrained(out)
+    assert saved.convert_ids_to_tokens(saved("a", "big dog")["input_ids"]) == ["a", "</s>", "big", "dog", "</s>"]
+    assert saved("a")["input_ids"].count(1) == 1
+    config = AutoConfig.from_pretrained(t5)
+    config.eos_token_id = 2
+    config.save_pretrained(t5)
+    with pytest.raises(ValueError, match=r"end token \(number 2\) behind the texts of a pair"):
+        run("stsb", model=t5, output_dir=tmp_path / "other")
 
 
 EARLIER_RUN = [

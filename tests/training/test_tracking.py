@@ -1,12 +1,15 @@
 """What a run writes of itself: `all_results.json` and its curves."""
 
 import argparse
+import io
 import json
 
 import pytest
+from accelerate import Accelerator
 from fixtures.full_disk import full_disk
+from tqdm import tqdm
 
-from hf_attn_variants.training.tracking import plot_curves, save_results
+from hf_attn_variants.training.tracking import RunLog, plot_curves, save_results
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,18 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
         with pytest.raises(OSError, match=r"could not write .*curves\.png"):
             plot_curves([{"step": 1, "loss": 1.0}], [], tmp_path / "curves.png", "title")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_bar_keeps_its_room_in_80_columns_and_scores_stand_above_it(tmp_path, capsys):
+    screen = io.StringIO()
+    bar = tqdm(total=5000, initial=1234, desc="Training", unit="step", ncols=80, file=screen)
+    log = RunLog(Accelerator(cpu=True), tmp_path, bar)
+    log.write({"step": 1233, "loss": 0.123456, "lr": 1e-3})
+    scores = {"eval_pearson": -0.4399, "eval_spearmanr": 0.5, "eval_combined_score": 0.1, "eval_loss": 2.25}
+    log.write({"step": 1234, "epoch": 1.0, **scores})
+    bar.refresh()
+    drawn = screen.getvalue().split("\r")[-1]
+    bar.close()
+    assert "loss=0.1235]" in drawn and len(drawn.split("|")[1]) >= 10 and len(drawn) <= 80
+    expected = "step 1234, dev: pearson -0.4399, spearmanr 0.5, combined_score 0.1, loss 2.25\n"
+    assert capsys.readouterr().err == expected

@@ -1,4 +1,4 @@
-"""Two gloo processes of the pretraining scripts: the losses of one, and the same bits after SIGKILL and SIGTERM."""
+"""Two gloo processes: the losses of one, the same bits after SIGKILL and SIGTERM, Ctrl-C, and two strangers."""
 
 import importlib
 import json
@@ -6,11 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from hf_attn_variants.training import run_glue
 from hf_attn_variants.training.checkpoints import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +85,49 @@ def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_
     assert statuses == [0, 0], output
     assert records(cut) == records(whole) and len(records(whole)) == 12
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_ctrl_c_ends_the_step_of_all_processes_and_the_first_one_speaks(flags, tmp_path):
+    argv = flags("pretrain_mlm", tmp_path / "out", 2, "--max_train_steps", 12, "--dataloader_num_workers", 1)
+    pressed = Signal(signal.SIGINT, 5)
+    statuses, output = run_processes(2, run_script, "pretrain_mlm", argv, pressed)
+    assert statuses == [128 + signal.SIGINT] * 2, output
+    assert output.count("Ctrl-C: stopped after step 6 with a checkpoint in") == 1 and "Traceback" not in output
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-6"]
+
+
+SCRIPTS = {
+    "pretrain_mlm": [],
+    "pretrain_span_corruption": [],
+    "run_glue": ["--task_name", "cola"],
+    "run_squad": ["--train_file", "x.json", "--validation_file", "x.json"],
+    "run_seq2seq": ["--train_file", "x.tsv", "--source_column", "a", "--target_column", "b"],
+    "uptrain": ["--objective", "mlm", "--train_file", "x.txt"],
+}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="processes launched on accelerators know of each other")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp_path):
+    argv = ["--output_dir", str(tmp_path / "runs/out"), "--model_name_or_path", "no/model", *SCRIPTS[name]]
+    argv += ["--train_file", "x.txt", "--max_train_steps", "1"] if name.startswith("pretrain") else []
+    statuses, output = run_processes(2, run_script, name, argv)
+    assert statuses == [2, 2], output
+    assert output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2 and "give the script --cpu" in output
+    assert output.count("\n") == 2 and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "advice"),
+    [
+        ("SLURM_STEP_NUM_TASKS", ["--cpu"], "srun one task a machine"),
+        ("SLURM_STEP_NUM_TASKS", [], "unset SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_SIZE", [], "--cpu|accelerate launch"),
+    ],
+)
+def test_so_do_those_of_other_launchers(variable, flags, advice, tmp_path, monkeypatch):
+    monkeypatch.setenv(variable, "4")
+    argv = ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "no/model", "--task_name", "cola", *flags]
+    with pytest.raises(ValueError, match=rf"4 processes were launched \({variable}=4\).*({advice})"):
+        run_glue.main(run_glue.parse_args(argv))
+    assert not (tmp_path / "out").exists()

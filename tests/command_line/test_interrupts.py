@@ -1,0 +1,87 @@
+"""Ctrl-C: one line and a shell's status, from a command's imports to its end, and nothing else changes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_attn_variants import interrupts
+from hf_attn_variants.training import stop_signals
+from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.training.stop_signals import StopSignals
+
+ROOT = Path(__file__).parents[2]
+# Stands before the real one on the path: Ctrl-C comes when the package imports transformers.
+INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+# What pip makes of an entry point.
+COMMAND = "import sys\nfrom hf_attn_variants.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "own"),
+    [
+        (["{tmp}/attn-variants", "inspect", "x"], True),
+        (["-m", "hf_attn_variants", "inspect", "x"], True),
+        (["scripts/convert_checkpoint.py"], True),
+        (["scripts/quickstart.py"], True),
+        (["-c", "import hf_attn_variants"], False),
+    ],
+)
+def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub/transformers.py").write_text(INTERRUPTING)
+    (tmp_path / "attn-variants").write_text(COMMAND)
+    ended = subprocess.run(
+        [sys.executable, *(part.format(tmp=tmp_path) for part in argv)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])},
+        # A test run in the background ignores it, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if own:
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "stopped by Ctrl-C\n")
+    else:
+        assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
+
+
+def test_in_a_commands_work_it_is_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run_script(interrupted) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_a_commands_work_can_be_unwound():
+    before, found = signal.signal(signal.SIGINT, interrupts._exit), []
+    try:
+        assert run_script(lambda: found.append(signal.getsignal(signal.SIGINT))) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.default_int_handler]
+
+
+def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signals = StopSignals()
+        with signals.noticed():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.number == signal.SIGINT
+            monkeypatch.setattr(stop_signals, "SAME_CTRL_C", -1.0)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with StopSignals().noticed():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err.count("again to stop at once") == 1
