@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -120,10 +121,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
     source, name = args.model or str(_embedded_model()), args.model or "all-MiniLM-L6-v2"
-    _check_encoder(source)
+    _check_source(source, args.num_key_value_heads)
     task, data_dir = _task(args), _data_dir(args)
     splits = _load(task, data_dir)  # what is wrong with the data is said before any work
-    _check_heads(source, args.num_key_value_heads)
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
@@ -162,7 +162,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     print("4/4  What came of it", flush=True)
     table = [whole, *rows.values()]
-    _write(run / "quickstart.json", {"metric": job.metric, "seeds": args.seeds, "rows": table})
+    results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
+    (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     _plot(table, job.metric, run / "quickstart.png")
     print(f"\n{_table(table, job.metric, len(args.seeds))}\n")
     print("Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did")
@@ -182,10 +183,11 @@ def _embedded_model() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def _check_encoder(source: str) -> None:
+def _check_source(source: str, heads: int) -> None:
     from transformers import AutoConfig
 
     from hf_attn_variants.conversion.source import local_folder
+    from hf_attn_variants.registration import variant_config_class
 
     local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
     config = AutoConfig.from_pretrained(source)
@@ -194,14 +196,6 @@ def _check_encoder(source: str) -> None:
             f"{source} is a {config.model_type}; the quickstart is for encoders (BERT, ALBERT). To convert a "
             "T5, see `attn-variants convert --help` and `attn-variants seq2seq --help`"
         )
-
-
-def _check_heads(source: str, heads: int) -> None:
-    from transformers import AutoConfig
-
-    from hf_attn_variants.registration import variant_config_class
-
-    config = AutoConfig.from_pretrained(source)
     variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
 
 
@@ -255,7 +249,8 @@ def _glue_job(
         from hf_attn_variants.training import run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
-        results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict"]))
+        with _summaries_to(run / "log.txt"):
+            results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict"]))
         return results[f"eval_{task.main_metric}"]
 
     def score(checkpoint: str | Path, folder: Path) -> float:
@@ -312,11 +307,19 @@ def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Pat
         "seed": seed,
         "output_dir": _distilled(folder),
     }
-    uptrain.main(uptrain.parse_args([*_argv(flags), "--group_by_length", "--text_columns", *columns]))
+    with _summaries_to(run / "log.txt"):
+        uptrain.main(uptrain.parse_args([*_argv(flags), "--group_by_length", "--text_columns", *columns]))
 
 
 def _distilled(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-distilled")
+
+
+@contextmanager
+def _summaries_to(log: Path) -> Iterator[None]:
+    """Let what a training prints of its results go to a file: here its score is one of many."""
+    with log.open("a", encoding="utf-8") as file, redirect_stdout(file):
+        yield
 
 
 def _argv(flags: dict[str, Any]) -> list[str]:
@@ -348,10 +351,6 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
         here = [model(**batch)[0].flatten() for batch in batches]
     there = [torch.tensor(numbers) for numbers in loaded["outputs"]]
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(here, there, strict=True))
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    path.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _shown(scores: Sequence[float] | None) -> str:
