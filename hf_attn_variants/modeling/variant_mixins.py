@@ -102,8 +102,9 @@ class AttentionVariantMixin:
         self.projection_names = tuple(shapes)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
-        # Upstream has initialised this module already; the new parameters have not been.
-        self._is_hf_initialized = False
+        if shapes:
+            # Upstream has initialised this module already; the new parameters have not been.
+            self._is_hf_initialized = False
 
     def init_projections(self) -> None:
         """Initialise the talking-heads parameters as `talking_heads_init` says."""
@@ -181,16 +182,16 @@ class AttnVariantModelMixin:
             )
         config.check_variant()
         super().__init__(config, *args, **kwargs)
+        self._generate_as_configured()
+
+    def post_init(self) -> None:
+        """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _become(module, self.variant_classes[type(module)])
-        resized = [module for site, _, module in self.named_attentions() if _install_variant(site, module, config)]
-        self.post_init()
-        # T5 draws projections by a rule of the attention that they are in, which upstream leaves out for classes
-        # outside transformers where that has no parameter of its own: new Linears would be drawn with deviation 1.
-        for module in resized:
-            self._init_weights(module)
-        self._generate_as_configured()
+        for site, _, module in self.named_attentions():
+            _install_variant(site, module, self.config)
+        super().post_init()
 
     def _generate_as_configured(self) -> None:
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
@@ -208,6 +209,14 @@ class AttnVariantModelMixin:
         super()._init_weights(module)
         if hasattr(module, "init_projections"):
             module.init_projections()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
+        # them. Modules without any count as well, and so the rules of T5's attentions, feed-forward layers and heads
+        # for the Linears inside them would be skipped. Upstream's rules and ours leave loaded weights alone; those of
+        # a subclass may not.
+        is_ours = type(self)._init_weights is AttnVariantModelMixin._init_weights
+        super()._initialize_weights(module, is_custom_code and not is_ours)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any):
@@ -246,8 +255,11 @@ def _become(module: nn.Module, variant: type) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
-def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> bool:
-    """Give an attention its heads and new parameters; say whether a projection was replaced by one of another size."""
+def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> None:
+    """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
+    attention = module.get_submodule(site.mixes)
+    if hasattr(attention, "projection_names"):
+        return
     head_dim, heads = config.attention_head_dim, config.num_attention_heads
     kv_heads = getattr(config, site.kv_heads_field)
     kv_value_heads = config.num_value_heads if kv_heads == heads else kv_heads
@@ -256,10 +268,11 @@ def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> boo
         _resize(module, site.value, out_features=kv_value_heads * head_dim),
         _resize(module, site.output, in_features=config.num_value_heads * head_dim),
     ]
-    attention = module.get_submodule(site.mixes)
+    if any(resized):
+        # T5's rule for new projections is that of the attention around them.
+        module._is_hf_initialized = False
     query, key = module.get_submodule(site.query), module.get_submodule(site.key)
     attention.install_variant(config, kv_heads, query.in_features, key.in_features)
-    return any(resized)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
