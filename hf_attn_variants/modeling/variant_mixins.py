@@ -5,6 +5,7 @@ Letters as in `attention_variants`.
 
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import logging
 
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
+
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -30,6 +35,12 @@ TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_d
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
+
+# The talking-heads parameters among a model's keys.
+PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
+
+# Whether the model that is being loaded adds talking heads to a checkpoint that has none.
+_adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,9 @@ class AttnVariantModelMixin:
                 _become(module, self.variant_classes[type(module)])
         for site, _, module in self.named_attentions():
             _install_variant(site, module, self.config)
+        if _adds_talking_heads.get():
+            # Not missing: `from_pretrained` says in one line what they begin as.
+            self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
         super().post_init()
 
     def _generate_as_configured(self) -> None:
@@ -225,11 +239,18 @@ class AttnVariantModelMixin:
         Raises:
             ValueError: if the configuration asks for other heads than the checkpoint holds: that takes a conversion.
         """
-        if pretrained_model_name_or_path is not None:
-            _check_same_heads(cls, pretrained_model_name_or_path, config, kwargs)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        source = pretrained_model_name_or_path
+        adds = source is not None and _check_same_heads(cls, source, config, kwargs)
+        token = _adds_talking_heads.set(adds)
+        try:
+            loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
+        finally:
+            _adds_talking_heads.reset(token)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         # By now a generation_config.json of the checkpoint has been read.
-        (loaded[0] if isinstance(loaded, tuple) else loaded)._generate_as_configured()
+        model._generate_as_configured()
+        if adds:
+            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {_beginning(model.config)}.")
         return loaded
 
     @classmethod
@@ -299,24 +320,34 @@ def _comparable(value: Any) -> Any:
     return set(value) if isinstance(value, list | tuple) and value else value or None
 
 
-def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> None:
+def _beginning(config: Any) -> str:
+    """Say what new talking heads begin as and what that does to the outputs."""
+    if config.talking_heads_init == "random":
+        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
+    if config.talking_heads_dynamic:
+        return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
+    return "they begin as the identity, and no output changes"
+
+
+def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Check that a checkpoint has the heads that are asked for; say whether it gets talking heads and has none."""
     kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
     wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
         wanted = {name: getattr(config, name) for name in (*kv_fields, *talking_fields)} | wanted
     if not wanted:
-        return
+        return False
     hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     held, _ = cls.config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
     heads = held.get("num_attention_heads", held.get("num_heads"))
     if heads is None:
-        return  # weights without a configuration: nothing to compare with
+        return False  # weights without a configuration: nothing to compare with
     for name in kv_fields:
         found, value = held.get(name) or heads, wanted.get(name) or heads
         if value != found:
             raise ValueError(
                 f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
-                f"first, by `python scripts/convert_checkpoint.py --model_name_or_path {source} --{name} {value} "
+                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
                 f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
             )
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
@@ -330,3 +361,4 @@ def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any
                 "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
                 "checkpoint's own configuration."
             )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None

@@ -102,7 +102,7 @@ class MaskedLMPreparation:
         if missing:
             raise ValueError(
                 f"the tokenizer has no {', '.join(missing)}, and masked-LM pretraining needs one: it is for BERT and "
-                "ALBERT, a T5 is pretrained by scripts/pretrain_span_corruption.py"
+                "ALBERT, a T5 is pretrained by `attn-variants pretrain-t5`"
             )
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task

@@ -48,7 +48,7 @@ def check_scratch_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             raise ValueError(
                 f"--{name} is for a model from scratch; --model_name_or_path {args.model_name_or_path} has its own "
-                "(scripts/convert_checkpoint.py makes variants of it)"
+                "(`attn-variants convert` makes variants of it)"
             )
 
 

@@ -184,8 +184,8 @@ def push_folder(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         kind = ValueError if isinstance(error, ValueError) else OSError
         raise kind(
-            f"{error} The trained model is in {args.output_dir}; scripts/push_to_hub.py --model_name_or_path "
-            f"{args.output_dir} --repo_id {repo_id} pushes it without training again."
+            f"{error} The trained model is in {args.output_dir}; `attn-variants push --model_name_or_path "
+            f"{args.output_dir} --repo_id {repo_id}` pushes it without training again."
         ) from error
     print(f"pushed to {url}")
 

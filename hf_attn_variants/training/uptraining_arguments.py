@@ -30,7 +30,7 @@ EPILOG = """examples (4 key/value heads, drawn towards the model they come from:
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
 distribution over the targets (with --logits_weight 1 an encoder's over classes or answers, too). mlm, seq2seq: the
 task itself, and the teacher where one is given. embedding: the teacher's sentence embeddings. For a classification
-task, use scripts/run_glue.py.
+task, use `attn-variants glue`.
 Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 %% of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
 --output_dir gets the whole checkpoint (model, code, tokenizer, the source's side files), all_results.json,

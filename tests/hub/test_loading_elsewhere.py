@@ -108,7 +108,8 @@ def test_every_auto_class_loads_elsewhere(architecture, variant, saved, tmp_path
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
-    standard = {"collections", "contextlib", "copy", "dataclasses", "functools", "math", "re", "typing"}
+    standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "functools", "math"}
+    standard |= {"re", "sys", "typing"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]

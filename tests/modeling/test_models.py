@@ -73,6 +73,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.py")) == [
         "attention_variants.py",
         "configuration_attn_variants.py",
+        "field_checks.py",
         f"{architecture.config_class.modeling_file}.py",
         "talking_heads.py",
         "talking_heads_blocked.py",

@@ -93,7 +93,7 @@ def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
         getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
             tmp_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes
         )
-    quoted = re.search(r"`python scripts/convert_checkpoint.py (.*?)`", str(error.value))[1]
+    quoted = re.search(r"`attn-variants convert (.*?)`", str(error.value))[1]
     flags = command.parse_args(quoted.split())
     assert flags.num_key_value_heads == VARIANTS[variant]["num_key_value_heads"]
 
