@@ -3,9 +3,9 @@
 Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436.
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
@@ -43,7 +43,7 @@ TALKING_HEADS_INITS = ("identity", "random")
 
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
-@dataclass(kw_only=True, repr=False)
+@dataclasses.dataclass(kw_only=True, repr=False)
 class AttnVariantConfigMixin:
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
@@ -121,7 +121,8 @@ class AttnVariantConfigMixin:
     @classmethod
     def variant_fields(cls) -> tuple[str, ...]:
         """The fields that this package adds to upstream's."""
-        return tuple(dict.fromkeys((*cls.kv_heads_fields(), *AttnVariantConfigMixin.__dataclass_fields__)))
+        names = (field.name for field in dataclasses.fields(AttnVariantConfigMixin))
+        return tuple(dict.fromkeys((*cls.kv_heads_fields(), *names)))
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
