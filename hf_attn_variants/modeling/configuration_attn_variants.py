@@ -239,7 +239,7 @@ class AttnVariantConfigMixin:
         """Where peft is imported, give it for our model type the modules that it adapts in upstream's."""
         constants = sys.modules.get("peft.utils.constants")
         for name, table in list(vars(constants).items()) if constants else ():
-            if name.endswith("_MODULES_MAPPING") and cls.model_type not in table:
+            if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and cls.model_type not in table:
                 modules = next((table[each] for each in cls.upstream_model_types if each in table), None)
                 # It has no row for ALBERT, whose queries and values are called as BERT's.
                 if modules is None and table.get("bert") == ["query", "value"]:

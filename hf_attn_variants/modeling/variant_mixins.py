@@ -18,9 +18,6 @@ from transformers.utils import logging
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 
-# Below transformers' own logger: its verbosity holds for what is said here too.
-logger = logging.get_logger(f"transformers.{__name__}")
-
 __all__ = [
     "NO_WEIGHT_DECAY",
     "AttentionSite",
@@ -29,6 +26,9 @@ __all__ = [
     "projection_shapes",
     "projection_std",
 ]
+
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
 
 # The fields that decide which talking-heads parameters there are, and of what shape.
 TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_dynamic")
