@@ -19,6 +19,7 @@ from .field_checks import (
     checked_dynamic,
     checked_kv_heads,
     nearest,
+    wrong_kinds_explained,
 )
 
 __all__ = [
@@ -84,12 +85,8 @@ class AttnVariantConfigMixin:
             self.check_names(kwargs)
         if kwargs.get("num_labels") is not None:
             check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
-        try:
+        with wrong_kinds_explained():
             super().__post_init__(**kwargs)
-        except (AttributeError, LookupError, OverflowError, TypeError) as error:
-            # Upstream does not look at a value before it uses it.
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
         self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 
@@ -162,7 +159,8 @@ class AttnVariantConfigMixin:
             counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        return super().from_dict(_without_its_caching(config_dict, fields) | fields, **kwargs)
+        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
+            return super().from_dict(_without_its_caching(config_dict, fields) | fields, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":

@@ -1,7 +1,8 @@
 """Checks of one field of a configuration at a time: head counts, sizes, and names that are nearly a field's."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "MAX_LABELS",
@@ -12,6 +13,7 @@ __all__ = [
     "checked_dynamic",
     "checked_kv_heads",
     "nearest",
+    "wrong_kinds_explained",
 ]
 
 # Each dynamic projection with the static projection that it is added to.
@@ -101,3 +103,17 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) 
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+@contextmanager
+def wrong_kinds_explained() -> Iterator[None]:
+    """Raise a ValueError for what upstream's code raises, which does not look at a field's value before it uses it.
+
+    Raises:
+        ValueError: for a value of the wrong kind.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
