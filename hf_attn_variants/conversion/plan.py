@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
 from .checkpoint_io import TensorEntry
@@ -224,9 +225,11 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
     kv_fields = config_class.kv_heads_fields()
     for name in given:
         if name not in (*kv_fields, *TALKING_FIELDS):
+            field = nearest(name, (*kv_fields, *TALKING_FIELDS))
+            kv_names = ", ".join(f"`{each}`" for each in kv_fields)
             raise ValueError(
-                f"`{name}` is not a field of {config['model_type']!r} checkpoints, whose key/value heads are "
-                f"{', '.join(f'`{field}`' for field in kv_fields)}."
+                f"`{name}` is not a field of {config['model_type']!r} checkpoints"
+                + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
             )
     if not given and dtype is None:
         raise ValueError(

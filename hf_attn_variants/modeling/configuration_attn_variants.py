@@ -3,10 +3,24 @@
 Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436.
 """
 
-from dataclasses import dataclass
+import dataclasses
+import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
+
+from .field_checks import (
+    MAX_LABELS,
+    MAX_LAYERS,
+    check_size,
+    check_value_groups,
+    checked_count,
+    checked_dynamic,
+    checked_kv_heads,
+    nearest,
+    wrong_kinds_explained,
+)
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",
@@ -27,13 +41,10 @@ SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 
 TALKING_HEADS = (None, "logits", "weights", "both")
 TALKING_HEADS_INITS = ("identity", "random")
-# Each dynamic projection with the static projection that it is added to.
-DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
-# Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
-MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
 
-@dataclass(kw_only=True)
+# Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
+@dataclasses.dataclass(kw_only=True, repr=False)
 class AttnVariantConfigMixin:
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
@@ -50,7 +61,8 @@ class AttnVariantConfigMixin:
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
 
     Raises:
-        ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+        ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
+            message gives the rule, the field and the values.
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
@@ -67,16 +79,14 @@ class AttnVariantConfigMixin:
     talking_heads_dynamic: list[str] | tuple[str, ...] = ()
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # A plain checkpoint's configuration names upstream's type, which would hide the class's own.
-        kwargs.pop("model_type", None)
+        # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
+        # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
+        if kwargs.pop("model_type", None) is None:
+            self.check_names(kwargs)
         if kwargs.get("num_labels") is not None:
-            _check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
-        try:
+            check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
+        with wrong_kinds_explained():
             super().__post_init__(**kwargs)
-        except (AttributeError, LookupError, OverflowError, TypeError) as error:
-            # Upstream does not look at a value before it uses it.
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
         self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 
@@ -87,16 +97,16 @@ class AttnVariantConfigMixin:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
         for field in self.layer_fields:
-            _check_size(field, getattr(self, field), 0, MAX_LAYERS)
+            check_size(field, getattr(self, field), 0, MAX_LAYERS)
         for field in self.size_fields:
-            _check_size(field, getattr(self, field), 1)
-        heads = _checked_count("num_attention_heads", self.num_attention_heads)
+            check_size(field, getattr(self, field), 1)
+        heads = checked_count("num_attention_heads", self.num_attention_heads)
         self._check_hidden_size(heads)
         for field in self.kv_heads_fields():
             setattr(self, field, checked_kv_heads(field, getattr(self, field), heads))
         self._resolve_talking_heads(heads)
         for field in self.kv_heads_fields():
-            _check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
+            check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -106,11 +116,41 @@ class AttnVariantConfigMixin:
         return ("num_key_value_heads",)
 
     @classmethod
+    def variant_fields(cls) -> tuple[str, ...]:
+        """The fields that this package adds to upstream's."""
+        names = (field.name for field in dataclasses.fields(AttnVariantConfigMixin))
+        return tuple(dict.fromkeys((*cls.kv_heads_fields(), *names)))
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuse keywords that are nearly the name of a variant field: upstream keeps or drops what it does not know.
+
+        Raises:
+            ValueError: if there is one; the message names the field.
+        """
+        for name in names:
+            if not hasattr(cls, name) and (field := nearest(name, cls.variant_fields())):
+                raise ValueError(f"`{name}` is not a field of {cls.__name__}: did you mean `{field}`?")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a configuration as upstream does; upstream's of this architecture comes as one of this class."""
+        values, unused = super().get_config_dict(*args, **kwargs)
+        return cls._adopted(values), unused
+
+    @classmethod
+    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
+        is_upstreams = values.get("model_type") in cls.upstream_model_types
+        return values | {"model_type": cls.model_type} if is_upstreams else values
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
-        names = {*AttnVariantConfigMixin.__dataclass_fields__, *cls.kv_heads_fields()}
+        cls.check_names(kwargs.keys() - config_dict.keys())
+        config_dict = {"model_type": cls.model_type} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
-        names |= {"num_attention_heads", heads_field}
+        names = {*cls.variant_fields(), "num_attention_heads", heads_field}
         # Upstream would set them on the finished configuration, past its checks.
         fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in fields:
@@ -119,7 +159,8 @@ class AttnVariantConfigMixin:
             counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        return super().from_dict(_without_its_caching(config_dict, fields) | fields, **kwargs)
+        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
+            return super().from_dict(_without_its_caching(config_dict, fields) | fields, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
@@ -128,6 +169,7 @@ class AttnVariantConfigMixin:
         Raises:
             ValueError: if `config` belongs to another architecture.
         """
+        cls.check_names(fields)
         values = dict(config) if isinstance(config, dict) else config.to_dict()
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
@@ -171,6 +213,12 @@ class AttnVariantConfigMixin:
         finally:
             self._output_attentions = output_attentions
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as upstream does."""
+        # peft asks here for the model type, before it looks in its tables for the modules to adapt.
+        self._tell_peft()
+        return super().to_dict()
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration."""
         auto_map = self.auto_map
@@ -183,6 +231,19 @@ class AttnVariantConfigMixin:
     def _own_auto_map(self) -> dict[str, str]:
         own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
         return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
+
+    @classmethod
+    def _tell_peft(cls) -> None:
+        """Where peft is imported, give it for our model type the modules that it adapts in upstream's."""
+        constants = sys.modules.get("peft.utils.constants")
+        for name, table in list(vars(constants).items()) if constants else ():
+            if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and cls.model_type not in table:
+                modules = next((table[each] for each in cls.upstream_model_types if each in table), None)
+                # It has no row for ALBERT, whose queries and values are called as BERT's.
+                if modules is None and table.get("bert") == ["query", "value"]:
+                    modules = table["bert"]
+                if modules is not None:
+                    table[cls.model_type] = modules
 
     def _check_hidden_size(self, heads: int) -> None:
         if self.hidden_size % heads:
@@ -197,9 +258,9 @@ class AttnVariantConfigMixin:
             raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {got}.')
         if self.talking_heads_init not in TALKING_HEADS_INITS:
             raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {self.talking_heads_init!r}.')
-        softmax_heads = _checked_count("num_softmax_heads", self.num_softmax_heads, heads)
+        softmax_heads = checked_count("num_softmax_heads", self.num_softmax_heads, heads)
         default_value_heads = softmax_heads if self.talking_heads == "logits" else heads
-        value_heads = _checked_count("num_value_heads", self.num_value_heads, default_value_heads)
+        value_heads = checked_count("num_value_heads", self.num_value_heads, default_value_heads)
         if self.talking_heads in (None, "weights") and softmax_heads != heads:
             raise ValueError(
                 "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
@@ -220,25 +281,7 @@ class AttnVariantConfigMixin:
                     'use "random" for rectangular projections.'
                 )
         self.num_softmax_heads, self.num_value_heads = softmax_heads, value_heads
-        self.talking_heads_dynamic = self._checked_dynamic()
-
-    def _checked_dynamic(self) -> list[str]:
-        if not isinstance(self.talking_heads_dynamic, list | tuple | None):
-            raise ValueError(f"`talking_heads_dynamic` must be a list of names; got {self.talking_heads_dynamic!r}.")
-        dynamic = list(self.talking_heads_dynamic or ())
-        known = all(isinstance(name, str) and name in DYNAMIC_PROJECTIONS for name in dynamic)
-        if not known or len(set(dynamic)) != len(dynamic):
-            raise ValueError(
-                f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; "
-                f"got {dynamic}."
-            )
-        for name in dynamic:
-            if self.talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):
-                raise ValueError(
-                    f"`talking_heads_dynamic` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
-                    f"talking_heads={self.talking_heads!r} does not have."
-                )
-        return [name for name in DYNAMIC_PROJECTIONS if name in dynamic]
+        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
 
 
 class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
@@ -321,6 +364,11 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
         super().__post_init__(**kwargs)
 
     @classmethod
+    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
+        return super()._adopted(values) | unscaled
+
+    @classmethod
     def kv_heads_fields(cls) -> tuple[str, ...]:
         """The fields that hold a number of key/value heads: the decoder's and the encoder's."""
         return ("num_key_value_heads", "encoder_num_key_value_heads")
@@ -341,39 +389,6 @@ def can_cache(config: Any) -> bool:
 
 def _keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
     return not any(name[0] == "m" for name in dynamic or ())
-
-
-def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
-    """Return the number of key/value heads that `field` asks for; None means one for each of the `heads` query heads.
-
-    Raises:
-        ValueError: unless it is a whole number from 1 that divides `heads`.
-    """
-    count = _checked_count(field, value, heads)
-    if heads % count:
-        raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
-    return count
-
-
-def _checked_count(field: str, value: int | None, default: int | None = None) -> int:
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
-    if value > MAX_HEADS:
-        raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
-    return value
-
-
-def _check_size(field: str, value: int, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
-        raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
-
-
-def _check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
-    if kv_heads != heads and value_heads % kv_heads:
-        raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
 
 
 def _without_its_caching(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

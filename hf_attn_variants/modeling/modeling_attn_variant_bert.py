@@ -15,6 +15,7 @@ from transformers import (
     BertModel,
     BertPreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
 from .configuration_attn_variants import AttnVariantBertConfig
@@ -127,6 +128,10 @@ class AttnVariantBertForTokenClassification(AttnVariantBertPreTrainedModel, Bert
 class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertForQuestionAnswering):
     """`BertForQuestionAnswering` with variant attention."""
 
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift (where it smooths them) and
+# the text-generation pipeline which models generate.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__
 
 # Saving needs to know which Auto class each class answers to; the configuration says so once.
 for _auto_class, _name in AttnVariantBertConfig.auto_classes.items():

@@ -5,6 +5,7 @@ Letters as in `attention_variants`.
 
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import logging
 
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
@@ -25,11 +27,20 @@ __all__ = [
     "projection_std",
 ]
 
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
+
 # The fields that decide which talking-heads parameters there are, and of what shape.
 TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_dynamic")
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
+
+# The talking-heads parameters among a model's keys.
+PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
+
+# Whether the model that is being loaded adds talking heads to a checkpoint that has none.
+_adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,9 @@ class AttentionVariantMixin:
         self.projection_names = tuple(shapes)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
-        # Upstream has initialised this module already; the new parameters have not been.
-        self._is_hf_initialized = False
+        if shapes:
+            # Upstream has initialised this module already; the new parameters have not been.
+            self._is_hf_initialized = False
 
     def init_projections(self) -> None:
         """Initialise the talking-heads parameters as `talking_heads_init` says."""
@@ -181,16 +193,19 @@ class AttnVariantModelMixin:
             )
         config.check_variant()
         super().__init__(config, *args, **kwargs)
+        self._generate_as_configured()
+
+    def post_init(self) -> None:
+        """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _become(module, self.variant_classes[type(module)])
-        resized = [module for site, _, module in self.named_attentions() if _install_variant(site, module, config)]
-        self.post_init()
-        # T5 draws projections by a rule of the attention that they are in, which upstream leaves out for classes
-        # outside transformers where that has no parameter of its own: new Linears would be drawn with deviation 1.
-        for module in resized:
-            self._init_weights(module)
-        self._generate_as_configured()
+        for site, _, module in self.named_attentions():
+            _install_variant(site, module, self.config)
+        if _adds_talking_heads.get():
+            # Not missing: `from_pretrained` says in one line what they begin as.
+            self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
+        super().post_init()
 
     def _generate_as_configured(self) -> None:
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
@@ -209,6 +224,14 @@ class AttnVariantModelMixin:
         if hasattr(module, "init_projections"):
             module.init_projections()
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
+        # them. Modules without any count as well, and so the rules of T5's attentions, feed-forward layers and heads
+        # for the Linears inside them would be skipped. Upstream's rules and ours leave loaded weights alone; those of
+        # a subclass may not.
+        is_ours = type(self)._init_weights is AttnVariantModelMixin._init_weights
+        super()._initialize_weights(module, is_custom_code and not is_ours)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any):
         """Load a checkpoint, upstream's plain ones included; see `PreTrainedModel.from_pretrained`.
@@ -216,11 +239,18 @@ class AttnVariantModelMixin:
         Raises:
             ValueError: if the configuration asks for other heads than the checkpoint holds: that takes a conversion.
         """
-        if pretrained_model_name_or_path is not None:
-            _check_same_heads(cls, pretrained_model_name_or_path, config, kwargs)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        source = pretrained_model_name_or_path
+        adds = source is not None and _check_same_heads(cls, source, config, kwargs)
+        token = _adds_talking_heads.set(adds)
+        try:
+            loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
+        finally:
+            _adds_talking_heads.reset(token)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         # By now a generation_config.json of the checkpoint has been read.
-        (loaded[0] if isinstance(loaded, tuple) else loaded)._generate_as_configured()
+        model._generate_as_configured()
+        if adds:
+            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {_beginning(model.config)}.")
         return loaded
 
     @classmethod
@@ -246,8 +276,11 @@ def _become(module: nn.Module, variant: type) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
-def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> bool:
-    """Give an attention its heads and new parameters; say whether a projection was replaced by one of another size."""
+def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> None:
+    """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
+    attention = module.get_submodule(site.mixes)
+    if hasattr(attention, "projection_names"):
+        return
     head_dim, heads = config.attention_head_dim, config.num_attention_heads
     kv_heads = getattr(config, site.kv_heads_field)
     kv_value_heads = config.num_value_heads if kv_heads == heads else kv_heads
@@ -256,10 +289,11 @@ def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> boo
         _resize(module, site.value, out_features=kv_value_heads * head_dim),
         _resize(module, site.output, in_features=config.num_value_heads * head_dim),
     ]
-    attention = module.get_submodule(site.mixes)
+    if any(resized):
+        # T5's rule for new projections is that of the attention around them.
+        module._is_hf_initialized = False
     query, key = module.get_submodule(site.query), module.get_submodule(site.key)
     attention.install_variant(config, kv_heads, query.in_features, key.in_features)
-    return any(resized)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
@@ -286,24 +320,34 @@ def _comparable(value: Any) -> Any:
     return set(value) if isinstance(value, list | tuple) and value else value or None
 
 
-def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> None:
+def _beginning(config: Any) -> str:
+    """Say what new talking heads begin as and what that does to the outputs."""
+    if config.talking_heads_init == "random":
+        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
+    if config.talking_heads_dynamic:
+        return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
+    return "they begin as the identity, and no output changes"
+
+
+def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Check that a checkpoint has the heads that are asked for; say whether it gets talking heads and has none."""
     kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
     wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
         wanted = {name: getattr(config, name) for name in (*kv_fields, *talking_fields)} | wanted
     if not wanted:
-        return
+        return False
     hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     held, _ = cls.config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
     heads = held.get("num_attention_heads", held.get("num_heads"))
     if heads is None:
-        return  # weights without a configuration: nothing to compare with
+        return False  # weights without a configuration: nothing to compare with
     for name in kv_fields:
         found, value = held.get(name) or heads, wanted.get(name) or heads
         if value != found:
             raise ValueError(
                 f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
-                f"first, by `python scripts/convert_checkpoint.py --model_name_or_path {source} --{name} {value} "
+                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
                 f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
             )
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
@@ -317,3 +361,4 @@ def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any
                 "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
                 "checkpoint's own configuration."
             )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None

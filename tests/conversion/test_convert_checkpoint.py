@@ -543,6 +543,7 @@ IMPOSSIBLE = [
         {"num_key_value_heads": 4, "encoder_num_key_value_heads": 2},
         "`encoder_num_key_value_heads` is not a field of 'bert'",
     ),
+    ({"num_kv_heads": 4}, "`num_kv_heads` is not a field of 'bert' checkpoints: did you mean `num_key_value_heads`?"),
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype` must be one of float64, float32"),
     ({}, "nothing to convert"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),

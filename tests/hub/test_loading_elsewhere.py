@@ -51,6 +51,10 @@ ELSEWHERE = textwrap.dedent(
         if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
             generated = model.generate(saved["input.input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
             assert generated.shape[0] == saved["input.input_ids"].shape[0]
+        if auto_class == "AutoModelForCausalLM":
+            # Where upstream's Trainer looks whose labels it shifts.
+            names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            assert type(model).__name__ in names.values()
     again = transformers.AutoModel.from_pretrained(resaved, trust_remote_code=True)
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(**inputs).last_hidden_state, saved["expected"], atol=1e-6, rtol=0)
@@ -104,11 +108,36 @@ def test_every_auto_class_loads_elsewhere(architecture, variant, saved, tmp_path
     )
 
 
+ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
+    """
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
+    print(adapted.get_nb_trainable_parameters()[0])
+    """
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_peft_needs_no_target_modules_elsewhere(architecture, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = architecture.model(next(iter(architecture.heads)), "gqa")
+    model.save_pretrained(tmp_path / "repo")
+    result = run_elsewhere(ADAPTED_ELSEWHERE, tmp_path / "repo", home=tmp_path / "home", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "value", "q", "v"]))
+    assert int(result.stdout.splitlines()[-1]) == adapted.get_nb_trainable_parameters()[0]
+
+
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
-    standard = {"collections", "contextlib", "copy", "dataclasses", "functools", "math", "re", "typing"}
+    standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "functools", "math"}
+    standard |= {"re", "sys", "typing"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]

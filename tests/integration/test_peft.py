@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import BERT, T5
+from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 peft = pytest.importorskip("peft")
@@ -79,3 +79,34 @@ def test_a_prefix_needs_no_sizes_where_the_heads_make_d_model():
     model = T5.model("T5ForConditionalGeneration", "gqa", d_model=48, d_kv=4)
     tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3))
     assert tuned.get_prompt(batch_size=2).self_attention_cache.layers[1].values.shape == (2, 4, 3, 4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_lora_needs_no_target_modules(architecture):
+    model = architecture.model(next(iter(architecture.heads)), "gqa_talking")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
+    expected = {"q", "v"} if architecture is T5 else {"query", "value"}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(adapted)} == expected
+    assert len(trainable(adapted)) == 2 * 2 * len(list(model.named_attentions()))
+
+
+@pytest.mark.parametrize("config_class", ["IA3Config", "AdaLoraConfig", "LoHaConfig", "VeraConfig"])
+@pytest.mark.parametrize("architecture", [BERT, T5], ids=lambda row: row.name)
+def test_other_methods_adapt_what_they_adapt_in_upstreams_model(architecture, config_class):
+    head = next(iter(architecture.heads))
+    settings = {"total_step": 10} if config_class == "AdaLoraConfig" else {}
+    ours, theirs = (
+        peft.get_peft_model(model, getattr(peft, config_class)(**settings))
+        for model in (architecture.model(head, "mha"), architecture.upstream_model(head))
+    )
+    assert trainable(ours) == trainable(theirs) != []
+
+
+def test_transformers_own_adapters_need_no_target_modules():
+    model = ALBERT.model("AlbertModel", "gqa")
+    model.add_adapter(peft.LoraConfig(r=2))
+    assert any("lora_" in name for name in trainable(model))
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,6 +1,8 @@
 """transformers' own Trainer and Seq2SeqTrainer take a step, and what they save loads again."""
 
+import pytest
 import torch
+from architectures import BERT
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -56,6 +58,21 @@ def test_trainer_takes_a_step(heads, tmp_path):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert again.config.num_key_value_heads == 2 and (tmp_path / "saved" / "modeling_attn_variant_bert.py").is_file()
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "talking"])
+def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
+    """As upstream's formula says: each position is scored on the token after it."""
+    model, factor = BERT.model("BertLMHeadModel", variant), 0.2
+    trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS, label_smoothing_factor=factor))
+    batch = BERT.batch("BertLMHeadModel", labels=True)
+    with torch.no_grad():
+        loss = trainer.compute_loss(model, dict(batch))
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=factor
+    )
+    torch.testing.assert_close(loss, expected)
 
 
 def test_seq2seq_trainer_takes_a_step_and_generates(tiny_t5, tmp_path):

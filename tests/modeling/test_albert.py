@@ -1,5 +1,6 @@
 """What only ALBERT has: groups of layers that share their weights."""
 
+import pytest
 import torch
 import transformers
 from architectures import ALBERT
@@ -42,3 +43,11 @@ def test_attention_weights_are_those_of_every_layer():
 def test_gradient_checkpointing_is_more_than_upstream_has():
     assert not transformers.AlbertModel.supports_gradient_checkpointing
     assert ALBERT.model("AlbertModel").supports_gradient_checkpointing
+
+
+@pytest.mark.parametrize("head", ["AlbertModel", "AlbertForMaskedLM"])
+def test_gradient_checkpointing_may_stand_in_the_configuration(head):
+    model = ALBERT.model(head, "gqa", gradient_checkpointing=True)
+    assert model.is_gradient_checkpointing
+    # As upstream's other models do: the flag is used once and is not saved.
+    assert not hasattr(model.config, "gradient_checkpointing")

@@ -1,8 +1,12 @@
 """The configuration fields: each bad value has its message; what is stored reads back; the default is multi-head."""
 
+import json
+
 import pytest
+import transformers
 from architectures import ARCHITECTURES, VARIANTS
 from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
 
 import hf_attn_variants
 
@@ -84,6 +88,84 @@ def test_a_bad_value_set_afterwards_is_found_when_the_model_is_built(architectur
     model_class = getattr(hf_attn_variants, config.auto_classes["AutoModel"])
     with pytest.raises(ValueError, match="must divide `num_attention_heads`: got 5 for 12"):
         model_class(config)
+
+
+# (what somebody may write, the field that is meant)
+NEAR_NAMES = [
+    ("num_kv_heads", "num_key_value_heads"),
+    ("n_kv_heads", "num_key_value_heads"),
+    ("kv_heads", "num_key_value_heads"),
+    ("num_key_value_head", "num_key_value_heads"),
+    ("decoder_num_key_value_heads", "num_key_value_heads"),
+    ("talking_head", "talking_heads"),
+    ("talking_heads_initialization", "talking_heads_init"),
+    ("softmax_heads", "num_softmax_heads"),
+    ("value_heads", "num_value_heads"),
+]
+
+
+@ALL
+@pytest.mark.parametrize("name, field", NEAR_NAMES)
+def test_a_name_that_is_nearly_a_fields_is_an_error_that_names_the_field(architecture, name, field, tmp_path):
+    upstream = architecture.upstream_config_class(**architecture.tiny)
+    upstream.save_pretrained(tmp_path)
+    model_class = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
+    for make in (
+        lambda: architecture.config(**{name: 5}),
+        lambda: architecture.config_class.from_upstream(upstream, **{name: 5}),
+        lambda: architecture.config_class.from_dict(upstream.to_dict(), **{name: 5}),
+        lambda: architecture.config_class.from_pretrained(tmp_path, **{name: 5}),
+        lambda: model_class.from_pretrained(tmp_path, **{name: 5}),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` is not a field of .*: did you mean `{field}`"):
+            make()
+
+
+def test_the_encoders_field_is_t5s_alone():
+    with pytest.raises(ValueError, match="did you mean `encoder_num_key_value_heads`"):
+        hf_attn_variants.AttnVariantT5Config(encoder_kv_heads=2)
+    with pytest.raises(ValueError, match="not a field of AttnVariantBertConfig: did you mean `num_key_value_heads`"):
+        hf_attn_variants.AttnVariantBertConfig(encoder_num_key_value_heads=2)
+
+
+@ALL
+def test_what_stands_in_a_saved_configuration_loads(architecture, tmp_path):
+    saved = architecture.config("gqa").to_dict() | {"num_kv_heads": 5}
+    file = tmp_path / "config.json"
+    for left_out in ((), ("model_type",)):  # the oldest files have no type
+        file.write_text(json.dumps({name: value for name, value in saved.items() if name not in left_out}))
+        config = architecture.config_class.from_pretrained(tmp_path)
+        assert (config.num_kv_heads, config.num_key_value_heads) == (5, 4)
+        assert architecture.config_class.from_pretrained(tmp_path, num_kv_heads=6).num_kv_heads == 6
+    assert architecture.config_class(**saved).num_kv_heads == 5
+    assert architecture.config_class.from_upstream(saved).num_kv_heads == 5
+    assert architecture.config_class.from_upstream(config).num_key_value_heads == 4
+
+
+@ALL
+def test_names_that_upstream_knows_and_notes_of_ones_own_pass(architecture):
+    known = {
+        name
+        for config_class in CONFIG_MAPPING.values()
+        if issubclass(config_class, (transformers.BertConfig, transformers.AlbertConfig, transformers.T5Config))
+        for name in (*config_class().to_dict(), *config_class.attribute_map)
+    }
+    known |= set(transformers.GenerationConfig().to_dict())
+    known -= set(architecture.config_class.variant_fields()) | {"encoder_num_key_value_heads"}
+    assert len(known) > 80
+    architecture.config_class.check_names(known)
+    architecture.config_class.check_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])
+    assert architecture.config(my_note="a").my_note == "a"
+
+
+@ALL
+def test_a_configuration_is_shown_as_upstreams_with_every_field(architecture):
+    config = architecture.config("gqa_talking")
+    name, _, text = repr(config).partition(" ")
+    assert name == type(config).__name__
+    shown = json.loads(text)
+    expected = architecture.tiny | {field: getattr(config, field) for field in config.variant_fields()}
+    assert {field: shown.get(field) for field in expected} == expected
 
 
 @ALL

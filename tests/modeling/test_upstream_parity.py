@@ -1,10 +1,11 @@
 """The multi-head variant, loaded from upstream's own checkpoint, is upstream's model to rounding."""
 
+import logging
 import re
 
 import pytest
 import torch
-from architectures import BERT, HEAD_IDS, HEADS, LENGTH, T5, VARIANTS, padding_mask, token_ids
+from architectures import ALBERT, ARCHITECTURES, BERT, HEAD_IDS, HEADS, LENGTH, T5, VARIANTS, padding_mask, token_ids
 
 import hf_attn_variants
 from hf_attn_variants.conversion import command
@@ -93,7 +94,7 @@ def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
         getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
             tmp_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes
         )
-    quoted = re.search(r"`python scripts/convert_checkpoint.py (.*?)`", str(error.value))[1]
+    quoted = re.search(r"`attn-variants convert (.*?)`", str(error.value))[1]
     flags = command.parse_args(quoted.split())
     assert flags.num_key_value_heads == VARIANTS[variant]["num_key_value_heads"]
 
@@ -131,6 +132,63 @@ def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
     batch = BERT.batch("BertModel")
     with torch.no_grad():
         assert_same_outputs(again(**batch), model(**batch))
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What transformers and this package log while loading, as under their default verbosity."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    "variant, expected",
+    [
+        ("mha", []),
+        ("talking", ["adds them: they begin as the identity, and no output changes."]),
+        ("logits", ['adds them: they are drawn at random (`talking_heads_init="random"`), and the outputs change']),
+        ("dynamic", ["begin as the identity, plus small random terms of `talking_heads_dynamic`"]),
+    ],
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_loading_an_upstream_checkpoint_says_what_is_so_once(architecture, variant, expected, said, tmp_path):
+    head = next(iter(architecture.heads))
+    saved_upstream(architecture, head, tmp_path)
+    # A plain checkpoint has as many softmax and value heads as query heads.
+    fields = {name: value for name, value in VARIANTS[variant].items() if name != "num_softmax_heads"}
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    config = architecture.config_class.from_pretrained(tmp_path, **fields)
+    for arguments in ({"config": config}, fields):
+        said.clear()
+        _, info = model_class.from_pretrained(tmp_path, **arguments, output_loading_info=True)
+        assert info["missing_keys"] == set()
+        for text, message in zip(expected, said.messages, strict=True):
+            assert text in message and str(tmp_path) in message
+
+
+def test_what_is_really_missing_is_reported_as_upstream_does(said, tmp_path):
+    saved_upstream(BERT, "BertModel", tmp_path)
+    model_class = hf_attn_variants.AttnVariantBertForSequenceClassification
+    _, info = model_class.from_pretrained(tmp_path, talking_heads="both", output_loading_info=True)
+    assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    assert ["LOAD REPORT" in message for message in said.messages] == [True, False]
+
+
+def test_a_talking_heads_checkpoint_that_lacks_its_projections_is_reported(said, tmp_path):
+    model = BERT.model("BertModel", "talking")
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_proj")}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    _, info = type(model).from_pretrained(tmp_path, config=BERT.config("talking"), output_loading_info=True)
+    assert info["missing_keys"] == {name for name in model.state_dict() if name.endswith("_proj")} != set()
+    assert [message for message in said.messages if "has no talking heads" in message] == []
+    assert any("MISSING" in message for message in said.messages)
+
+
+def test_another_architectures_checkpoint_still_warns(said, tmp_path):
+    ALBERT.upstream_model("AlbertModel").config.save_pretrained(tmp_path)
+    hf_attn_variants.AttnVariantBertConfig.from_pretrained(tmp_path)
+    assert any("model of type `albert`" in message for message in said.messages)
 
 
 @IMPLEMENTATIONS

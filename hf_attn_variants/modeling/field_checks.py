@@ -1,0 +1,119 @@
+"""Checks of one field of a configuration at a time: head counts, sizes, and names that are nearly a field's."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+__all__ = [
+    "MAX_LABELS",
+    "MAX_LAYERS",
+    "check_size",
+    "check_value_groups",
+    "checked_count",
+    "checked_dynamic",
+    "checked_kv_heads",
+    "nearest",
+    "wrong_kinds_explained",
+]
+
+# Each dynamic projection with the static projection that it is added to.
+DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
+
+# Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
+MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
+
+# How other configurations write the words of our fields, and how alike the rest has to be.
+OTHER_WORDS = {"kv": "key_value", "n": "num"}
+ALIKE = 0.77
+
+
+def nearest(name: str, fields: Iterable[str]) -> str | None:
+    """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none."""
+    words = name.removeprefix("decoder_").split("_")  # T5's plain fields are its decoder's
+    spelled = "_".join(OTHER_WORDS.get(word, word) for word in words)
+    return next(iter(difflib.get_close_matches(spelled, fields, n=1, cutoff=ALIKE)), None)
+
+
+def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
+    """Return the number of key/value heads that `field` asks for; None means one for each of the `heads` query heads.
+
+    Raises:
+        ValueError: unless it is a whole number from 1 that divides `heads`.
+    """
+    count = checked_count(field, value, heads)
+    if heads % count:
+        raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
+    return count
+
+
+def checked_count(field: str, value: int | None, default: int | None = None) -> int:
+    """Return a number of heads, `default` where the value is None.
+
+    Raises:
+        ValueError: unless it is a whole number from 1 to `MAX_HEADS`.
+    """
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{field}` must be a whole number of heads, at least 1; got {value!r}.")
+    if value > MAX_HEADS:
+        raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
+    return value
+
+
+def checked_dynamic(value: list[str] | tuple[str, ...] | None, talking_heads: str | None) -> list[str]:
+    """Return the names of `talking_heads_dynamic` in their own order; None means none.
+
+    Raises:
+        ValueError: unless they are distinct names, each of a projection that `talking_heads` has.
+    """
+    if not isinstance(value, list | tuple | None):
+        raise ValueError(f"`talking_heads_dynamic` must be a list of names; got {value!r}.")
+    dynamic = list(value or ())
+    known = all(isinstance(name, str) and name in DYNAMIC_PROJECTIONS for name in dynamic)
+    if not known or len(set(dynamic)) != len(dynamic):
+        raise ValueError(
+            f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}."
+        )
+    for name in dynamic:
+        if talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):
+            raise ValueError(
+                f"`talking_heads_dynamic` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
+                f"talking_heads={talking_heads!r} does not have."
+            )
+    return [name for name in DYNAMIC_PROJECTIONS if name in dynamic]
+
+
+def check_size(field: str, value: int, least: int, most: int | None = None) -> None:
+    """Check a size of the model.
+
+    Raises:
+        ValueError: unless it is a whole number from `least` to `most`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
+        raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
+
+
+def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
+    """Check that grouped key/value heads serve each value head alike.
+
+    Raises:
+        ValueError: unless they divide the value heads.
+    """
+    if kv_heads != heads and value_heads % kv_heads:
+        raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+@contextmanager
+def wrong_kinds_explained() -> Iterator[None]:
+    """Raise a ValueError for what upstream's code raises, which does not look at a field's value before it uses it.
+
+    Raises:
+        ValueError: for a value of the wrong kind.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error

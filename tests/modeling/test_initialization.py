@@ -1,0 +1,118 @@
+"""New weights are drawn as upstream draws them: in a model from a configuration, and where a checkpoint lacks them."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, HEAD_IDS, HEADS, T5, VARIANTS
+from torch import nn
+
+import hf_attn_variants
+from hf_attn_variants.modeling.variant_mixins import projection_std
+
+EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def by_a_seed(model_class, config):
+    """Make a model from a configuration alone."""
+    torch.manual_seed(0)
+    return model_class(config)
+
+
+def all_missing(model_class, config):
+    """Load a checkpoint that holds nothing: each parameter comes from uninitialised memory."""
+    torch.manual_seed(0)
+    return model_class.from_pretrained(None, config=config, state_dict={})
+
+
+BOTH_WAYS = pytest.mark.parametrize("make", [by_a_seed, all_missing])
+
+
+def ours_and_upstreams(architecture, head, variant, make):
+    config = architecture.upstream_config_class(**architecture.tiny, **architecture.heads[head].config)
+    return (
+        make(getattr(hf_attn_variants, f"AttnVariant{head}"), architecture.config(variant, head)),
+        make(getattr(transformers, head), config),
+    )
+
+
+@EVERY_HEAD
+@EVERY_VARIANT
+@BOTH_WAYS
+def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, make):
+    ours, theirs = ours_and_upstreams(architecture, head, variant, make)
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith("_proj"):
+            deviation = projection_std(leaf, parameter.shape, ours.config.talking_heads_init)
+        else:
+            deviation = expected[name].std(correction=0).item()
+        if deviation is None:
+            assert parameter.equal(torch.eye(*parameter.shape)), name
+        elif deviation == 0:
+            assert (parameter == expected[name].flatten()[0]).all(), name
+        else:
+            assert parameter.std(correction=0).item() == pytest.approx(deviation, rel=0.4), name
+            assert abs(parameter.mean().item()) < 5 * deviation / math.sqrt(parameter.numel()), name
+
+
+@EVERY_HEAD
+@BOTH_WAYS
+def test_multi_head_draws_what_upstream_draws(architecture, head, make):
+    ours, theirs = ours_and_upstreams(architecture, head, "mha", make)
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    assert [name for name, tensor in ours.state_dict().items() if not tensor.equal(expected[name])] == []
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
+@pytest.mark.parametrize("on_a_checkpoint", [False, True], ids=["from a configuration", "on a checkpoint"])
+def test_a_t5_classifier_of_two_labels_begins_at_chance(variant, on_a_checkpoint, tmp_path):
+    torch.manual_seed(0)
+    config, losses = T5.config(variant, initializer_factor=1.0), []
+    hf_attn_variants.AttnVariantT5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model_class = hf_attn_variants.AttnVariantT5ForSequenceClassification
+        model = model_class.from_pretrained(tmp_path) if on_a_checkpoint else model_class(config)
+        with torch.no_grad():
+            losses.append(model.eval()(**T5.batch("T5ForSequenceClassification", labels=True)).loss.item())
+    assert sum(losses) / len(losses) == pytest.approx(math.log(2), abs=0.3)
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("init", ["identity", "random"])
+def test_initial_projections(architecture, init):
+    fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
+    config = architecture.config(**fields)
+    model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
+    for site, _, module in model.named_attentions():
+        mixes = module.get_submodule(site.mixes)
+        for projection in (mixes.logits_proj, mixes.weights_proj):
+            if init == "identity":
+                assert projection.equal(torch.eye(12))
+            else:
+                assert 0.7 < projection.std() * 12**0.5 < 1.3
+        for projection in (mixes.x2l_proj, mixes.m2w_proj):
+            expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
+            assert 0.9 < projection.std() / expected < 1.1
+
+
+@EVERY_ARCHITECTURE
+def test_a_subclass_that_writes_over_weights_keeps_the_loaded_ones(architecture, tmp_path):
+    """Rules of the old kind, which look at no flag; upstream guards what is loaded against them, and so do we."""
+    base = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
+
+    class OldRules(base):
+        def _init_weights(self, module):
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(std=7.0)
+
+    model = by_a_seed(base, architecture.config("gqa"))
+    model.save_pretrained(tmp_path)
+    again = OldRules.from_pretrained(tmp_path)
+    assert all(again.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
