@@ -1,5 +1,6 @@
 """The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
 
+import logging
 import os
 import time
 from copy import deepcopy
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..model_history import read_history, write_history
 from .calibration import Calibration, calibrate, method_to_calibrate
 from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
 from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
@@ -24,6 +26,7 @@ from .staging import check_disk_space, check_output_dir, staged_folder
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
+logger = logging.getLogger(__name__)
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -188,7 +191,9 @@ def convert_checkpoint(
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
-    config = read_config(folder)
+    config, history = read_config(folder), read_history(folder)
+    for problem in history.problems:
+        logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
         fields = {"num_key_value_heads": num_key_value_heads} | fields
         architecture, config_file = _architecture(config), folder / CONFIG_NAME
@@ -226,6 +231,7 @@ def convert_checkpoint(
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
+            write_history(stage, history)
     return report
 
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME
 from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 
 __all__ = ["CONFIG_NAME", "copy_side_files", "learned_tokens", "read_config", "resolve_source", "side_files"]
@@ -25,10 +26,11 @@ TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 # What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
 RESULT_FILES = (
-    "all_results.json",
+    RESULTS_NAME,
     "train_log.jsonl",
     "training_curves.png",
-    "conversion_report.json",
+    REPORT_NAME,
+    HISTORY_NAME,
     *TRAINING_LEFTOVERS,
 )
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")

@@ -141,9 +141,9 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
     if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(splits["train"]))

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.fitting import _split
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
-from hf_attn_variants.hub.card_text import conversion_text
+from hf_attn_variants.hub.card_steps import step_sections
 
 WORDS = 60
 
@@ -219,9 +219,9 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts, cut at 48 tokens." in conversion_text(found["text"], None)["sentence"]
+    assert "Calibration: 512 texts, cut at 48 tokens." in _told(found["text"])
     assert found["none"]["calibration"] is None
-    assert "Calibration:" not in conversion_text(found["none"], None)["sentence"]
+    assert "Calibration:" not in _told(found["none"])
     pairs = Calibration([("a", "b")], target_texts=["c"]).settings()
     assert pairs["kind"] == "pairs" and pairs["targets"]
 
@@ -344,3 +344,7 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             read(*flags)
+
+
+def _told(report):
+    return step_sections([{"kind": "conversion", **report}], None)[0]["sentence"]
