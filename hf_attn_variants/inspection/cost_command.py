@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import HelpFormatter
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
 
@@ -31,7 +31,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")
     parser.add_argument(
         "--length",
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -56,10 +56,10 @@ def main(args: argparse.Namespace) -> Any:
     from .cost_table import cost_table
     from .tables import print_table
 
-    config = read_checkpoint_config(args.checkpoint, args.revision, args.token)
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     table = cost_table(
         config,
-        checkpoint=args.checkpoint,
+        checkpoint=args.model_name_or_path,
         batch_size=args.batch_size,
         length=args.length,
         source_length=args.source_length,

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli import HelpFormatter
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 from .cost_command import read_checkpoint_config
 
 __all__ = ["main", "parse_args"]
@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")
     parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> Any:
     from .speed import measure_speed
     from .tables import print_table
 
-    config = read_checkpoint_config(args.checkpoint, args.revision, args.token)
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
     if args.threads is not None:
         if args.threads < 1:
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> Any:
         torch.set_num_threads(args.threads)
     table = measure_speed(
         config,
-        checkpoint=args.checkpoint,
+        checkpoint=args.model_name_or_path,
         kv_heads=args.num_key_value_heads,
         talking_heads=not args.no_talking_heads,
         batch_size=args.batch_size,

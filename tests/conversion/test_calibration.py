@@ -15,6 +15,7 @@ from hf_attn_variants.conversion import Calibration, command, convert_checkpoint
 from hf_attn_variants.conversion.fitting import _split
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_steps import step_sections
+from hf_attn_variants.model_history import read_history
 
 WORDS = 60
 
@@ -219,9 +220,9 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts, cut at 48 tokens." in _told(found["text"])
+    assert "Calibration: 512 texts, cut at 48 tokens." in _told(tmp_path / "text")
     assert found["none"]["calibration"] is None
-    assert "Calibration:" not in _told(found["none"])
+    assert "Calibration:" not in _told(tmp_path / "none")
     pairs = Calibration([("a", "b")], target_texts=["c"]).settings()
     assert pairs["kind"] == "pairs" and pairs["targets"]
 
@@ -346,5 +347,5 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
             read(*flags)
 
 
-def _told(report):
-    return step_sections([{"kind": "conversion", **report}], None)[0]["sentence"]
+def _told(folder):
+    return step_sections(read_history(folder).steps, None)[0]["sentence"]
