@@ -65,7 +65,7 @@ def add_checkpoint_argument(parser: argparse._ActionsContainer, shown: str) -> N
         shown: the help.
     """
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=shown)
-    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="The same, by name.")
+    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same, by name")
 
 
 def parse_with_checkpoint(
