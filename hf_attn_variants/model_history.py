@@ -70,12 +70,13 @@ TRAINING_FIELDS: dict[str, Any] = {
 SCORES = ("eval_", "initial_eval_", "test_")
 NAMES = ("model_name_or_path", "teacher", "task_name", "dataset_name", "objective")
 METADATA_FIELDS: dict[str, Any] = {
-    "license": str,
+    "license": (str, list),
     "license_name": str,
     "license_link": str,
     "base_model": (str, list),
     "tags": [str],
 }
+# They belong together: a README.md with a licence of its own replaces all three.
 TERMS = ("license", "license_name", "license_link")
 
 

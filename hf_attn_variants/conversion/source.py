@@ -30,7 +30,6 @@ RESULT_FILES = (
     "train_log.jsonl",
     "training_curves.png",
     REPORT_NAME,
-    HISTORY_NAME,
     *TRAINING_LEFTOVERS,
 )
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
@@ -113,7 +112,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         OSError: if one to copy is a link that leads nowhere.
     """
     modules = _module_folders(folder)
-    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, *weight_files}
+    # The history is read too, and written anew with the source's own step.
+    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
     copied, left_out = [], []

@@ -228,6 +228,13 @@ def test_a_given_licence_needs_no_readme_that_can_be_read(converted, tmp_path):
     assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
 
 
+def test_each_of_several_licences_goes_on(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
+    card = model_card(folder, "me/x")
+    assert front_matter(card)["license"] == ["mit", "apache-2.0"] and "mit, apache-2.0, as the model" in str(card)
+
+
 def test_the_history_of_a_hub_id_comes_without_its_weights(tuned, hub, tmp_path):
     """In a process of its own: this one is offline."""
     files = {"README.md": README.encode(), "model_history.json": (tuned / "model_history.json").read_bytes()}
