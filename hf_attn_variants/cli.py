@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-__all__ = ["COMMANDS", "HelpFormatter", "main", "program_name"]
+__all__ = ["COMMANDS", "HelpFormatter", "add_checkpoint_argument", "main", "parse_with_checkpoint", "program_name"]
 
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -55,6 +55,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
     return run_script(lambda: command.main(options))
+
+
+def add_checkpoint_argument(parser: argparse._ActionsContainer, shown: str) -> None:
+    """Add the checkpoint to a command or a group of its options: by its place, or as --model_name_or_path.
+
+    Args:
+        parser: of the command; it is parsed by `parse_with_checkpoint`.
+        shown: the help.
+    """
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=shown)
+    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same, by name")
+
+
+def parse_with_checkpoint(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: bool = True
+) -> argparse.Namespace:
+    """Read a command line that names a checkpoint before its options, after them, or as --model_name_or_path.
+
+    Args:
+        parser: with the arguments of `add_checkpoint_argument`.
+        argv: the command line; None = that of the process.
+        required: False where the command can do without a checkpoint.
+
+    Returns:
+        The arguments, the checkpoint as `model_name_or_path`. Two different ones, or none where one is required, end
+        the process with a line and status 2, as all errors of argparse do.
+    """
+    # Older versions of argparse take an optional place as empty as soon as an option comes before it.
+    args = parser.parse_intermixed_args(argv)
+    placed, named = vars(args).pop("checkpoint"), args.model_name_or_path
+    if placed is not None and named is not None and placed != named:
+        parser.error(f"two checkpoints: {placed!r} and --model_name_or_path {named!r}; give one")
+    args.model_name_or_path = placed if named is None else named
+    if required and args.model_name_or_path is None:
+        parser.error(
+            "no checkpoint: name its folder or Hub id first, before options that take several values, or by "
+            "--model_name_or_path"
+        )
+    return args
 
 
 def program_name(script: str) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ..cli import HelpFormatter, program_name
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 from .calibration import Calibration
 from .calibration_files import CALIBRATION_SIZE, read_calibration
 from .convert import DTYPES, convert_checkpoint
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--model_name_or_path", required=True, help="checkpoint folder or Hub id")
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
@@ -106,7 +106,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> ConversionReport:

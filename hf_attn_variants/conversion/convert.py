@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..model_history import read_history, write_history
 from .calibration import Calibration, calibrate, method_to_calibrate
 from .calibration_files import CalibrationLike, as_calibration
 from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
@@ -213,7 +214,9 @@ def convert_checkpoint(
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
-    config = read_config(folder)
+    config, history = read_config(folder), read_history(folder)
+    for problem in history.problems:
+        logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
         fields = {"num_key_value_heads": num_key_value_heads} | fields
         architecture, config_file = _architecture(config), folder / CONFIG_NAME
@@ -254,6 +257,7 @@ def convert_checkpoint(
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
+            write_history(stage, history)
     return report
 
 

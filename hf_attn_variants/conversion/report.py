@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..model_history import REPORT_NAME
 from ..modeling.configuration_attn_variants import can_cache
 from .checkpoint_io import TORCH_DTYPES, TensorEntry
 from .grouping import HeadCounts
@@ -40,8 +41,6 @@ __all__ = [
     "layer_report",
     "package_versions",
 ]
-
-REPORT_NAME = "conversion_report.json"
 
 # A weight [h*d, D] and its bias [h*d] or None.
 Projection = tuple[torch.Tensor, torch.Tensor | None]

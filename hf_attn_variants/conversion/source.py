@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME
 from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 
 __all__ = [
@@ -33,10 +34,10 @@ TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 # What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
 RESULT_FILES = (
-    "all_results.json",
+    RESULTS_NAME,
     "train_log.jsonl",
     "training_curves.png",
-    "conversion_report.json",
+    REPORT_NAME,
     *TRAINING_LEFTOVERS,
 )
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
@@ -135,7 +136,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         OSError: if one to copy is a link that leads nowhere.
     """
     modules = _module_folders(folder)
-    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, *weight_files}
+    # The history is read too, and written anew with the source's own step.
+    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
     copied, left_out = [], []

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import PurePath
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from ..training.glue import GlueTask
+from .card_steps import Step, chain_sentence, last_training
 
 if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it
     from ..inspection.cost_table import CostTable
 
 __all__ = [
     "PIPELINE_TAGS",
-    "conversion_text",
     "licence_text",
     "limits",
     "papers",
     "size_rows",
     "summary",
-    "training_text",
     "usage_snippet",
 ]
 
@@ -33,33 +33,13 @@ PIPELINE_TAGS = {
     "Model": "feature-extraction",
     "EncoderModel": "feature-extraction",
 }
-# Arguments that say how a model was trained; paths and the like stay at home.
-TRAINING_ARGUMENTS = (
-    "task_name",
-    "dataset_name",
-    "objective",
-    "num_train_epochs",
-    "max_train_steps",
-    "pretraining_steps",
-    "alpha",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "optim",
-    "lr_scheduler_type",
-    "num_warmup_steps",
-    "warmup_ratio",
-    "weight_decay",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "dropout_rate",
-    "max_length",
-    "max_source_length",
-    "max_target_length",
-    "mixed_precision",
-    "trainable",
-    "seed",
-)
+SENTENCE = "Two dogs run in the snow."
+# By the columns of a task of pairs: a premise and what may follow from it, two questions, a question and its answer.
+PAIRS = {
+    ("sentence1", "sentence2"): (SENTENCE, "Dogs are running outside."),
+    ("question1", "question2"): ("How do dogs keep warm in the snow?", "What keeps a dog warm in winter?"),
+    ("question", "sentence"): ("Where do the dogs run?", SENTENCE),
+}
 PAPERS = {
     "MQA": ("Multi-query attention", "1911.02150"),
     "GQA": ("Grouped-query attention", "2305.13245"),
@@ -72,24 +52,18 @@ def summary(
     kv_heads: Mapping[str, int],
     architecture: str,
     base_model: str | None,
-    report: Mapping[str, Any] | None,
-    results: Mapping[str, Any] | None,
+    steps: Sequence[Step],
 ) -> str:
     """Return what the model is, in a sentence or two; `kv_heads` as for `heads_diagram`."""
     made = "A checkpoint"
     if base_model:
         made = f"[{base_model}](https://huggingface.co/{base_model})"
-    elif report:
-        made = f"`{_source_name(report)}`"
+    elif steps and steps[0].get("source"):
+        made = f"`{steps[0]['source']}`"
     if variant is None:
         return f"{made}, as `{architecture}`."
     text = f"{made} with {_attention(variant, kv_heads)}, as `{architecture}`."
-    if report and not results:
-        text += " It was converted and not trained afterwards."
-    elif results:
-        steps = results.get("steps")
-        text += f" It was trained for {steps:,} steps after that." if report and steps else ""
-    return text + " Made with hf_attn_variants."
+    return text + chain_sentence(steps) + " Made with hf_attn_variants."
 
 
 def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -113,8 +87,17 @@ def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> li
     return made
 
 
-def usage_snippet(repo_id: str, config: Mapping[str, Any], is_sentence_model: bool) -> str:
-    """Return Python that loads the model and runs it once."""
+def usage_snippet(
+    repo_id: str, config: Mapping[str, Any], is_sentence_model: bool, task: GlueTask | None = None
+) -> str:
+    """Return Python that loads the model and runs it once.
+
+    Args:
+        repo_id: the repository.
+        config: config.json.
+        is_sentence_model: whether it is a folder of sentence-transformers.
+        task: what a classifier was trained on; a task of pairs is shown with a pair.
+    """
     architecture = (config.get("architectures") or [""])[0]
     auto_class = _auto_class(architecture, config)
     remote = ", trust_remote_code=True" if config.get("auto_map") else ""
@@ -139,7 +122,8 @@ def usage_snippet(repo_id: str, config: Mapping[str, Any], is_sentence_model: bo
             "outputs = model(**{name: tensor.unsqueeze(0) for name, tensor in inputs.items()})",
         ]
     else:
-        load.append('inputs = tokenizer("Two dogs run in the snow.", return_tensors="pt")')
+        text = ", ".join(f'"{each}"' for each in _example(auto_class, task))
+        load.append(f'inputs = tokenizer({text}, return_tensors="pt")')
         decoder = ', decoder_input_ids=inputs["input_ids"]' if architecture.endswith("T5Model") else ""
         load.append(f"outputs = model(**inputs{decoder})")
     if not is_sentence_model:
@@ -155,77 +139,15 @@ def usage_snippet(repo_id: str, config: Mapping[str, Any], is_sentence_model: bo
     return "\n".join(sentence + load)
 
 
-def conversion_text(report: Mapping[str, Any], base_model: str | None) -> dict[str, Any]:
-    """Return what a `conversion_report.json` says: a sentence, rows of before and after, the mean errors."""
-    source = base_model or _source_name(report)
-    sentence = f"`{source}` was converted by `--method {report['method']}`, seed {report['seed']}."
-    if calibration := report.get("calibration"):
-        targets = " with their targets" if calibration["targets"] else ""
-        sentence += (
-            f" Calibration: {calibration['count']:,} {calibration['kind']}{targets}, cut at "
-            f"{calibration['max_length']} tokens."
-        )
-    details = [layer.get("details", {}) for layer in report.get("layers", [])]
-    fitted = [row for row in details if "relative_error_fitted" in row]
-    if fitted:
-        before = sum(row["relative_error_closed_form"] for row in fitted) / len(fitted)
-        after = sum(min(row["relative_error_closed_form"], row["relative_error_fitted"]) for row in fitted) / len(
-            fitted
-        )
-        sentence += (
-            " Each attention was fitted, alone, to what the old one made of a calibration text: on a held-out tenth "
-            f"of it the relative error of its output is {after:.1%} (mean over {len(fitted)} attentions; {before:.1%} "
-            "by the closed form, before the fit)."
-        )
-    rows = [(name, *pair) for name, pair in report["heads"].items()]
-    parameters = report["parameters"]
-    rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
-    for site, cache in (report.get("kv_cache_bytes_per_token") or {}).items():
-        rows.append((f"cache bytes a token ({site})", f"{cache['before']:,}", f"{cache['after']:,}"))
-    if report.get("talking_heads"):
-        rows.append(("talking-heads projections", "none", ", ".join(report["talking_heads"])))
-    return {
-        "sentence": sentence,
-        "rows": rows,
-        "logits_error": _percent(report.get("mean_logits_relative_error")),
-        "value_error": _percent(report.get("mean_value_relative_error")),
-        "versions": _versions(report.get("versions")),
-    }
-
-
-def training_text(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an `all_results.json` says of the training: a sentence, the arguments that matter, the versions."""
-    parts = []
-    if results.get("steps") is not None:
-        parts.append(f"{results['steps']:,} optimiser steps")
-    if results.get("train_samples") is not None:
-        parts.append(f"{results['train_samples']:,} training examples")
-    if results.get("epoch") is not None:
-        parts.append(f"{results['epoch']:g} epochs")
-    if results.get("train_runtime"):
-        parts.append(f"{results['train_runtime']:,.0f} s")
-    arguments = results.get("arguments") or {}
-    if arguments.get("max_train_steps") is not None:
-        arguments = {name: value for name, value in arguments.items() if name != "num_train_epochs"}
-    rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
-    return {
-        "sentence": f"{', '.join(parts)}." if parts else "",
-        "rows": rows,
-        "versions": _versions(results.get("versions")),
-    }
-
-
-def limits(
-    variant: Any, table: CostTable | None, report: Mapping[str, Any] | None, results: Mapping[str, Any] | None
-) -> list[str]:
+def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:
     """Return what a user should know before relying on the model; without a variant there is no table."""
     found = []
-    if report and not results:
+    if steps and steps[-1]["kind"] == "conversion":
         found.append(
             "No gradient step on the whole model followed the conversion: expect less than from the model it was made "
             "of. Measure it on your data, and train it further where that matters."
         )
-    if results:
+    if last_training(steps):
         found.append(
             "The scores are of one run with one seed, on the data named above, and say nothing of other data."
         )
@@ -252,11 +174,11 @@ def limits(
     return found
 
 
-def licence_text(license_id: str | None, own_terms: str | None, is_the_sources: bool) -> str:
+def licence_text(license_id: str | list[str] | None, own_terms: str | None, is_the_sources: bool) -> str:
     """Return the licence's sentence.
 
     Args:
-        license_id: its id on the Hub; "other" for one that has none.
+        license_id: its id on the Hub, or several; "other" for one that has none.
         own_terms: the name, or a link to the text, of a licence that has no id.
         is_the_sources: whether the README of the model it was made from says so.
     """
@@ -264,7 +186,8 @@ def licence_text(license_id: str | None, own_terms: str | None, is_the_sources: 
     if license_id == "other":
         return f"{own_terms or 'One that is not on the list of the Hub: ask those who made this checkpoint'}.{code}"
     if license_id:
-        return f"{license_id}{', as the model it was made from' if is_the_sources else ''}.{code}"
+        names = license_id if isinstance(license_id, str) else ", ".join(license_id)
+        return f"{names}{', as the model it was made from' if is_the_sources else ''}.{code}"
     return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
 
 
@@ -278,8 +201,13 @@ def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
 
 
-def _source_name(report: Mapping[str, Any]) -> str:
-    return PurePath(str(report.get("source") or "a checkpoint")).name
+def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
+    if auto_class == "AutoModelForQuestionAnswering":
+        return "Where do the dogs run?", SENTENCE
+    columns = task.text_columns if task is not None and auto_class == "AutoModelForSequenceClassification" else ()
+    if len(columns) < 2:
+        return (SENTENCE,)
+    return PAIRS.get((columns[0][0], columns[1][0]), PAIRS["sentence1", "sentence2"])
 
 
 def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
@@ -315,11 +243,3 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
         r"For(MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering)$", architecture
     )
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
-
-
-def _versions(versions: Mapping[str, str] | None) -> str:
-    return ", ".join(f"{name} {number}" for name, number in (versions or {}).items()) or "not recorded"
-
-
-def _percent(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.1%}"

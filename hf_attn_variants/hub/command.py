@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 __all__ = ["main", "parse_args"]
 
@@ -31,7 +31,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--model_name_or_path", required=True, help="the checkpoint folder")
+    add_checkpoint_argument(parser, "the checkpoint folder")
     parser.add_argument("--repo_id", help="user/name (default: the folder's name under your account)")
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="the repository must be, or is made, private")
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     card.add_argument(
         "--evaluations", help="JSON list of further scores, each with the fields of huggingface_hub.EvalResult"
     )
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:

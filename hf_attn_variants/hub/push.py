@@ -22,9 +22,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from ..conversion.checkpoint_io import open_checkpoint
-from ..conversion.report import REPORT_NAME
 from ..conversion.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
-from .card import CARD_NAME, RESULTS_NAME, CardOptions, is_untouched, model_card, read_json
+from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history, read_json
+from .card import CardOptions, is_untouched, model_card
 from .local_paths import without_local_paths
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 # What training leaves beside the model, by name or by the first folder of the path.
 TRAINING_FILES = ("checkpoint-*", "best_model.safetensors", *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
-WITHOUT_PATHS = (REPORT_NAME, RESULTS_NAME)
+WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
 NOTHING_LOST = "No file on the Hub was changed; repeat the command when that is put right."
 
 
@@ -130,6 +130,9 @@ def plan_push(
     text = card if card is not None else str(model_card(folder, repo_id, card_options))
     tokenizers = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
     warnings = [] if any(name in files for name in tokenizers) else ["the folder has no tokenizer"]
+    warnings += (
+        [f"{problem} The card is without it." for problem in read_history(folder).problems] if card is None else []
+    )
     if "/" not in repo_id and card is None:
         warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
     return PushPlan(folder, repo_id, files, left_out, text, warnings)
@@ -149,8 +152,13 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
             left_out[first] = "of the training run"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
             left_out[name] = "a pickle; --allow_pickle uploads it"
+        elif path.is_file() and name in WITHOUT_PATHS:
+            try:
+                files[name] = len(_content(path).encode())
+            except (ValueError, OSError, RecursionError):  # folders of this machine cannot be taken out of it
+                left_out[name] = "cannot be read"
         elif path.is_file() and name != CARD_NAME:
-            files[name] = len(_content(path).encode()) if name in WITHOUT_PATHS else path.stat().st_size
+            files[name] = path.stat().st_size
     return files, left_out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 if TYPE_CHECKING:
     from .attention_maps import TextMaps
@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id, a variant or upstream's own")
+    add_checkpoint_argument(parser, "folder or Hub id, a variant or upstream's own")
     parser.add_argument("--text", required=True, help="what the model reads")
     parser.add_argument("--target_text", help="T5: what the decoder reads (default: its own greedy output)")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, nargs="+", help="only these, counted from 1 (default: all)")
     parser.add_argument("--no_png", action="store_true", help="write the HTML alone")
-    args = parser.parse_args(argv)
+    args = parse_with_checkpoint(parser, argv)
     if not 3 <= args.max_length <= MOST_TOKENS:
         parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}")
     return args

@@ -101,7 +101,11 @@ main { display: flex; align-items: flex-start; }
 .head[aria-pressed="true"] canvas { outline: 3px solid #000; }
 #value { min-height: 3em; }
 select { font: inherit; }
-@media (max-width: 900px) { main { flex-direction: column-reverse; } #detail { position: static; max-width: 100vw; } }
+header, h2 { overflow-wrap: anywhere; }
+@media (max-width: 900px) {
+  main { flex-direction: column-reverse; align-items: stretch; }
+  #detail { position: static; max-width: 100%; max-height: none; }
+}
 </style>
 </head>
 <body>
@@ -165,16 +169,24 @@ function frame(canvas, kv) {
 // One enlarged map: its values, labels and name.
 let shown = null;
 const large = byId("large");
-const LABEL = 13;
+const LABEL = 13, LEAST = 8;
+
+// What the enlarged map may take of the window's width: beside the heads, or in a narrow window above them.
+function room() {
+  const width = document.documentElement.clientWidth, narrow = window.matchMedia("(max-width: 900px)").matches;
+  return (narrow ? width : 0.62 * width) - 40;
+}
 
 function enlarge(map, button) {
   for (const other of document.querySelectorAll(".head")) other.setAttribute("aria-pressed", String(other === button));
-  const context = large.getContext("2d"), font = LABEL - 1 + "px system-ui, sans-serif";
-  context.font = font;
+  const context = large.getContext("2d"), font = size => size + "px system-ui, sans-serif";
+  context.font = font(LABEL - 1);
   const widest = labels => Math.ceil(Math.max(...labels.map(label => context.measureText(label).width))) + 8;
-  const cell = Math.max(17, Math.min(34, Math.floor(520 / Math.max(map.rows.length, map.columns.length))));
+  const longest = Math.max(map.rows.length, map.columns.length);
+  map.left = Math.min(160, room() / 3, widest(map.rows));
+  const fits = Math.floor((room() - map.left - 4) / map.columns.length);
+  const cell = Math.max(LEAST, Math.min(fits, Math.max(17, Math.min(34, Math.floor(520 / longest)))));
   map.cell = cell;
-  map.left = Math.min(160, widest(map.rows));
   map.top = Math.min(160, widest(map.columns));
   const width = map.left + cell * map.columns.length + 4, height = map.top + cell * map.rows.length + 4;
   const sharp = window.devicePixelRatio || 1;
@@ -183,7 +195,7 @@ function enlarge(map, button) {
   large.style.width = width + "px";
   large.style.height = height + "px";
   context.scale(sharp, sharp);
-  context.font = font;
+  context.font = font(Math.min(LABEL - 1, cell));
   context.textBaseline = "middle";
   map.columns.forEach((label, j) => {
     context.save();
@@ -193,7 +205,7 @@ function enlarge(map, button) {
     context.restore();
   });
   context.textAlign = "right";
-  map.rows.forEach((label, i) => context.fillText(label, map.left - 5, map.top + (i + 0.5) * cell, 155));
+  map.rows.forEach((label, i) => context.fillText(label, map.left - 5, map.top + (i + 0.5) * cell, map.left - 5));
   context.textAlign = "center";
   map.rows.forEach((_, i) => map.columns.forEach((_, j) => {
     const value = map.values[i * map.columns.length + j];
@@ -211,6 +223,7 @@ function enlarge(map, button) {
   shown = map;
 }
 
+window.addEventListener("resize", () => document.querySelector(".head[aria-pressed='true']").click());
 large.addEventListener("mousemove", event => {
   const box = large.getBoundingClientRect();
   const j = Math.floor((event.clientX - box.left - shown.left) / shown.cell);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import HelpFormatter
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
 
@@ -31,7 +31,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")
     parser.add_argument(
         "--length",
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -54,12 +54,12 @@ def main(args: argparse.Namespace) -> Any:
         ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
     """
     from .cost_table import cost_table
-    from .tables import print_table
+    from .tables import print_table, print_text
 
-    config = read_checkpoint_config(args.checkpoint, args.revision, args.token)
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     table = cost_table(
         config,
-        checkpoint=args.checkpoint,
+        checkpoint=args.model_name_or_path,
         batch_size=args.batch_size,
         length=args.length,
         source_length=args.source_length,
@@ -70,9 +70,10 @@ def main(args: argparse.Namespace) -> Any:
         return table
     header, rows = table_cells(table)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
-    print_table(title, header, rows)
+    cache_columns = (i for i, name in enumerate(header) if "cache" in name)
+    print_table(title, header, rows, cut=next(cache_columns, None))
     for note in _notes(table):
-        print(note)
+        print_text(note)
     return table
 
 
@@ -101,21 +102,19 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
 def table_cells(table: Any) -> tuple[list[str], list[list[str]]]:
     """Return a `CostTable` as text: the header, and the cells of each row."""
     stacks, cache = table.current.flops_per_token, table.current.kv_cache_bytes_per_token
-    header = ["variant", "parameters", "in attention"]
+    header = ["variant", "parameters", "in attention", "saved weights"]
     header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
     if cache is not None:
         header += [f"cache a token ({site})" for site in cache] + ["cache", "saved cache"]
-    header.append("saved weights")
     rows = []
     for row in table.rows:
         saved = table.savings(row)
         cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}"]
-        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}"]
+        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}", _bytes(saved["weight_bytes"])]
         cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
         if cache is not None:
             cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in cache]
             cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], table.current.kv_cache_bytes)]
-        cells.append(_bytes(saved["weight_bytes"]))
         rows.append(cells)
     return header, rows
 

@@ -49,8 +49,9 @@ class SpeedTable:
     Args:
         checkpoint: its name, as given.
         architecture: the model's class.
-        work: "forward", a pass over batch_size x length tokens; or "generate", greedy decoding of `max_new_tokens`
-            from an encoder's output of `length` tokens.
+        work: "forward", a pass over batch_size x length tokens; or "generate", decoding of `max_new_tokens` for each
+            of batch_size texts from an encoder's output of `length` tokens.
+        num_beams: of the decoding, 1 = greedy; None for a pass.
         batch_size, length, max_new_tokens, dtype, device: as given.
         machine: processor, threads, load and versions.
         rows: the variants, the baseline first.
@@ -62,6 +63,7 @@ class SpeedTable:
     batch_size: int
     length: int
     max_new_tokens: int | None
+    num_beams: int | None
     dtype: str
     device: str
     machine: dict[str, Any]
@@ -80,6 +82,7 @@ def measure_speed(
     batch_size: int = 8,
     length: int = 128,
     max_new_tokens: int = 32,
+    num_beams: int | None = None,
     rounds: int = 5,
     dtype: str = "float32",
     device: str = "cpu",
@@ -97,6 +100,7 @@ def measure_speed(
         batch_size: sequences at once.
         length: tokens of each (of the source, for an encoder-decoder).
         max_new_tokens: encoder-decoders: tokens to generate.
+        num_beams: encoder-decoders: beams of the search; None = 1, greedy. Tokens are counted once, not for each beam.
         rounds: timings of each contestant; the median counts.
         dtype, device: of the models.
 
@@ -104,8 +108,8 @@ def measure_speed(
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
     sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens, "rounds": rounds}
-    for name, value in sizes.items():
-        if value < 1:
+    for name, value in (sizes | {"num_beams": num_beams}).items():
+        if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1; got {value}.")
     current = variant_config(config)
     positions = getattr(current, "max_position_embeddings", None)
@@ -117,10 +121,19 @@ def measure_speed(
     decodes = current.is_encoder_decoder and not encoder_alone
     auto_class = "AutoModelForSeq2SeqLM" if decodes else "AutoModelForTextEncoding" if encoder_alone else "AutoModel"
     model_class = variant_model_class(current.auto_classes[auto_class])
+    if num_beams is not None and not decodes:
+        raise ValueError(
+            f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
+        )
+    beams = num_beams or 1
     contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    work = _generation if decodes else _pass
-    runs = {name: work(model, batch_size, length, max_new_tokens) for name, model in models.items()}
+    runs = {
+        name: _generation(model, batch_size, length, max_new_tokens, beams)
+        if decodes
+        else _pass(model, batch_size, length)
+        for name, model in models.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
     for number in tqdm(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
@@ -143,7 +156,7 @@ def measure_speed(
     ]
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        max_new_tokens if decodes else None, dtype, device, _machine(device), rows,
+        max_new_tokens if decodes else None, beams if decodes else None, dtype, device, _machine(device), rows,
     )  # fmt: skip
 
 
@@ -188,18 +201,17 @@ def _ready(model: Any, dtype: str, device: str) -> Any:
     return model
 
 
-def _pass(model: Any, batch_size: int, length: int, max_new_tokens: int) -> Callable[[], Any]:
+def _pass(model: Any, batch_size: int, length: int) -> Callable[[], Any]:
     ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
     return lambda: model(input_ids=ids)
 
 
-def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int) -> Callable[[], Any]:
+def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int, num_beams: int) -> Callable[[], Any]:
     states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
-    output = BaseModelOutput(states)
-    return lambda: model.generate(
-        encoder_outputs=output, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1
-    )
+    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
+    # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
+    return lambda: model.generate(encoder_outputs=BaseModelOutput(states), attention_mask=mask, **options)
 
 
 @torch.no_grad()

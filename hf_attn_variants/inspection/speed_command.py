@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli import HelpFormatter
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 from .cost_command import read_checkpoint_config
 
 __all__ = ["main", "parse_args"]
@@ -14,11 +14,12 @@ EXAMPLE = """\
 example:
   attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 --length 128
   attn-variants benchmark ./t5-small --batch_size 32 --length 1024 --num_key_value_heads 8 2 1 --json
+  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 --num_beams 4 --max_new_tokens 64
 
 Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
-generates greedily from an encoder's output of that length, the encoder's own time apart. The first row is
-transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All models are in
-memory at once."""
+generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
+first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
+models are in memory at once."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,12 +31,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", help="checkpoint folder or Hub id")
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")
     parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of each; T5: of the source (%(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=32, help="T5: tokens to generate (%(default)s)")
+    parser.add_argument("--num_beams", type=int, help="T5: beams of the search (default: 1, greedy)")
     parser.add_argument("--rounds", type=int, default=5, help="timings of each; medians count (%(default)s)")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights and cache"
@@ -45,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -58,9 +60,9 @@ def main(args: argparse.Namespace) -> Any:
     import transformers
 
     from .speed import measure_speed
-    from .tables import print_table
+    from .tables import print_table, print_text
 
-    config = read_checkpoint_config(args.checkpoint, args.revision, args.token)
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
     if args.threads is not None:
         if args.threads < 1:
@@ -68,12 +70,13 @@ def main(args: argparse.Namespace) -> Any:
         torch.set_num_threads(args.threads)
     table = measure_speed(
         config,
-        checkpoint=args.checkpoint,
+        checkpoint=args.model_name_or_path,
         kv_heads=args.num_key_value_heads,
         talking_heads=not args.no_talking_heads,
         batch_size=args.batch_size,
         length=args.length,
         max_new_tokens=args.max_new_tokens,
+        num_beams=args.num_beams,
         rounds=args.rounds,
         dtype=args.dtype,
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -81,11 +84,10 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    of = (
-        f"source {table.length:,}, {table.max_new_tokens} new tokens"
-        if table.max_new_tokens
-        else f"{table.length:,} tokens"
-    )
+    of = f"{table.length:,} tokens"
+    if table.work == "generate":
+        search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
+        of = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}"
     title = (
         f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}, batch {table.batch_size}, {of}"
     )
@@ -98,5 +100,5 @@ def main(args: argparse.Namespace) -> Any:
     )
     machine = table.machine
     load = f", load {machine['load_average'][0]:.1f} at the end" if machine["load_average"] else ""
-    print(f"Medians of {args.rounds} rounds; {machine['threads']} threads{load}.")
+    print_text(f"Medians of {args.rounds} rounds; {machine['threads']} threads{load}.")
     return table

@@ -1,32 +1,86 @@
-"""Tables on the terminal: rich's where it can, plain text where not."""
+"""Tables and text as wide as the terminal, broken between words."""
 
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 
-__all__ = ["print_table"]
+__all__ = ["output_width", "print_table", "print_text"]
+
+GAP = "  "
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a title, a header and rows of cells; the first column is a name, the others are numbers."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.markup import escape
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(title=escape(title), title_justify="left")
-            for index, name in enumerate(header):
-                table.add_column(name, justify="right" if index else "left", overflow="fold")
-            for row in rows:
-                table.add_row(*map(escape, row))
-            Console().print(table)
-            return
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    print(title)
-    print("  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)).rstrip())
-    print("  ".join("-" * width for width in widths))
-    for row in rows:
+def output_width() -> int | None:
+    """Return the characters that a line may have: COLUMNS where it is set, or the terminal's; None for a file."""
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def print_text(text: str) -> None:
+    """Print text, in as many lines as it takes."""
+    for line in _wrapped(text, output_width()):
+        print(line)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], cut: int | None = None) -> None:
+    """Print a title, a header and rows of cells; the first column is a name, the others are numbers.
+
+    Where a line would be too long, the header takes more lines; where that does not do, the columns go into several
+    tables, each with the names. `cut` is the column at which another subject begins: there the first cut is made.
+    """
+    limit = output_width()
+    print_text(title)
+    cells = [[row[i] for row in rows] for i in range(len(header))]
+    headers = [[name] for name in header]
+    if limit is not None and _line_width(_widths(headers, cells)) > limit:
+        # As narrow as the cells, but for longer words.
+        headers = [
+            _wrapped(name, max(map(len, [*found, *name.split()]))) for name, found in zip(header, cells, strict=True)
+        ]
+    widths = _widths(headers, cells)
+    for number, columns in enumerate(_tables(widths, limit, cut)):
+        if number:
+            print()
+        _print_columns([headers[i] for i in columns], [cells[i] for i in columns], [widths[i] for i in columns])
+
+
+def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    lines = max(map(len, headers))
+    for line in range(lines):
+        words = [([""] * (lines - len(header)) + list(header))[line] for header in headers]
+        print(GAP.join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
+    print(GAP.join("-" * width for width in widths))
+    for row in zip(*cells, strict=True):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first.strip().ljust(widths[0]), *others]))
+        print(GAP.join([first.strip().ljust(widths[0]), *others]))
+
+
+def _tables(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterator[list[int]]:
+    """The columns of each table, the first one in each."""
+    if limit is None or _line_width(widths) <= limit:
+        yield list(range(len(widths)))
+        return
+    columns = [0]
+    for i in range(1, len(widths)):
+        is_too_wide = _line_width([widths[j] for j in (*columns, i)]) > limit
+        if (is_too_wide or i == cut) and len(columns) > 1:
+            yield columns
+            columns = [0]
+        columns.append(i)
+    yield columns
+
+
+def _widths(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, (*header, *found))) for header, found in zip(headers, cells, strict=True)]
+
+
+def _line_width(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [text]

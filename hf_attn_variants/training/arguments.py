@@ -12,6 +12,8 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from transformers.trainer_utils import SchedulerType
 
+from hf_attn_variants.cli import add_checkpoint_argument
+
 __all__ = [
     "add_shared_arguments",
     "check_arguments",
@@ -47,27 +49,24 @@ RESUME_ARGUMENTS = (
 )
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser, model_required: bool = True, packed: bool = False) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser, packed: bool = False) -> None:
     """Adds what every training script takes: model, data, training, output, Hub.
 
     Args:
-        parser: Gets the arguments, after the script's own.
-        model_required: False where the script can also train from scratch.
+        parser: Gets the arguments, after the script's own; it is parsed by `cli.parse_with_checkpoint`.
         packed: Whether rows are blocks of a stream of text, all of one length.
     """
-    _add_model_arguments(parser, model_required)
+    _add_model_arguments(parser)
     _add_data_arguments(parser, packed)
     _add_training_arguments(parser)
     _add_output_arguments(parser)
     _add_hub_arguments(parser)
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Adds which checkpoint is trained and how it is built; not `required`: the script can train from scratch."""
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds which checkpoint is trained and how it is built."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model_name_or_path", required=required, help="Folder or Hub id of the checkpoint, ours or upstream's."
-    )
+    add_checkpoint_argument(group, "Folder or Hub id of the checkpoint, ours or upstream's.")
     group.add_argument("--tokenizer_name", help="Folder or Hub id of the tokenizer, where it is not the checkpoint's.")
     group.add_argument("--attn_implementation", help="eager, sdpa, ...: what the model computes attention with.")
     group.add_argument(

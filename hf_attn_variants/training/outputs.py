@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hf_attn_variants.model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME, ModelHistory, write_history
 from hf_attn_variants.training.checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
@@ -30,19 +31,20 @@ __all__ = [
     "write_results",
 ]
 
-RESULTS_FILE = "all_results.json"
 CURVES_FILE = "training_curves.png"
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
 STALE_PATTERN = re.compile(
     rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.(tsv|json|jsonl)|{BAD_BATCH_PREFIX}.*\.pt|"
-    + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, RESULTS_FILE, CURVES_FILE))
+    + "|".join(
+        re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, CURVES_FILE, RESULTS_NAME, REPORT_NAME, HISTORY_NAME)
+    )
 )
 
 
 def remove_earlier_run(output_dir: str | Path) -> None:
-    """Removes an earlier run's checkpoints, log, best weights and results; its final model stays until it is replaced.
+    """Removes an earlier run's checkpoints, log, best weights and reports; its final model stays until it is replaced.
 
     Raises:
         OSError: Something could not be removed.
@@ -53,11 +55,22 @@ def remove_earlier_run(output_dir: str | Path) -> None:
 
 
 def save_model(
-    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: str | Path,
+    history: ModelHistory,
 ) -> None:
-    """Saves model and tokenizer into a folder, each file whole: written under a temporary name and moved into place.
+    """Saves model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
 
     Called on every process; only the main one writes.
+
+    Args:
+        accelerator: Of the run.
+        model: As it was prepared.
+        tokenizer: Its tokenizer.
+        output_dir: The folder, which is there.
+        history: Of `session.start_run`: how the model was made before this run.
 
     Raises:
         OSError: The folder cannot be written; what was in it stays.
@@ -73,6 +86,7 @@ def save_model(
             with _as_own_class(accelerator.unwrap_model(model)) as unwrapped:
                 unwrapped.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
+            write_history(temporary, history)
         except Exception as error:  # safetensors has its own error for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(f"could not write the model to {output_dir} ({type(error).__name__}: {error})") from error
@@ -158,7 +172,7 @@ def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: li
         OSError: A file could not be written.
     """
     folder = Path(args.output_dir)
-    save_results(folder / RESULTS_FILE, results, args)
+    save_results(folder / RESULTS_NAME, results, args)
     plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {args.seed}")
 
 

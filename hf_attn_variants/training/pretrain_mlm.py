@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.masked_lm import (
     SENTENCE_TASKS,
@@ -78,8 +78,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "eval_sentence_accuracy says how often it is right (0.5: guessing).",
     )
     add_scratch_arguments(parser, MODEL_TYPES)
-    arguments.add_shared_arguments(parser, model_required=False, packed=True)
-    return parser.parse_args(argv)
+    arguments.add_shared_arguments(parser, packed=True)
+    return parse_with_checkpoint(parser, argv, required=False)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.models import check_max_length
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
@@ -62,8 +62,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="Mean length of the spans that are left out, in tokens (default: %(default)s).",
     )
     add_scratch_arguments(parser, MODEL_TYPES)
-    arguments.add_shared_arguments(parser, model_required=False, packed=True)
-    return parser.parse_args(argv)
+    arguments.add_shared_arguments(parser, packed=True)
+    return parse_with_checkpoint(parser, argv, required=False)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

@@ -181,9 +181,9 @@ def pretrain(
         start_epoch=stream.start_epoch,
         seek=stream.seek,
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     state = loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
     results = {**loop.results(state.examples), **task.results}
     results |= {"epoch": state.epoch, "seed": args.seed}
     if evaluator is not None:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.classification import EvalSet, GlueEvaluator, classification_objective
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--skip_predict", action="store_true", help="Do not predict the test split (and AX, after MNLI)."
     )
     arguments.add_shared_arguments(parser)
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def _run(args: argparse.Namespace, task: GlueTask, accelerator: Accelerator) -> 
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
     if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(splits["train"]))

@@ -112,9 +112,9 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=lambda epoch: (sampler.start_epoch(epoch), rows.start_epoch(epoch)),
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
     results = {**loop.results(len(rows)), "seed": args.seed, **data.results}
     if evaluator is not None:
         evaluator.evaluate(args.num_beams, afresh=not loop.scores_are_current())

@@ -117,9 +117,9 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=sampler.start_epoch,
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir)
+    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
     if not loop.scores_are_current():
         evaluator()
     results = _results(args, evaluator, loop, len(train), len(train_windows))

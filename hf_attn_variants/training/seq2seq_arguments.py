@@ -2,7 +2,7 @@
 
 import argparse
 
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.new_model import add_scratch_arguments, check_scratch_arguments
 from hf_attn_variants.training.seq2seq_metrics import TEXT_METRICS, check_text_metrics
@@ -43,9 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_text_arguments(parser)
     _add_decoding_arguments(parser)
     add_scratch_arguments(parser, MODEL_TYPES)
-    arguments.add_shared_arguments(parser, model_required=False)
+    arguments.add_shared_arguments(parser)
     parser.set_defaults(learning_rate=3e-4)
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv, required=False)
 
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:

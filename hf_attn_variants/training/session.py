@@ -1,6 +1,7 @@
 """The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
 
 import argparse
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants.conversion.staging import make_folders, remove_empty_folders
 from hf_attn_variants.interrupts import INTERRUPTED
+from hf_attn_variants.model_history import ModelHistory, source_history, write_history
 from hf_attn_variants.training import outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint, list_checkpoints
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
+
+logger = logging.getLogger(__name__)
 
 # Where launchers tell a process how many there are: torchrun and accelerate; MPI's; a job step of SLURM, for in a
 # batch script, which is one process, its other variables count as well.
@@ -189,17 +193,32 @@ def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> Non
     config["gradient_clipping"] = args.max_grad_norm
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator) -> None:
+def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistory:
     """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
 
     Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
     nothing. The trackers get the run's arguments, its Hub token left out.
+
+    Returns:
+        How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
+        source is cleared. Empty on all but the main process.
     """
+    history = source_history(args.model_name_or_path) if accelerator.is_main_process else ModelHistory()
+    for problem in history.problems:
+        logger.warning("the model card will not tell all of the model's history: %s", problem)
     if args.overwrite_output_dir and accelerator.is_main_process:
         outputs.remove_earlier_run(args.output_dir)
+        if _is_own_source(args):
+            write_history(Path(args.output_dir), history)  # the model there is still the one that it tells of
     accelerator.wait_for_everyone()
     if args.with_tracking:
         values = {
             k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
         }
         accelerator.init_trackers("hf_attn_variants", values)
+    return history
+
+
+def _is_own_source(args: argparse.Namespace) -> bool:
+    source = args.model_name_or_path
+    return source is not None and Path(source).resolve() == Path(args.output_dir).resolve()

@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.squad_metrics import METRIC_NAMES
 
@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     task.add_argument("--max_answer_length", type=int, default=30, help="Tokens of an answer (default: %(default)s).")
     arguments.add_shared_arguments(parser)
     parser.set_defaults(max_length=384)
-    return parser.parse_args(argv)
+    return parse_with_checkpoint(parser, argv)
 
 
 def check_squad_arguments(args: argparse.Namespace) -> None:

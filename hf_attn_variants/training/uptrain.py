@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
         evaluate=evaluator,
         start_epoch=lambda epoch: (sampler.start_epoch(epoch), data.train.start_epoch(epoch)),
     )
-    start_run(args, accelerator)
+    history = start_run(args, accelerator)
     if not args.resume_from_checkpoint:
         _evaluate_before(evaluator, loop)
     loop.run()
@@ -130,9 +130,8 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     results = _results(args, model, evaluator, loop, data)
     for name, value in own_dropout.items():
         setattr(model.config, name, value)
-    outputs.save_model(
-        accelerator, wrapped if peft_model is None else merge_lora(peft_model), tokenizer, args.output_dir
-    )
+    trained = wrapped if peft_model is None else merge_lora(peft_model)
+    outputs.save_model(accelerator, trained, tokenizer, args.output_dir, history)
     if accelerator.is_main_process:
         _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
         _write_outputs(args, results)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedConfig
 
-from hf_attn_variants.cli import HelpFormatter, program_name
+from hf_attn_variants.cli import HelpFormatter, parse_with_checkpoint, program_name
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.trainable import TRAINABLE, check_trainable
 from hf_attn_variants.training.uptraining_objective import TermWeights
@@ -58,7 +58,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     }
     for action in parser._actions:
         action.help = told.get(action.dest, action.help)
-    args = parser.parse_args(argv)
+    args = parse_with_checkpoint(parser, argv)
     if args.warmup_ratio is None:
         takes_none = args.lr_scheduler_type == "constant" or args.adafactor_relative_step
         args.warmup_ratio = 0.0 if takes_none or args.num_warmup_steps is not None else WARMUP_RATIO

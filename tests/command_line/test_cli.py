@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -129,13 +131,108 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
     # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes for a token, 32 x 2 x 1024 tokens of them
     assert "bfloat16, batch 32, 1,024 tokens attended to, source 1,024" in printed
     row = next(line for line in printed.splitlines() if line.startswith("GQA-4 *"))
-    assert row.split()[-8:] == ["256", "B", "16.0", "MiB", "0", "B", "(0%)", "0", "B"][-8:]
+    assert row.split()[-7:] == ["256", "B", "16.0", "MiB", "0", "B", "(0%)"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("where", ["a pipe with COLUMNS", "a terminal"])
+def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where):
+    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "hf_attn_variants.cli", "inspect", str(tmp_path), "--batch_size", "32"]
+    columns = {"COLUMNS": str(width)} if where == "a pipe with COLUMNS" else {}
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
+    if columns:
+        printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600).stdout
+    else:
+        printed = in_a_terminal(command, env, width)
+    wide = subprocess.run(command, env=env | {"COLUMNS": "1000"}, capture_output=True, text=True, timeout=600).stdout
+    lines = [line for line in printed.splitlines() if str(tmp_path) not in line]  # one long word
+    assert max(map(len, lines)) <= width
+    assert set(printed.split()) - set(re.findall("-+", printed)) == set(wide.split()) - set(re.findall("-+", wide))
+    for name in ("MHA *", "MQA", "MHA + talking heads"):  # its numbers, in the order of the wide table
+        [row] = [line for line in wide.splitlines() if line.startswith(f"{name} ")]
+        parts = [line.removeprefix(name) for line in lines if re.match(rf"{re.escape(name)}  ", line)]
+        assert " ".join(parts).split() == row.removeprefix(name).split()
+
+
+def in_a_terminal(command, env, width):
+    """What a command prints on a terminal of so many columns."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with subprocess.Popen(command, env=env, stdout=slave, stderr=subprocess.DEVNULL, stdin=slave) as process:
+        os.close(slave)
+        printed = b""
+        try:
+            while part := os.read(master, 65536):
+                printed += part
+        except OSError:  # Linux: the other end is closed
+            pass
+    os.close(master)
+    assert process.returncode == 0
+    return printed.decode()
+
+
+# What each command needs beside a checkpoint; an option that takes several values stands between others.
+COMMAND_LINES = {
+    "inspect": ["--length", "8"],
+    "benchmark": ["--rounds", "2"],
+    "convert": ["--output_dir", "out", "--calibration_file", "a.jsonl", "--seed", "3"],
+    "uptrain": ["--objective", "mlm", "--train_file", "a.txt", "--output_dir", "out"],
+    "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--seed", "3"],
+    "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--seed", "3"],
+    "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
+    "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
+    "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--seed", "3"],
+    "visualize": ["--text", "a text", "--layers", "1", "2", "--output_dir", "out"],
+    "push": ["--repo_id", "me/x", "--dry_run"],
+}
+WITHOUT_CHECKPOINT = ("pretrain", "pretrain-t5", "seq2seq")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsys):
+    parse_args = importlib.import_module(cli.COMMANDS[name][0]).parse_args
+    options = COMMAND_LINES[name]
+    named = parse_args(["--model_name_or_path", "a/b", *options])
+    assert named.model_name_or_path == "a/b"
+    for argv in (
+        ["a/b", *options],
+        [*options, "a/b"],
+        [*options, "--", "a/b"],
+        [*options[:2], "a/b", *options[2:]],
+        ["a/b", *options, "--model_name_or_path", "a/b"],
+        [*options, "--model_name_or_path=a/b"],
+    ):
+        assert parse_args(argv) == named, argv
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["a/b", *options, "--model_name_or_path", "c/d"])
+    assert stopped.value.code == 2
+    assert "two checkpoints: 'a/b' and --model_name_or_path 'c/d'" in capsys.readouterr().err
+    if name in WITHOUT_CHECKPOINT:
+        assert parse_args(options).model_name_or_path is None
+        return
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(options)
+    assert stopped.value.code == 2 and "no checkpoint: name its folder or Hub id first" in capsys.readouterr().err
+
+
+def test_an_option_of_several_values_takes_what_follows_it(capsys):
+    from hf_attn_variants.conversion.command import parse_args
+
+    argv = ["--output_dir", "out", "--calibration_columns", "a", "b"]
+    assert parse_args(["ckpt", *argv]).calibration_columns == ["a", "b"]
+    with pytest.raises(SystemExit):
+        parse_args([*argv, "ckpt"])
+    assert "before options that take several values" in capsys.readouterr().err
 
 
 def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
     """In a process of its own: this one is offline."""
-    import os
-
     from hub.local_hub import LocalHub
 
     with LocalHub() as hub:

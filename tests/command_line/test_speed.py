@@ -59,6 +59,39 @@ def test_only_heads_that_divide_the_value_heads_are_timed():
     assert [row.fields["num_key_value_heads"] for row in table.rows] == [12, 2, 1]
 
 
+def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch):
+    from transformers import GenerationMixin
+
+    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    found, generate = [], GenerationMixin.generate
+
+    def spy(self, *args, **options):
+        result = generate(self, *args, **options)
+        found.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
+        return result
+
+    monkeypatch.setattr(GenerationMixin, "generate", spy)
+    argv = ["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--num_beams", "3"]
+    assert cli.main([*argv, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["num_beams"] == 3 and table["rows"][0]["name"] == "upstream"
+    for row in table["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
+    # each call begins with the states of 2 texts, which the search repeats, and returns 2 texts of 1 + 3 tokens
+    assert set(found) == {(6, (2, 4))}
+    assert cli.main(argv) == 0
+    assert "3 new tokens, 3 beams" in capsys.readouterr().out
+    assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0
+    assert "3 new tokens, greedy" in capsys.readouterr().out
+
+
+def test_an_encoder_has_no_beams():
+    with pytest.raises(
+        ValueError, match=r"`num_beams` is for encoder-decoders; AttnVariantBertModel generates nothing"
+    ):
+        measure_speed(BERT.upstream_model("BertModel").config.to_dict(), length=8, num_beams=1)
+
+
 def test_a_device_that_is_not_here():
     for device in ("xpu", "meta", "nonsense"):
         with pytest.raises(ValueError, match=f"the device '{device}' is not here"):
@@ -69,6 +102,7 @@ def test_a_device_that_is_not_here():
     "options, message",
     [
         ({"rounds": 0}, "`rounds` must be at least 1; got 0"),
+        ({"num_beams": 0}, "`num_beams` must be at least 1; got 0"),
         ({"length": 10**6}, "the model has"),
         ({"kv_heads": [5], "length": 8}, "must divide"),
     ],

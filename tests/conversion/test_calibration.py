@@ -14,7 +14,8 @@ from hf_attn_variants.conversion import Calibration, command, convert_checkpoint
 from hf_attn_variants.conversion.calibration import _batches
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
-from hf_attn_variants.hub.card_text import conversion_text
+from hf_attn_variants.hub.card_steps import step_sections
+from hf_attn_variants.model_history import read_history
 
 WORDS = 60
 
@@ -267,9 +268,9 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     settings = found["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "Calibration: 512 texts, cut at 48 tokens." in conversion_text(found["text"], None)["sentence"]
+    assert "Calibration: 512 texts, cut at 48 tokens." in _told(tmp_path / "text")
     assert found["none"]["calibration"] is None
-    assert "Calibration:" not in conversion_text(found["none"], None)["sentence"]
+    assert "Calibration:" not in _told(tmp_path / "none")
     assert settings["held_out"] == 51
     pairs = Calibration([("a", "b")], target_texts=["c"]).settings(Aligned())
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
@@ -401,3 +402,7 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             read(*flags)
+
+
+def _told(folder):
+    return step_sections(read_history(folder).steps, None)[0]["sentence"]

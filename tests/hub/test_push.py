@@ -307,9 +307,3 @@ def test_a_card_of_ones_own_takes_no_flags_of_a_generated_one(folder, tmp_path):
     assert command.main(command.parse_args(argv)).card.strip() == "# mine"
     with pytest.raises(ValueError, match="--card gives the whole card: --license is for a generated one"):
         command.main(command.parse_args([*argv, "--license", "mit"]))
-
-
-def test_broken_results_are_named(folder):
-    (folder / "all_results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"all_results\.json is not JSON"):
-        plan_push(folder, REPO)

@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import shutil
+import subprocess
 
 import numpy
 import pytest
@@ -213,3 +215,25 @@ def test_only_weights_well_below_zero_take_two_colours(tokenizer):
     assert not is_signed(stage)
     stage.maps[0, 0, 0] = -0.5
     assert is_signed(stage)
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("words", [10, 30])
+def test_the_page_fits_a_window(tokenizer, tmp_path, width, words):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium to look at the page with")
+    maps = attention_maps(make_model(), tokenizer, " ".join([TEXT] * 5).rsplit(" ", 30 - words)[0], max_length=32)
+    (tmp_path / "page.html").write_text(attention_page(maps, "somebody/a-model-with-a-name-of-many-words-" + "x" * 40))
+    measured = "document.documentElement, document.getElementById('detail')"
+    (tmp_path / "frame.html").write_text(
+        f"""<iframe id="frame" src="page.html" style="border:0;width:{width}px;height:900px"></iframe>
+<p id="found"></p>
+<script>frame.onload = () => {{ const document = frame.contentDocument;
+found.textContent = "found " + [{measured}].map(one => one.scrollWidth - one.clientWidth); }};</script>"""
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--window-size=1400,1000"]
+    command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    assert "found 0,0" in printed, re.findall("found [0-9,]+", printed)

@@ -1,0 +1,246 @@
+"""What a model card says of the steps that made a model, each from the values of `model_history.ModelHistory`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from ..training.glue import TASKS, GlueTask
+
+__all__ = [
+    "chain_sentence",
+    "data_name",
+    "hub_source",
+    "last_training",
+    "step_lines",
+    "step_sections",
+    "task_of",
+]
+
+# Arguments that say how a model was trained; paths and the like stay at home.
+TRAINING_ARGUMENTS = (
+    "task_name",
+    "dataset_name",
+    "objective",
+    "teacher",
+    "num_train_epochs",
+    "max_train_steps",
+    "pretraining_steps",
+    "alpha",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "optim",
+    "lr_scheduler_type",
+    "num_warmup_steps",
+    "warmup_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "dropout_rate",
+    "max_length",
+    "max_source_length",
+    "max_target_length",
+    "mixed_precision",
+    "trainable",
+    "seed",
+)
+TRAINING_FILES = ("train_file", "source_file", "train_source_file")
+PRETRAINING = ("mlm_probability", "noise_density")
+Step = Mapping[str, Any]
+
+
+def last_training(steps: Sequence[Step]) -> Step | None:
+    """Return the training whose weights, and so whose scores, the model has: none where a conversion followed."""
+    return steps[-1] if steps and steps[-1]["kind"] == "training" else None
+
+
+def hub_source(steps: Sequence[Step]) -> str | None:
+    """Return the Hub id that the latest step names; a folder's name would mean nothing to others."""
+    for step in reversed(steps):
+        name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
+        if step["kind"] == "conversion" and step.get("source_revision"):
+            name = step.get("source")
+        if isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not Path(name).exists():
+            return name
+    return None
+
+
+def task_of(steps: Sequence[Step]) -> GlueTask | None:
+    """Return the GLUE task that the model was last trained on."""
+    trainings = [step for step in reversed(steps) if step["kind"] == "training"]
+    return next((TASKS[name] for name in map(_task_name, trainings) if name in TASKS), None)
+
+
+def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return what a training's data is called, as the fields of `huggingface_hub.EvalResult`.
+
+    Args:
+        training: the step.
+        file_arguments: the arguments that name the split's files.
+    """
+    arguments, task = training["arguments"], _task_name(training)
+    if task in TASKS:
+        return {"dataset_type": "nyu-mll/glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
+    given = [arguments.get(name) for name in file_arguments]
+    files = [
+        PurePath(each).name for value in given for each in (value if isinstance(value, list) else [value]) if each
+    ]
+    named = arguments.get("dataset_name") or next(iter(files), None)
+    if named is None and (task == "squad" or "version_2_with_negative" in arguments):
+        second = bool(arguments.get("version_2_with_negative"))
+        return {
+            "dataset_type": "rajpurkar/squad_v2" if second else "rajpurkar/squad",
+            "dataset_name": "SQuAD 2.0" if second else "SQuAD 1.1",
+        }
+    return {"dataset_type": re.sub(r"[^\w./-]+", "-", named), "dataset_name": named} if named else None
+
+
+def chain_sentence(steps: Sequence[Step]) -> str:
+    """Return what was done to the model in one sentence; "" where there is one training or nothing to tell."""
+    if len(steps) == 1:
+        return " It was converted and not trained afterwards." if steps[0]["kind"] == "conversion" else ""
+    if not steps:
+        return ""
+    verbs = []
+    for step in steps:
+        count = step.get("steps")
+        verbs.append(
+            _verb(step) + (f" ({count:,} steps)" if _verb(step) not in ("converted", "evaluated") and count else "")
+        )
+    end = ", and not trained afterwards" if steps[-1]["kind"] == "conversion" else ""
+    return f" It was {', then '.join(verbs)}{end}."
+
+
+def step_lines(steps: Sequence[Step], base_model: str | None) -> list[str]:
+    """Return a line for each step, the first one first; none where there is only one."""
+    return [_line(step, _source_name(step, index, base_model)) for index, step in enumerate(steps)] * (len(steps) > 1)
+
+
+def step_sections(steps: Sequence[Step], base_model: str | None, has_report: bool = False) -> list[dict[str, Any]]:
+    """Return the details of each step.
+
+    Args:
+        steps: of `ModelHistory`, without the folders of this machine.
+        base_model: the Hub id of what the first step began with, where it has one.
+        has_report: whether the report of the last conversion lies beside the card.
+
+    Returns:
+        For each step "kind", "title", "sentence", "rows", "versions"; of a conversion also "errors" and "in_report".
+    """
+    titles = [_title(step) for step in steps]
+    sections: list[dict[str, Any]] = []
+    for index, (step, title) in enumerate(zip(steps, titles, strict=True)):
+        title += f" (step {index + 1})" if titles.count(title) > 1 else ""
+        is_conversion = step["kind"] == "conversion"
+        made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
+        sections.append({"kind": step["kind"], "title": title, "versions": _versions(step), **made})
+    for section in reversed(sections):
+        if section["kind"] == "conversion":
+            section["in_report"] = has_report
+            break
+    return sections
+
+
+def _conversion(step: Step, source: str) -> dict[str, Any]:
+    """Return a sentence, rows of before and after, the mean errors."""
+    method, seed = step.get("method", "a method that is not recorded"), step.get("seed", "not recorded")
+    sentence = f"`{source}` was converted by `--method {method}`, seed {seed}."
+    if calibration := step.get("calibration"):
+        targets = " with their targets" if calibration["targets"] else ""
+        sentence += (
+            f" Calibration: {calibration['count']:,} {calibration['kind']}{targets}, cut at "
+            f"{calibration['max_length']} tokens."
+        )
+    fits = [layer["details"] for layer in step.get("layers", [])]
+    if (error := step.get("mean_output_relative_error")) is not None:
+        averaged = step.get("mean_output_relative_error_averaged")
+        beside = "" if averaged is None else f"; {averaged:.1%} with averaged heads"
+        sentence += (
+            f" On a held-out tenth of that text the relative error of an attention's output is {error:.1%} (mean over "
+            f"the attentions, each alone{beside})."
+        )
+    elif fits:
+        before = sum(row["relative_error_closed_form"] for row in fits) / len(fits)
+        after = sum(min(row["relative_error_closed_form"], row["relative_error_fitted"]) for row in fits) / len(fits)
+        sentence += (
+            " Each attention was fitted, alone, to what the old one made of a calibration text: on a held-out tenth "
+            f"of it the relative error of its output is {after:.1%} (mean over {len(fits)} attentions; {before:.1%} "
+            "by the closed form, before the fit)."
+        )
+    rows = [(name, *pair) for name, pair in step.get("heads", {}).items()]
+    if parameters := step.get("parameters"):
+        rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
+    for site, cache in step.get("kv_cache_bytes_per_token", {}).items():
+        rows.append((f"cache bytes a token ({site})", f"{cache['before']:,}", f"{cache['after']:,}"))
+    if step.get("talking_heads"):
+        rows.append(("talking-heads projections", "none", ", ".join(step["talking_heads"])))
+    errors = {name: _percent(step.get(f"mean_{name}_relative_error")) for name in ("logits", "value")}
+    return {"sentence": sentence, "rows": rows, "errors": errors}
+
+
+def _training(step: Step) -> dict[str, Any]:
+    """Return a sentence and the arguments that matter."""
+    parts = [f"{step['steps']:,} optimiser steps"] if "steps" in step else []
+    parts += [f"{step['train_samples']:,} training examples"] if "train_samples" in step else []
+    parts += [f"{step['epoch']:g} epochs"] if "epoch" in step else []
+    parts += [f"{step['train_runtime']:,.0f} s"] if step.get("train_runtime") else []
+    sentence = f"{', '.join(parts)}." if parts else ""
+    if {"initial_eval_loss", "eval_loss"} <= step.keys():
+        sentence += f" Loss on held-out text: {step['initial_eval_loss']:.4f} before, {step['eval_loss']:.4f} after."
+    arguments = step["arguments"]
+    if arguments.get("max_train_steps") is not None:
+        arguments = {name: value for name, value in arguments.items() if name != "num_train_epochs"}
+    rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
+    return {"sentence": sentence, "rows": rows}
+
+
+def _line(step: Step, source: str) -> str:
+    if step["kind"] == "conversion":
+        calibration = step.get("calibration")
+        text = f", calibrated on {calibration['count']:,} {calibration['kind']}" if calibration else ""
+        return f"`{source}` was converted by `--method {step.get('method', 'not recorded')}`{text}."
+    line, data = _verb(step).capitalize(), data_name(step, TRAINING_FILES)
+    if teacher := step["arguments"].get("teacher"):
+        line += f" with the teacher `{teacher}`"
+    line += f" on {data['dataset_name']}" if data else ""
+    counts = [
+        f"{step[name]:,} {unit}"
+        for name, unit in (("steps", "steps"), ("train_samples", "examples"))
+        if step.get(name)
+    ]
+    return f"{line}: {', '.join(counts)}." if counts else f"{line}."
+
+
+def _verb(step: Step) -> str:
+    if step["kind"] == "conversion":
+        return "converted"
+    if step.get("steps") == 0:
+        return "evaluated"
+    if _title(step) == "Uptraining":
+        return "distilled" if step["arguments"].get("teacher") else "uptrained"
+    return "pretrained" if any(name in step["arguments"] for name in PRETRAINING) else "fine-tuned"
+
+
+def _title(step: Step) -> str:
+    if step["kind"] == "conversion":
+        return "Conversion"
+    return "Uptraining" if "objective" in step or "objective" in step["arguments"] else "Training"
+
+
+def _source_name(step: Step, index: int, base_model: str | None) -> str:
+    """Return what a conversion began with: the base model's Hub id for the first step, else the name recorded."""
+    return base_model if index == 0 and base_model else step.get("source", "a checkpoint")
+
+
+def _task_name(training: Step) -> str | None:
+    # What was asked for may be written in another way ("STS-B") than the results write it.
+    return training.get("task_name") or training["arguments"].get("task_name")
+
+
+def _versions(step: Step) -> str:
+    return ", ".join(f"{name} {number}" for name, number in step.get("versions", {}).items()) or "not recorded"
+
+
+def _percent(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:.1%}"

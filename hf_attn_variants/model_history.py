@@ -1,0 +1,272 @@
+"""How a model was made, step by step, from its folder: conversions, trainings, and the terms of what it came from.
+
+conversion_report.json and all_results.json tell of the last conversion and training. What is made of a folder takes
+its steps and the metadata of its README.md along in model_history.json, so that the last model's card can tell all.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+__all__ = [
+    "CARD_NAME",
+    "HISTORY_NAME",
+    "REPORT_NAME",
+    "RESULTS_NAME",
+    "ModelHistory",
+    "read_front_matter",
+    "read_history",
+    "read_json",
+    "source_history",
+    "write_history",
+]
+
+CARD_NAME = "README.md"
+HISTORY_NAME = "model_history.json"
+REPORT_NAME = "conversion_report.json"
+RESULTS_NAME = "all_results.json"
+# What each step's own file is called; where a folder has both, the conversion came first.
+STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
+FORMAT = 1
+
+ANY = "*"
+NUMBER = (int, float)
+SCALAR = (str, int, float)
+# Files of other versions and of other hands are read too: a field that is not of the type given here is left out. A
+# dict under ANY has values of one type, a list of two items is a pair, a list of one item has any length.
+CONVERSION_FIELDS: dict[str, Any] = {
+    "source": str,
+    "source_revision": str,
+    "method": str,
+    "seed": int,
+    "dtype": str,
+    "architecture": str,
+    "heads": {ANY: [int, int]},
+    "talking_heads": {ANY: list},
+    "parameters": {"before": int, "after": int},
+    "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
+    "calibration": {"count": int, "kind": str, "targets": bool, "max_length": int},
+    "mean_output_relative_error": NUMBER,
+    "mean_output_relative_error_averaged": NUMBER,
+    "mean_logits_relative_error": NUMBER,
+    "mean_value_relative_error": NUMBER,
+    "versions": {ANY: str},
+    "seconds": NUMBER,
+}
+# Of a layer only what the fit reached, which reports without the mean errors of outputs have alone.
+FIT = {"relative_error_closed_form": NUMBER, "relative_error_fitted": NUMBER}
+TRAINING_FIELDS: dict[str, Any] = {
+    "steps": int,
+    "train_samples": int,
+    "epoch": NUMBER,
+    "train_runtime": NUMBER,
+    "task_name": str,
+    "objective": str,
+    "seed": int,
+    "date": str,
+    "versions": {ANY: str},
+}
+SCORES = ("eval_", "initial_eval_", "test_")
+NAMES = ("model_name_or_path", "teacher", "task_name", "dataset_name", "objective")
+METADATA_FIELDS: dict[str, Any] = {
+    "license": (str, list),
+    "license_name": str,
+    "license_link": str,
+    "base_model": (str, list),
+    "tags": [str],
+}
+# They belong together: a README.md with a licence of its own replaces all three.
+TERMS = ("license", "license_name", "license_link")
+
+
+@dataclass
+class ModelHistory:
+    """How a model was made.
+
+    Args:
+        steps: the first one first; each has "kind": "conversion" (then the fields of conversion_report.json that a
+            card tells) or "training" (those of all_results.json).
+        metadata: of the README.md of what it was made from: licence, languages, base model, tags.
+        problems: files, or parts of them, that could not be read, in sentences.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_history(folder: Path) -> ModelHistory:
+    """Read the history of the model in a folder; what cannot be read is left out and named in `problems`."""
+    history = ModelHistory()
+    found = _read_or_note(folder / HISTORY_NAME, history.problems)
+    earlier = found.get("steps", [])
+    for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
+        kind = step.get("kind") if isinstance(step, dict) else None
+        if kind in STEP_FILES:
+            history.steps.append(_step(kind, step))
+        else:
+            history.problems.append(f"{folder / HISTORY_NAME}: step {number} is of no kind that this version knows.")
+    for kind, name in STEP_FILES.items():
+        if report := _read_or_note(folder / name, history.problems):
+            history.steps.append(_step(kind, report))
+    history.metadata = _metadata(found.get("metadata"))
+    try:
+        own = _metadata(read_front_matter(folder / CARD_NAME))
+    except ValueError as error:
+        history.problems.append(str(error))
+        return history
+    if "license" in own:
+        history.metadata = {name: value for name, value in history.metadata.items() if name not in TERMS}
+    history.metadata |= own
+    return history
+
+
+def source_history(model_name_or_path: str | os.PathLike | None) -> ModelHistory:
+    """Return the history of a checkpoint that something is to be made of.
+
+    Args:
+        model_name_or_path: a folder, or a Hub id, of which only the files that tell are downloaded; None: there is
+            none, the model is new.
+
+    Returns:
+        Its history; `problems` says what of it could not be had. No error: a model is trained without it as well.
+    """
+    if model_name_or_path is None:
+        return ModelHistory()
+    folder = Path(model_name_or_path).expanduser()
+    if folder.is_dir():
+        return read_history(folder)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    found, missing = [], []
+    for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
+        try:
+            # Once the Hub could not be reached, each further try would take as long as that one.
+            local = bool(missing)
+            found.append(Path(hf_hub_download(str(model_name_or_path), name, local_files_only=local)))
+        except Exception as error:  # of the Hub, the connection or the disk: each has errors of its own
+            if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
+                missing.append(name)
+    history = read_history(found[0].parent) if found else ModelHistory()
+    if missing:
+        history.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be had from the Hub.")
+    return history
+
+
+def write_history(folder: Path, history: ModelHistory) -> None:
+    """Write model_history.json into a folder that is not yet anybody's; nothing where there is nothing to tell.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    if history.steps or history.metadata:
+        content = {"format": FORMAT, "steps": history.steps, "metadata": history.metadata}
+        (folder / HISTORY_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object, or None where there is no file.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds something else.
+    """
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
+    return value
+
+
+def read_front_matter(path: Path) -> dict[str, Any]:
+    """Return the metadata at the head of a README.md; none where there is no file.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} has metadata that cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return read_json(path) or {}
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+        return {}
+
+
+def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a card needs of a report, with the types that it counts on."""
+    if kind == "training":
+        found = _typed(report, TRAINING_FIELDS)
+        found |= {name: value for name, value in report.items() if name.startswith(SCORES) and _fits(value, NUMBER)}
+        return {"kind": kind, **found, "arguments": _arguments(report.get("arguments"))}
+    found = _typed(report, CONVERSION_FIELDS)
+    if "source" in found and "source_revision" not in found:
+        found["source"] = PurePath(found["source"]).name  # a folder of some machine
+    layers = report.get("layers")
+    details = [each.get("details") for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
+    fits = [{name: each[name] for name in FIT} for each in details if _fits(each, FIT)]
+    return {"kind": kind, **found, **({"layers": [{"details": each} for each in fits]} if fits else {})}
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if _fits(value, str if name in NAMES else (*SCALAR, bool)):
+            found[name] = _one_line(value)
+        elif name not in NAMES and _fits(value, [SCALAR]):
+            found[name] = [_one_line(each) for each in value]
+    return found
+
+
+def _metadata(given: Any) -> dict[str, Any]:
+    found = _typed(given, METADATA_FIELDS) if isinstance(given, dict) else {}
+    if isinstance(given, dict) and "language" in given:
+        codes = given["language"]
+        found["language"] = [_language(each) for each in codes] if isinstance(codes, list) else _language(codes)
+    return {name: value for name, value in found.items() if _fits(value, str) or _fits(value, [str])}
+
+
+def _language(code: Any) -> Any:
+    return "no" if code is False else code  # what YAML makes of Norwegian's
+
+
+def _typed(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _one_line(values[name]) for name, shape in fields.items() if _fits(values.get(name), shape)}
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return False
+        if ANY in shape:
+            return all(_fits(each, shape[ANY]) for each in value.values())
+        return all(_fits(value.get(name), each) for name, each in shape.items())
+    if isinstance(shape, list):
+        pair = len(shape) == 2
+        return isinstance(value, list) and (not pair or len(value) == 2) and all(_fits(v, shape[0]) for v in value)
+    if isinstance(value, bool):
+        return shape is bool or (isinstance(shape, tuple) and bool in shape)
+    return isinstance(value, shape)
+
+
+def _one_line(value: Any) -> Any:
+    # A line break inside a table or a list of a card would end it.
+    return " ".join(value.split()) if isinstance(value, str) else value

@@ -1,0 +1,262 @@
+"""A model's card tells how it was made from the first step to the last, whatever folders lay in between."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.uptraining import make_t5, make_text
+
+from hf_attn_variants import cli, convert
+from hf_attn_variants.hub import CardOptions, model_card, plan_push
+from hf_attn_variants.hub.card_text import usage_snippet
+from hf_attn_variants.hub.command import main as push
+from hf_attn_variants.hub.command import parse_args as push_arguments
+from hf_attn_variants.hub.push import folder_files
+from hf_attn_variants.model_history import read_history, source_history
+from hf_attn_variants.training.glue import TASKS
+
+README = """---
+license: mit
+language:
+- en
+base_model: big/tiny
+tags:
+- captions
+- onnx
+- fill-mask
+---
+# Tiny
+"""
+GLUE = ["--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B"), "--max_length", "48", "--max_train_steps", "2"]
+QUIET = ["--cpu", "--disable_tqdm"]
+
+
+def run(*argv):
+    assert cli.main([str(each) for each in argv]) == 0
+
+
+def front_matter(card):
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A plain BERT whose README.md has a licence."""
+    folder = make_tiny_bert(tmp_path_factory.mktemp("source") / "tiny")
+    (folder / "README.md").write_text(README)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny, tmp_path_factory):
+    """The README's chain: converted on text of the task, distilled, fine-tuned."""
+    home = tmp_path_factory.mktemp("chain")
+    verbs = ("playing", "eating", "holding", "seeing", "hearing", "buying", "selling", "dropping")
+    rows = [{"sentence1": f"a man is {verb} a guitar", "sentence2": f"two dogs are {verb} snow"} for verb in verbs]
+    text = home / "pairs.jsonl"
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    columns = ["sentence1", "sentence2"]
+    run("convert", "--model_name_or_path", tiny, "--num_key_value_heads", "2", "--output_dir", home / "gqa2",
+        "--calibration_file", text, "--max_length", "32", "--fit_steps", "2",
+        "--calibration_columns", *columns)  # fmt: skip
+    run("uptrain", "--model_name_or_path", home / "gqa2", "--teacher", tiny, "--objective", "distill", *QUIET,
+        "--train_file", text, "--max_train_steps", "3", "--max_length", "32", "--output_dir", home / "distilled",
+        "--text_columns", *columns)  # fmt: skip
+    run("glue", "--model_name_or_path", home / "distilled", "--output_dir", home / "tuned", *GLUE, *QUIET)
+    return home / "tuned"
+
+
+def test_the_readmes_chain_is_told_from_its_beginning(tuned):
+    plan = push(push_arguments(["--model_name_or_path", str(tuned), "--repo_id", "me/tuned", "--dry_run"]))
+    card, data = plan.card, front_matter(plan.card)
+    assert "It was converted, then distilled (3 steps), then fine-tuned (2 steps)." in card
+    assert "1. `tiny` was converted by `--method calibrated`, calibrated on 64 pairs.\n" in card
+    assert "2. Distilled with the teacher `tiny` on pairs.jsonl: 3 steps, 61 examples.\n" in card
+    assert "3. Fine-tuned on GLUE STSB: 2 steps, 32 examples.\n" in card
+    assert re.findall(r"^## (Conv.*|.*raining.*)$", card, re.MULTILINE) == ["Conversion", "Uptraining", "Training"]
+    assert "| teacher | tiny |" in card and "| num_key_value_heads | 4 | 2 |" in card
+    assert "a held-out tenth" in card and "conversion_report.json" not in card
+    assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
+    assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]
+    assert "mit, as the model it was made from." in card
+    # the scores are the last step's alone
+    assert {m["type"] for r in data["model-index"][0]["results"] for m in r["metrics"]} >= {"spearmanr"}
+    assert "model_history.json" in plan.files and not plan.warnings
+    assert str(tuned.parent) not in card
+
+
+def test_what_goes_up_names_no_folder_of_this_machine(tuned):
+    from hf_attn_variants.hub.push import WITHOUT_PATHS, _payload
+
+    there = {name: _payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
+    assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
+
+
+def test_the_example_of_a_pair_task_reads_a_pair_and_runs(tuned):
+    block = re.search(r"```python\n(.*?)```", str(model_card(tuned, "me/x")), re.DOTALL)[1]
+    assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block
+    found = {}
+    exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), found)
+    assert found["inputs"]["token_type_ids"].unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_is_shown_with_as_many_texts_as_it_reads(name):
+    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+    call = re.search(r"tokenizer\((.*), return_tensors", usage_snippet("me/x", config, False, TASKS[name]))[1]
+    assert len(re.findall(r'"[^"]+"', call)) == len(TASKS[name].text_columns)
+
+
+def test_a_model_that_answers_questions_is_shown_with_one():
+    config = {"architectures": ["BertForQuestionAnswering"], "model_type": "bert"}
+    assert 'tokenizer("Where do the dogs run?", "Two dogs' in usage_snippet("me/x", config, False)
+
+
+def test_a_conversion_after_the_training_has_no_scores_and_tells_the_training(tuned, tmp_path):
+    convert(tuned, num_key_value_heads=1, output_dir=tmp_path / "mqa")
+    card = str(model_card(tmp_path / "mqa", "me/mqa"))
+    assert "then fine-tuned (2 steps), then converted, and not trained afterwards." in card
+    assert "4. `tuned` was converted by `--method mean`.\n" in card
+    assert "## Conversion (step 1)" in card and "## Conversion (step 4)" in card
+    assert card.count("`conversion_report.json` has") == 1
+    data = front_matter(card)
+    assert "model-index" not in data and data["license"] == "mit" and "captions" in data["tags"]
+    assert "No gradient step on the whole model followed the conversion" in card
+    assert '"Dogs are running outside."' in card  # still a model of pairs
+
+
+def test_a_model_that_is_trained_in_its_own_folder_keeps_its_history(tuned, tmp_path):
+    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
+    argv = ["--model_name_or_path", folder, "--output_dir", folder, "--overwrite_output_dir"]
+    for _ in range(2):
+        run("glue", *argv, *GLUE, *QUIET)
+    assert [step["kind"] for step in read_history(folder).steps] == ["conversion", "training", "training"]
+    assert not (folder / "conversion_report.json").exists()
+
+
+def test_an_overwritten_folder_loses_the_history_of_what_was_in_it(tuned, tiny, tmp_path):
+    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
+    run("glue", "--model_name_or_path", tiny, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
+    assert [step["kind"] for step in read_history(folder).steps] == ["training"]
+
+
+def test_a_t5s_conversion_is_told_after_its_training(tmp_path):
+    make_t5(tmp_path / "t5")
+    source, target = make_text(tmp_path)
+    (tmp_path / "t5" / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n")
+    convert(tmp_path / "t5", num_key_value_heads=1, output_dir=tmp_path / "mqa")
+    run("seq2seq", "--model_name_or_path", tmp_path / "mqa", "--source_file", source, "--target_file", target, *QUIET,
+        "--max_train_steps", "2", "--max_length", "16", "--output_dir", tmp_path / "tuned")  # fmt: skip
+    card = str(model_card(tmp_path / "tuned", "me/t5"))
+    assert "1. `t5` was converted by `--method mean`.\n2. Fine-tuned on source.txt: 2 steps" in card
+    assert front_matter(card)["license"] == "cc-by-4.0"
+
+
+HOSTILE = {
+    "no JSON": "{",
+    "a list": "[1]",
+    "no text": b"\xff\xfe\x00",
+    "deep": "[" * 100_000 + "]" * 100_000,
+    "a deep object": '{"steps": ' * 3000 + "1" + "}" * 3000,
+}
+
+
+@pytest.mark.parametrize("name", ["model_history.json", "conversion_report.json", "all_results.json"])
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_file_that_cannot_be_read_is_named_and_stops_no_push(converted, name, content, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    plan = plan_push(folder, "me/x")
+    assert any(name in warning and "The card is without it." in warning for warning in plan.warnings)
+    assert plan.left_out[name] == "cannot be read" and name not in plan.files
+    assert name in folder_files(folder)[1]
+
+
+VALUES = (None, 3, "text\n## Heading", [[]], {"a": {"b": [None]}})
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_field_of_another_type_is_left_out(converted, value, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    report = json.loads((folder / "conversion_report.json").read_text())
+    report |= {"calibration": {"count": 3, "kind": "texts", "targets": False, "max_length": 8}}
+    training = {"steps": 3, "epoch": 1.0, "task_name": "stsb", "eval_spearmanr": 0.5, "train_samples": 3}
+    training |= {"arguments": {"model_name_or_path": "a/b", "teacher": "c/d", "task_name": "stsb", "seed": 1}}
+    history = {"format": 1, "steps": [{"kind": "conversion", **report}], "metadata": {"license": "mit", "tags": ["x"]}}
+    for name, good in (
+        ("conversion_report.json", report),
+        ("all_results.json", training),
+        ("model_history.json", history),
+    ):
+        for key in good:
+            (folder / name).write_text(json.dumps(good | {key: value}))
+            card = plan_push(folder, "me/x").card
+            assert "\n## Heading" not in card and "## Licence" in card, (name, key)
+        for key in good.get("arguments", {}):
+            changed = good["arguments"] | {key: value}
+            (folder / name).write_text(json.dumps(good | {"arguments": changed}))
+            assert "\n## Heading" not in plan_push(folder, "me/x").card, (name, key)
+        (folder / name).write_text(json.dumps(good))
+    assert "## Conversion (step 1)" in plan_push(folder, "me/x").card
+
+
+def test_a_step_that_this_version_does_not_know_is_named(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    (folder / "model_history.json").write_text(json.dumps({"format": 9, "steps": [{"kind": "pruning"}, 4]}))
+    plan = plan_push(folder, "me/x")
+    assert sum("is of no kind that this version knows" in warning for warning in plan.warnings) == 2
+    assert "## Conversion\n" in plan.card
+
+
+def test_a_source_whose_readme_is_broken_trains_and_says_so(tiny, tmp_path, caplog):
+    folder = shutil.copytree(tiny, tmp_path / "broken")
+    (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    run("glue", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", *GLUE, *QUIET)
+    assert "the model card will not tell all" in caplog.text and "metadata that cannot be read" in caplog.text
+    assert "Not stated by those who made this checkpoint" in str(model_card(tmp_path / "out", "me/x"))
+
+
+def test_a_given_licence_needs_no_readme_that_can_be_read(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
+
+
+def test_each_of_several_licences_goes_on(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
+    card = model_card(folder, "me/x")
+    assert front_matter(card)["license"] == ["mit", "apache-2.0"] and "mit, apache-2.0, as the model" in str(card)
+
+
+def test_the_history_of_a_hub_id_comes_without_its_weights(tuned, hub, tmp_path):
+    """In a process of its own: this one is offline."""
+    files = {"README.md": README.encode(), "model_history.json": (tuned / "model_history.json").read_bytes()}
+    hub.create("me/tuned", files={**files, "model.safetensors": b"not read"})
+    hub.create("me/plain", files={"config.json": b"{}"})
+    code = """
+import json, sys
+from hf_attn_variants.model_history import source_history
+for found in map(source_history, sys.argv[1:]):
+    kinds = [step["kind"] for step in found.steps]
+    print(json.dumps([kinds, found.metadata.get("license"), found.problems]))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", code, "me/tuned", "me/plain"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = list(map(json.loads, result.stdout.splitlines()))
+    assert found == [[["conversion", "training"], "mit", []], [[], None, []]]
+    assert not any("safetensors" in request for request in hub.requests)
+
+
+def test_a_hub_id_that_cannot_be_reached_is_named():
+    [problem] = source_history("me/elsewhere").problems  # the session is offline
+    assert "README.md" in problem and "could not be had from the Hub" in problem
