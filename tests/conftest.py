@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Set by pytest-xdist in its workers; tables would be broken at it.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch

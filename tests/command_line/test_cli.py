@@ -138,7 +138,7 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
 @pytest.mark.parametrize("where", ["a pipe with COLUMNS", "a terminal"])
 def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hf_attn_variants.cli", "inspect", str(tmp_path), "--batch_size", "32"]
+    command = [sys.executable, "-m", "hf_attn_variants", "inspect", str(tmp_path), "--batch_size", "32"]
     columns = {"COLUMNS": str(width)} if where == "a pipe with COLUMNS" else {}
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
     if columns:

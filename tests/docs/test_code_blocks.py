@@ -39,7 +39,6 @@ BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
 
 # Blocks that are something to read, by their document and how they begin.
 SHOWN = {
-    ("README.md", "model                     parameters"): "the table that the quickstart printed",
     ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
@@ -108,6 +107,8 @@ class Reader:
         tree = ast.parse("\n" * block.line + block.text, filename=block.document)
         for name in checkpoint_names(tree):
             self.provide_checkpoint(name, block.document)
+        for path in keyword_texts(tree, "calibration"):
+            provide_file(Path(path))
         names = {"__name__": "__main__"} | self.introduced(block.document)
         exec(compile(tree, block.document, "exec"), names)
 
@@ -267,7 +268,7 @@ def make_targets() -> set[str]:
 
 def checkpoint_names(tree: ast.AST) -> list[str]:
     """Return the texts that calls of a program are given, but for those that it writes to."""
-    names = []
+    names, written = [], keyword_texts(tree, "output_dir")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if called.startswith(("save", "print")):
@@ -275,7 +276,14 @@ def checkpoint_names(tree: ast.AST) -> list[str]:
         given = [*call.args, *(word.value for word in call.keywords if word.arg != "output_dir")]
         texts = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         names += [text for text in texts if re.fullmatch(r"[\w./-]+", text) and architecture_of(text)]
-    return names
+    return [name for name in names if name not in written]
+
+
+def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
+    """Return the texts that calls of a program are given under a keyword."""
+    words = [word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
+    given = [word.value for word in words if word.arg == keyword]
+    return {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("document", [name for name, blocks in BLOCKS.items() if blocks])

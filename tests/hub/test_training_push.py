@@ -41,7 +41,7 @@ def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
 
 def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
     hub.fail("POST .*/commit/main", 403)
-    with pytest.raises(OSError, match=r"write access.*The trained model is in .*push_to_hub\.py"):
+    with pytest.raises(OSError, match=r"write access.*The trained model is in .*attn-variants push"):
         main(parse_args(arguments))
     assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
     assert {"model.safetensors", "predictions_STS-B.tsv"} <= {path.name for path in (tmp_path / "out").iterdir()}
