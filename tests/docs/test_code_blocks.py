@@ -341,7 +341,11 @@ def test_what_is_not_run_is_there():
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_in_sentences_are_what_their_parsers_take(document, reader):
     for words in inline_commands(DOCUMENTS[document]):
-        if words[-1] == "..." or (len(words) == 2 and words[0] in ("python", "attn-variants")):
+        if words[0] == "attn-variants" and words[1].startswith("--"):
+            with pytest.raises(SystemExit) as stopped:
+                cli.main(words[1:])
+            assert stopped.value.code == 0, words
+        elif words[-1] == "..." or (len(words) == 2 and words[0] in ("python", "attn-variants")):
             reader.program(words)  # named only: it must be there
         elif words != ["accelerate", "launch"]:
             reader.check(words)
