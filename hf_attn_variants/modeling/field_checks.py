@@ -1,7 +1,7 @@
 """Checks of one field of a configuration at a time: head counts, sizes, and names that are nearly a field's."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -22,16 +22,39 @@ DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w"
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
 MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
-# How other configurations write the words of our fields, and how alike the rest has to be.
-OTHER_WORDS = {"kv": "key_value", "n": "num"}
-ALIKE = 0.77
+# How other configurations write the words of our fields; a number and T5's sides may be said or left out.
+OTHER_WORDS = {"kv": "key_value", "groups": "heads", "group": "heads"}
+FREE_WORDS = {"num", "n", "encoder", "decoder"}
+# How alike one word has to be, a whole name without its underscores, and how many of all words two names must share.
+ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
 
 
 def nearest(name: str, fields: Iterable[str]) -> str | None:
-    """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none."""
-    words = name.removeprefix("decoder_").split("_")  # T5's plain fields are its decoder's
-    spelled = "_".join(OTHER_WORDS.get(word, word) for word in words)
-    return next(iter(difflib.get_close_matches(spelled, fields, n=1, cutoff=ALIKE)), None)
+    """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none.
+
+    A word that stands in no field makes it another name ("num_cls_heads").
+    """
+    found = {field: set(field.split("_")) for field in fields}
+    known = sorted(set().union(*found.values()))
+    spelled = "_".join(OTHER_WORDS.get(word, word) for word in name.lower().split("_")).split("_")
+    words = {_word(word, known) for word in spelled if word in known or word not in FREE_WORDS} - {"num"}
+
+    def shared(field: str) -> float:
+        own = found[field] - {"num"}
+        return len(own & words) / len(own | words)
+
+    best = max(found, key=shared)
+    if None not in words and shared(best) >= SHARED_WORDS:
+        return best
+    squashed = {field.replace("_", ""): field for field in found}
+    typed = difflib.get_close_matches(name.lower().replace("_", ""), squashed, n=1, cutoff=ALIKE_NAME)
+    return squashed[typed[0]] if typed else None
+
+
+def _word(word: str, known: Sequence[str]) -> str | None:
+    """Return the one of `known` that a word is, begins with, or nearly is."""
+    longer = [each for each in known if len(each) > 3 and word.startswith(each)]
+    return next(iter([*longer, *difflib.get_close_matches(word, known, n=1, cutoff=ALIKE_WORD)]), None)
 
 
 def checked_kv_heads(field: str, value: int | None, heads: int) -> int:

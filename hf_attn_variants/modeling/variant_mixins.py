@@ -228,9 +228,11 @@ class AttnVariantModelMixin:
         # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
         # them. Modules without any count as well, and so the rules of T5's attentions, feed-forward layers and heads
         # for the Linears inside them would be skipped. Upstream's rules and ours leave loaded weights alone; those of
-        # a subclass may not.
-        is_ours = type(self)._init_weights is AttnVariantModelMixin._init_weights
-        super()._initialize_weights(module, is_custom_code and not is_ours)
+        # a subclass may not, so there modules with a loaded weight below them are left out.
+        guarded = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
+        super()._initialize_weights(
+            module, guarded and any(getattr(weight, "_is_hf_initialized", False) for weight in module.parameters())
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any):

@@ -101,6 +101,12 @@ NEAR_NAMES = [
     ("talking_heads_initialization", "talking_heads_init"),
     ("softmax_heads", "num_softmax_heads"),
     ("value_heads", "num_value_heads"),
+    ("num_heads_kv", "num_key_value_heads"),
+    ("num_kv_groups", "num_key_value_heads"),
+    ("numkeyvalueheads", "num_key_value_heads"),
+    ("num_key_value_haeds", "num_key_value_heads"),
+    ("NUM_KEY_VALUE_HEADS", "num_key_value_heads"),
+    ("dynamic_talking_heads", "talking_heads_dynamic"),
 ]
 
 
@@ -119,6 +125,12 @@ def test_a_name_that_is_nearly_a_fields_is_an_error_that_names_the_field(archite
     ):
         with pytest.raises(ValueError, match=f"`{name}` is not a field of .*: did you mean `{field}`"):
             make()
+
+
+@ALL
+def test_a_name_with_a_word_of_its_own_is_no_near_miss(architecture):
+    for name in ("num_cls_heads", "num_mlm_heads", "num_labels_heads", "talking", "value_dim", "heads"):
+        assert getattr(architecture.config(**{name: 5}), name) == 5
 
 
 def test_the_encoders_field_is_t5s_alone():

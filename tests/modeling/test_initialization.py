@@ -116,3 +116,15 @@ def test_a_subclass_that_writes_over_weights_keeps_the_loaded_ones(architecture,
     model.save_pretrained(tmp_path)
     again = OldRules.from_pretrained(tmp_path)
     assert all(again.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+@BOTH_WAYS
+def test_a_subclass_with_rules_of_its_own_draws_new_heads_by_t5s(make):
+    class WithRules(hf_attn_variants.AttnVariantT5ForSequenceClassification):
+        def _init_weights(self, module):
+            super()._init_weights(module)
+
+    drawn = make(WithRules, T5.config("gqa")).classification_head.dense.weight
+    expected = make(transformers.T5ForSequenceClassification, transformers.T5Config(**T5.tiny))
+    deviation = expected.classification_head.dense.weight.std().item()
+    assert deviation < 0.5 and drawn.std().item() == pytest.approx(deviation, rel=0.2)
