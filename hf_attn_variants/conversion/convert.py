@@ -1,5 +1,6 @@
 """The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
 
+import json
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..model_history import read_history, write_history
@@ -233,7 +235,7 @@ def convert_checkpoint(
             if reader.index_metadata is not None:
                 write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
             if any(name.startswith(TOKENIZER_FILES) for name in copied):
-                _name_tokenizer_class(plan.config, config["model_type"])
+                _name_tokenizer_class(stage, config)
             _write_config_and_code(plan, stage)
             if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
@@ -301,12 +303,14 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _name_tokenizer_class(config: Any, source_type: str) -> None:
-    # Old checkpoints name their tokenizer's class nowhere: AutoTokenizer knows it by upstream's `model_type`, which is
-    # no longer there. Only beside the tokenizer's files: from a class alone, transformers v5 makes a tokenizer to
-    # which every word is unknown, and says nothing.
-    if getattr(config, "tokenizer_class", None) is None:
-        config.tokenizer_class = TOKENIZER_MAPPING_NAMES.get(source_type)
+def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
+    # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
+    # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
+    path = stage / TOKENIZER_CONFIG_FILE
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
+    if name is not None and settings.get("tokenizer_class") is None:
+        path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:

@@ -220,13 +220,18 @@ class AttnVariantConfigMixin:
         return super().to_dict()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration."""
-        auto_map = self.auto_map
-        self.auto_map = self._own_auto_map() | _without_repository(auto_map)
+        """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration.
+
+        A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
+        one of that class to which every word is unknown, and say nothing.
+        """
+        kept = {name: self.__dict__[name] for name in ("auto_map", "tokenizer_class") if name in self.__dict__}
+        self.auto_map = self._own_auto_map() | _without_repository(self.auto_map)
+        self.__dict__.pop("tokenizer_class", None)
         try:
             return super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            self.auto_map = auto_map
+            self.__dict__.update(kept)
 
     def _own_auto_map(self) -> dict[str, str]:
         own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}

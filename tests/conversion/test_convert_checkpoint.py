@@ -348,16 +348,16 @@ def test_a_tokenizer_that_names_no_class_is_found_again(tmp_path, file):
     assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
     texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
     assert found(*texts, padding=True) == expected(*texts, padding=True)
-    assert json.loads((out / "config.json").read_text())["tokenizer_class"] == "BertTokenizer"
-    # A model has no tokenizer's files, and without them the class's name gives a tokenizer that knows no word.
-    assert getattr(convert_function(source, 2).config, "tokenizer_class", None) is None
+    assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"
 
 
-def test_a_tokenizer_class_of_the_source_stays(make_source, edit_config, tmp_path):
-    source = make_source()
+def test_a_tokenizer_class_of_the_source_stays(edit_config, tmp_path):
+    source = make_tiny_bert(tmp_path / "source")
+    (source / "tokenizer_config.json").unlink()
     edit_config(source, tokenizer_class="BertJapaneseTokenizer")
-    convert_checkpoint(source, tmp_path / "out", 4)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tokenizer_class"] == "BertJapaneseTokenizer"
+    convert_checkpoint(source, tmp_path / "out", 2)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings == {"tokenizer_class": "BertJapaneseTokenizer"}
 
 
 def test_a_t5_keeps_its_softmax_heads(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 import sys
 
 import pytest
@@ -108,9 +109,18 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path):
+@pytest.mark.parametrize("names_its_class", [False, True])
+def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path, names_its_class):
+    if names_its_class:  # in config.json, as old repositories do
+        encoder = shutil.copytree(encoder, tmp_path / "named")
+        config = json.loads((encoder / "config.json").read_text())
+        (encoder / "config.json").write_text(json.dumps(config | {"tokenizer_class": "BertTokenizer"}))
     model = AttnVariantBertModel.from_pretrained(encoder)
-    for name, source in (("model", model), ("path", encoder)):
+    convert(encoder, 4, "mean", output_dir=tmp_path / "folder")
+    folder = AttnVariantBertModel.from_pretrained(tmp_path / "folder")
+    assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / "folder"))
+    sources = {"model": model, "path": encoder, "folder's model": folder, "folder's path": tmp_path / "folder"}
+    for name, source in sources.items():
         convert(source, 4, "mean").save_pretrained(tmp_path / name)
         with pytest.raises((ValueError, OSError)):
             AutoTokenizer.from_pretrained(tmp_path / name)
