@@ -20,6 +20,7 @@ from hf_attn_variants.hub.command import parse_args as push_arguments
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.model_history import read_history, source_history
 from hf_attn_variants.training.glue import TASKS
+from hf_attn_variants.training.outputs import remove_earlier_run
 
 README = """---
 license: mit
@@ -146,6 +147,24 @@ def test_an_overwritten_folder_loses_the_history_of_what_was_in_it(tuned, tiny, 
     assert [step["kind"] for step in read_history(folder).steps] == ["training"]
 
 
+def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, tmp_path):
+    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
+    (folder / "README.md").write_text(README)
+    source = shutil.copytree(tiny, tmp_path / "b")
+    (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nbase_model: big/b\n---\n")
+    run("glue", "--model_name_or_path", source, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
+    data = front_matter(model_card(folder, "me/x"))
+    assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
+
+
+@pytest.mark.parametrize("is_source, name", [(True, "config.json"), (False, "notes.txt")])
+def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_source, name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "README.md").write_text(README)
+    remove_earlier_run(tmp_path, is_source)
+    assert (tmp_path / "README.md").exists()
+
+
 def test_a_t5s_conversion_is_told_after_its_training(tmp_path):
     make_t5(tmp_path / "t5")
     source, target = make_text(tmp_path)
@@ -226,6 +245,23 @@ def test_a_given_licence_needs_no_readme_that_can_be_read(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
+
+
+def test_the_first_steps_source_is_not_what_a_later_step_began_with(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    report = json.loads((folder / "conversion_report.json").read_text())
+    (folder / "conversion_report.json").unlink()
+    first = report | {"kind": "conversion", "source": "google-bert/bert-base-uncased", "source_revision": "0" * 40}
+    (folder / "all_results.json").write_text(
+        json.dumps({"steps": 3, "arguments": {"model_name_or_path": "me/bert-gqa4"}})
+    )
+    for step, name in ((first, "google-bert/bert-base-uncased"), ({"kind": "conversion", **report}, "source")):
+        (folder / "model_history.json").write_text(json.dumps({"format": 1, "steps": [step]}))
+        card = model_card(folder, "me/x")
+        assert f"1. `{name}` was converted" in str(card) and f"\n`{name}` was converted" in str(card)
+        assert front_matter(card)["base_model"] == "me/bert-gqa4"
+        assert str(card).count("me/bert-gqa4") == 1  # the summary too tells of the first
+        assert "1. `big/a` was converted" in str(model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
 def test_each_of_several_licences_goes_on(converted, tmp_path):
