@@ -55,17 +55,18 @@ def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
 
     Args:
         output_dir: The folder.
-        is_source: Whether the model there is the one that the new run begins with. The README.md of another model,
-            with its licence, is removed: the new model's card would take both from it.
+        is_source: Whether the model there is the one that the new run begins with: its history and the report of its
+            conversion stay. The README.md of another model, with its licence, is removed: the new model's card would
+            take both from it.
 
     Raises:
         OSError: Something could not be removed.
     """
-    folder = Path(output_dir)
+    folder, kept = Path(output_dir), {HISTORY_NAME, REPORT_NAME} if is_source else set()
     # Without a model beside it, a README.md may be of anything.
     gone = {CARD_NAME} if not is_source and (folder / "config.json").is_file() else set()
     for entry in list(folder.iterdir()):
-        if entry.name in gone or STALE_PATTERN.fullmatch(entry.name):
+        if entry.name in gone or (entry.name not in kept and STALE_PATTERN.fullmatch(entry.name)):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 

@@ -204,13 +204,15 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistor
         source is cleared. Empty on all but the main process.
     """
     is_source = _is_own_source(args)
-    history = source_history(args.model_name_or_path) if accelerator.is_main_process else ModelHistory()
+    is_resumed, history = is_source and bool(args.resume_from_checkpoint), ModelHistory()
+    if accelerator.is_main_process:
+        history = source_history(args.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     if args.overwrite_output_dir and accelerator.is_main_process:
-        outputs.remove_earlier_run(args.output_dir, is_source)
         if is_source:
-            write_history(Path(args.output_dir), history)  # the model there is still the one that it tells of
+            write_history(Path(args.output_dir), history)  # before what it was read from is removed
+        outputs.remove_earlier_run(args.output_dir, is_source)
     accelerator.wait_for_everyone()
     if args.with_tracking:
         values = {
