@@ -98,8 +98,13 @@ class ModelHistory:
     problems: list[str] = field(default_factory=list)
 
 
-def read_history(folder: Path) -> ModelHistory:
-    """Read the history of the model in a folder; what cannot be read is left out and named in `problems`."""
+def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
+    """Read the history of the model in a folder; what cannot be read is left out and named in `problems`.
+
+    Args:
+        folder: of the model. A report of a step that model_history.json tells already is no further step.
+        with_training: whether all_results.json tells of a step; not where its run is to go on.
+    """
     history = ModelHistory()
     found = _read_or_note(folder / HISTORY_NAME, history.problems)
     earlier = found.get("steps", [])
@@ -110,8 +115,11 @@ def read_history(folder: Path) -> ModelHistory:
         else:
             history.problems.append(f"{folder / HISTORY_NAME}: step {number} is of no kind that this version knows.")
     for kind, name in STEP_FILES.items():
-        if report := _read_or_note(folder / name, history.problems):
-            history.steps.append(_step(kind, report))
+        if kind == "training" and not with_training:
+            continue
+        report = _read_or_note(folder / name, history.problems)
+        if report and (step := _step(kind, report)) not in history.steps:
+            history.steps.append(step)
     history.metadata = _metadata(found.get("metadata"))
     try:
         own = _metadata(read_front_matter(folder / CARD_NAME))
@@ -124,12 +132,13 @@ def read_history(folder: Path) -> ModelHistory:
     return history
 
 
-def source_history(model_name_or_path: str | os.PathLike | None) -> ModelHistory:
+def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
     """Return the history of a checkpoint that something is to be made of.
 
     Args:
         model_name_or_path: a folder, or a Hub id, of which only the files that tell are downloaded; None: there is
             none, the model is new.
+        is_resumed: whether a run in this very folder goes on, whose results may lie there.
 
     Returns:
         Its history; `problems` says what of it could not be had. No error: a model is trained without it as well.
@@ -138,7 +147,7 @@ def source_history(model_name_or_path: str | os.PathLike | None) -> ModelHistory
         return ModelHistory()
     folder = Path(model_name_or_path).expanduser()
     if folder.is_dir():
-        return read_history(folder)
+        return read_history(folder, with_training=not is_resumed)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -158,14 +167,20 @@ def source_history(model_name_or_path: str | os.PathLike | None) -> ModelHistory
 
 
 def write_history(folder: Path, history: ModelHistory) -> None:
-    """Write model_history.json into a folder that is not yet anybody's; nothing where there is nothing to tell.
+    """Write model_history.json, whole or not at all; nothing where there is nothing to tell.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; what was there stays.
     """
     if history.steps or history.metadata:
         content = {"format": FORMAT, "steps": history.steps, "metadata": history.metadata}
-        (folder / HISTORY_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary = folder / f".tmp-{HISTORY_NAME}"
+        try:
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, folder / HISTORY_NAME)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -102,6 +102,8 @@ def model_card(folder: Path, repo_id: str, options: CardOptions | None = None) -
     history = read_history(folder)
     datasets = options.datasets or _datasets(history.steps)
     base_model = options.base_model or hub_source(history.steps)
+    # What the first step began with: a later one may have begun with the model that this one pushed.
+    origin = options.base_model or hub_source(history.steps[:1])
     steps = without_local_paths(history.steps)
     is_sentence_model = (folder / "modules.json").is_file()
     task = options.pipeline_tag or (
@@ -129,15 +131,15 @@ def model_card(folder: Path, repo_id: str, options: CardOptions | None = None) -
         data,
         template_path=str(TEMPLATE),
         title=title,
-        summary=summary(variant, kv_heads, architecture, base_model, steps),
+        summary=summary(variant, kv_heads, architecture, origin, steps),
         notes=options.notes,
         diagram=heads_diagram(variant, kv_heads) if variant is not None else None,
         sizes=size_rows(table, variant, kv_heads) if variant is not None else [],
         usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps)),
         needs_code=bool(config.get("auto_map")),
         transformers_range="5.15 or newer, below 6",
-        steps=step_lines(steps, base_model),
-        sections=step_sections(steps, base_model, (folder / REPORT_NAME).is_file()),
+        steps=step_lines(steps, origin),
+        sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
         metrics=[_score_row(score) for score in scores],
         limits=limits(variant, table, steps),
         licence=licence_text(

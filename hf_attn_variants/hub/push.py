@@ -184,8 +184,8 @@ def push_checkpoint(
 ) -> PushResult:
     """Upload a plan in one commit, on top of what is in the repository; create repository and branch where needed.
 
-    Weight files of an earlier push that this one does not have go in the same commit: two sets of weights in one
-    repository would be two models.
+    Weight files and reports of an earlier push that this one does not have go in the same commit: two sets of weights
+    in one repository would be two models, and whoever goes on from it would count an earlier report as a further step.
 
     Args:
         plan: of `plan_push`.
@@ -225,7 +225,8 @@ def _commit(
     existing = [each.rfilename for each in info.siblings or []]
     if CARD_NAME in existing and not overwrite_card:
         _check_remote_card(api, repo_id, info.sha, plan.card)
-    stale = sorted(name for name in existing if _is_weight_file(name) and name not in plan.files)
+    of_a_model = (name for name in existing if _is_weight_file(name) or name in WITHOUT_PATHS)
+    stale = sorted(name for name in of_a_model if name not in plan.files)
     operations: list[Any] = [CommitOperationDelete(name) for name in stale]
     operations += [CommitOperationAdd(name, _payload(plan.folder, name)) for name in plan.files]
     operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))

@@ -198,8 +198,9 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overwrite_output_dir",
         action="store_true",
-        help="Accept a folder that is not empty; an earlier run's checkpoints, log and results in it are removed once "
-        "the new run's data and model are loaded.",
+        help="Accept a folder that is not empty; an earlier run's checkpoints, log and results in it, and the "
+        "README.md of a model that the run does not begin with, are removed once the new run's data and model are "
+        "loaded.",
     )
     group.add_argument("--logging_steps", type=int, default=10, help="Log the mean loss of every N steps.")
     group.add_argument(

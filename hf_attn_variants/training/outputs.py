@@ -17,7 +17,14 @@ from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_attn_variants.model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME, ModelHistory, write_history
+from hf_attn_variants.model_history import (
+    CARD_NAME,
+    HISTORY_NAME,
+    REPORT_NAME,
+    RESULTS_NAME,
+    ModelHistory,
+    write_history,
+)
 from hf_attn_variants.training.checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
 from hf_attn_variants.training.tracking import plot_curves, read_log, save_results
 
@@ -43,14 +50,23 @@ STALE_PATTERN = re.compile(
 )
 
 
-def remove_earlier_run(output_dir: str | Path) -> None:
+def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
     """Removes an earlier run's checkpoints, log, best weights and reports; its final model stays until it is replaced.
+
+    Args:
+        output_dir: The folder.
+        is_source: Whether the model there is the one that the new run begins with: its history and the report of its
+            conversion stay. The README.md of another model, with its licence, is removed: the new model's card would
+            take both from it.
 
     Raises:
         OSError: Something could not be removed.
     """
-    for entry in Path(output_dir).iterdir():
-        if STALE_PATTERN.fullmatch(entry.name):
+    folder, kept = Path(output_dir), {HISTORY_NAME, REPORT_NAME} if is_source else set()
+    # Without a model beside it, a README.md may be of anything.
+    gone = {CARD_NAME} if not is_source and (folder / "config.json").is_file() else set()
+    for entry in list(folder.iterdir()):
+        if entry.name in gone or (entry.name not in kept and STALE_PATTERN.fullmatch(entry.name)):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 

@@ -203,13 +203,16 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistor
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    history = source_history(args.model_name_or_path) if accelerator.is_main_process else ModelHistory()
+    is_source = _is_own_source(args)
+    is_resumed, history = is_source and bool(args.resume_from_checkpoint), ModelHistory()
+    if accelerator.is_main_process:
+        history = source_history(args.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     if args.overwrite_output_dir and accelerator.is_main_process:
-        outputs.remove_earlier_run(args.output_dir)
-        if _is_own_source(args):
-            write_history(Path(args.output_dir), history)  # the model there is still the one that it tells of
+        if is_source:
+            write_history(Path(args.output_dir), history)  # before what it was read from is removed
+        outputs.remove_earlier_run(args.output_dir, is_source)
     accelerator.wait_for_everyone()
     if args.with_tracking:
         values = {

@@ -1,5 +1,6 @@
 """A model's card tells how it was made from the first step to the last, whatever folders lay in between."""
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from hf_attn_variants.hub.card_text import usage_snippet
 from hf_attn_variants.hub.command import main as push
 from hf_attn_variants.hub.command import parse_args as push_arguments
 from hf_attn_variants.hub.push import folder_files
-from hf_attn_variants.model_history import read_history, source_history
+from hf_attn_variants.model_history import read_history, source_history, write_history
+from hf_attn_variants.training import outputs
 from hf_attn_variants.training.glue import TASKS
 
 README = """---
@@ -137,13 +139,75 @@ def test_a_model_that_is_trained_in_its_own_folder_keeps_its_history(tuned, tmp_
     for _ in range(2):
         run("glue", *argv, *GLUE, *QUIET)
     assert [step["kind"] for step in read_history(folder).steps] == ["conversion", "training", "training"]
-    assert not (folder / "conversion_report.json").exists()
+    assert (folder / "conversion_report.json").is_file()
+    assert "`conversion_report.json` has" in str(model_card(folder, "me/x"))
+
+
+def test_a_run_in_its_own_folder_that_goes_on_is_one_training(tuned, tmp_path, monkeypatch):
+    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
+    argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, *GLUE, *QUIET]
+    argv += ["--checkpointing_steps", "1"]
+    write_results = outputs.write_results
+
+    def interrupted(*arguments):
+        write_results(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outputs, "write_results", interrupted)
+    assert cli.main([str(each) for each in (*argv, "--overwrite_output_dir")]) == 130
+    assert (folder / "all_results.json").is_file()
+    monkeypatch.undo()
+    run(*argv, "--resume_from_checkpoint", "latest")
+    assert [step["kind"] for step in read_history(folder).steps] == ["conversion", "training"]
+
+
+def test_a_full_disk_loses_no_history(tuned, tmp_path, monkeypatch):
+    folder = shutil.copytree(tuned, tmp_path / "same")
+    before = read_history(folder)
+    argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET]
+
+    def full(path, text, **options):
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert cli.main([str(each) for each in argv]) == 2
+    monkeypatch.undo()
+    assert read_history(folder) == before and len(before.steps) == 3 and before.metadata["license"] == "mit"
+    assert not list(folder.glob(".tmp-*"))
+
+
+def test_a_report_that_the_history_tells_already_is_no_further_step(tuned, tmp_path):
+    """As a run in its own folder leaves it that is killed before it has removed the earlier results."""
+    folder = shutil.copytree(tuned, tmp_path / "same")
+    before = read_history(folder)
+    write_history(folder, before)
+    shutil.copy(tuned.parent / "gqa2" / "conversion_report.json", folder)
+    assert (folder / "all_results.json").is_file() and read_history(folder) == before
 
 
 def test_an_overwritten_folder_loses_the_history_of_what_was_in_it(tuned, tiny, tmp_path):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
     run("glue", "--model_name_or_path", tiny, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
     assert [step["kind"] for step in read_history(folder).steps] == ["training"]
+
+
+def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, tmp_path):
+    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
+    (folder / "README.md").write_text(README)
+    source = shutil.copytree(tiny, tmp_path / "b")
+    (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nbase_model: big/b\n---\n")
+    run("glue", "--model_name_or_path", source, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
+    data = front_matter(model_card(folder, "me/x"))
+    assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
+
+
+@pytest.mark.parametrize("is_source, name", [(True, "config.json"), (False, "notes.txt")])
+def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_source, name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "README.md").write_text(README)
+    outputs.remove_earlier_run(tmp_path, is_source)
+    assert (tmp_path / "README.md").exists()
 
 
 def test_a_t5s_conversion_is_told_after_its_training(tmp_path):
@@ -188,7 +252,8 @@ def test_a_field_of_another_type_is_left_out(converted, value, tmp_path):
     report |= {"calibration": {"count": 3, "kind": "texts", "targets": False, "max_length": 8}}
     training = {"steps": 3, "epoch": 1.0, "task_name": "stsb", "eval_spearmanr": 0.5, "train_samples": 3}
     training |= {"arguments": {"model_name_or_path": "a/b", "teacher": "c/d", "task_name": "stsb", "seed": 1}}
-    history = {"format": 1, "steps": [{"kind": "conversion", **report}], "metadata": {"license": "mit", "tags": ["x"]}}
+    earlier = {"kind": "conversion", **report, "seconds": report["seconds"] + 1}
+    history = {"format": 1, "steps": [earlier], "metadata": {"license": "mit", "tags": ["x"]}}
     for name, good in (
         ("conversion_report.json", report),
         ("all_results.json", training),
@@ -226,6 +291,23 @@ def test_a_given_licence_needs_no_readme_that_can_be_read(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
+
+
+def test_the_first_steps_source_is_not_what_a_later_step_began_with(converted, tmp_path):
+    folder = shutil.copytree(converted, tmp_path / "model")
+    report = json.loads((folder / "conversion_report.json").read_text())
+    (folder / "conversion_report.json").unlink()
+    first = report | {"kind": "conversion", "source": "google-bert/bert-base-uncased", "source_revision": "0" * 40}
+    (folder / "all_results.json").write_text(
+        json.dumps({"steps": 3, "arguments": {"model_name_or_path": "me/bert-gqa4"}})
+    )
+    for step, name in ((first, "google-bert/bert-base-uncased"), ({"kind": "conversion", **report}, "source")):
+        (folder / "model_history.json").write_text(json.dumps({"format": 1, "steps": [step]}))
+        card = model_card(folder, "me/x")
+        assert f"1. `{name}` was converted" in str(card) and f"\n`{name}` was converted" in str(card)
+        assert front_matter(card)["base_model"] == "me/bert-gqa4"
+        assert str(card).count("me/bert-gqa4") == 1  # the summary too tells of the first
+        assert "1. `big/a` was converted" in str(model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
 def test_each_of_several_licences_goes_on(converted, tmp_path):

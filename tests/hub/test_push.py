@@ -80,6 +80,21 @@ def test_weights_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
     assert len(hub.repositories[REPO].log) == 2
 
 
+def test_reports_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
+    report = json.loads((folder / "conversion_report.json").read_text())
+    push(folder, api)
+    (folder / "conversion_report.json").unlink()  # as in the folder of a training that began with this model
+    history = {"format": 1, "steps": [{"kind": "conversion", **report}]}
+    (folder / "model_history.json").write_text(json.dumps(history))
+    (folder / "all_results.json").write_text('{"steps": 3}')
+    assert push(folder, api).removed == ["conversion_report.json"]
+    there = hub.files(REPO)
+    assert {"model_history.json", "all_results.json"} <= there.keys() and "conversion_report.json" not in there
+    for name in ("model_history.json", "all_results.json"):
+        (folder / name).unlink()
+    assert push(folder, api).removed == ["all_results.json", "model_history.json"]
+
+
 def test_a_branch_is_made_and_main_stays(folder, hub, api):
     hub.create(REPO)
     main = hub.head(REPO)
