@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.bert.modeling_bert import BertIntermediate
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.classification import GlueEvaluator
+from hf_attn_variants.training.errors import TerminatedError
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.run_glue import main, parse_args
 
@@ -369,6 +371,33 @@ def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
         run(*flags)
     monkeypatch.setattr(TrainingLoop, "_step", step)
     assert run(*flags, "--resume_from_checkpoint", "latest")[0]["steps"] == 4
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run, monkeypatch):
+    def step(loop, group):
+        plain(loop, group)
+        if loop.state.step == 1:
+            os.kill(os.getpid(), number)
+
+    def at_start(args, config):
+        raise KeyboardInterrupt
+
+    plain, before = TrainingLoop._step, signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(TrainingLoop, "_step", step)
+    flags = ("cola", "--max_train_steps", 4, "--overwrite_output_dir")
+    advice = r"the last checkpoint is .*checkpoint-2: .*latest in place of --overwrite_output_dir"
+    try:
+        with pytest.raises((KeyboardInterrupt, TerminatedError), match=f"^{name}: stopped after step 2; {advice}$"):
+            run(*flags)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(TrainingLoop, "_step", plain)
+    with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
+        loading.setattr("hf_attn_variants.training.run_glue.load_tokenizer", at_start)
+        with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; nothing was changed$"):
+            run(*flags)
+    assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 
 
 def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path):
