@@ -116,3 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,8 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from hf_attn_variants.training.stop_signals import STOP_SIGNALS
+
 __all__ = [
     "IGNORED_LABEL",
     "EpochSampler",
@@ -95,7 +97,7 @@ def create_train_dataloader(
         sampler=sampler,
         collate_fn=collate,
         num_workers=num_workers,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_stop_signals,
         # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
         generator=torch.Generator().manual_seed(seed),
         persistent_workers=False,
@@ -150,7 +152,7 @@ def create_stream_dataloader(
         stream,
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_stop_signals,
         generator=torch.Generator().manual_seed(seed),
         pin_memory=_pins_memory(),
     )
@@ -174,16 +176,17 @@ def create_eval_dataloader(
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_stop_signals,
         generator=torch.Generator().manual_seed(0),
         pin_memory=_pins_memory(),
     )
 
 
-def _ignore_sigterm(worker: int) -> None:
-    # Schedulers and torchrun send it to all processes of a job. The loop saves a checkpoint first, and workers that
-    # were gone by then would end it with an error; once it has ended, they do.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _ignore_stop_signals(worker: int) -> None:
+    # Schedulers, torchrun and terminals send them to all processes of a job. The loop saves a checkpoint first, and
+    # workers that were gone by then would end it with an error; once it has ended, they do.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _pins_memory() -> bool:

@@ -129,8 +129,8 @@ class TrainingLoop:
         Raises:
             NonFiniteLossError: The loss or gradient norm became NaN or infinite. Checkpoints are from before that; the
                 step's batches are saved beside them.
-            TerminatedError: The process was sent SIGTERM.
-            KeyboardInterrupt: Ctrl-C.
+            TerminatedError: The process was sent SIGTERM. `session.open_session` adds how to go on.
+            KeyboardInterrupt: Ctrl-C. Likewise.
             ValueError, OSError: A checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
@@ -175,13 +175,9 @@ class TrainingLoop:
             return
         if self.state.step and self._saved_step != self.state.step:
             self._save_checkpoint()
-        folder = self.settings.output_dir
         name, error = ("SIGTERM", TerminatedError) if came[0] else ("Ctrl-C", KeyboardInterrupt)
         raise error(
-            f"{name}: stopped after step {self.state.step} with a checkpoint in {folder}; go on from it with "
-            "--resume_from_checkpoint latest"
-            if self.state.step
-            else f"{name}: stopped before the first step"
+            f"{name}: stopped {f'after step {self.state.step}' if self.state.step else 'before the first step'}"
         )
 
     def _run_epoch(self, bar: Any) -> None:

@@ -1,6 +1,7 @@
 """Builds the model and tokenizer to train from any checkpoint, ours or upstream's."""
 
 import argparse
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -156,7 +157,7 @@ def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     return True
 
 
-def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> bool:
+def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
     """Lets a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
 
     That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
@@ -167,14 +168,11 @@ def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pa
         config: The model's.
         pair: Whether an example is a pair of texts.
 
-    Returns:
-        Whether it did not do so before.
-
     Raises:
-        ValueError: It does not, and cannot be made to.
+        ValueError: It does not, and cannot be made to, or it puts other tokens around texts, which would be lost.
     """
     if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
-        return False
+        return
     end = tokenizer.eos_token
     processor = getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None)
     if tokenizer.eos_token_id != config.eos_token_id or not isinstance(processor, TemplateProcessing | None):
@@ -183,10 +181,23 @@ def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pa
             f"{'the texts of a pair' if pair else 'a text'}, where its classifier reads: give one that does with "
             "--tokenizer_name, or set its eos_token and a post-processor that appends it"
         )
+    if others := sorted(_template_tokens(tokenizer) - {end}):
+        raise ValueError(
+            f"the tokenizer puts {', '.join(others)} around texts, and the model's end token ({end}) not behind "
+            f"{'those of a pair' if pair else 'them'}, where its classifier reads: give one that does with "
+            f"--tokenizer_name, or put {end} into the template of its post-processor"
+        )
+    logger.info("the tokenizer now puts %s behind each text, where the model's classifier reads", end)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
-    return True
+
+
+def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Returns the special tokens that the tokenizer's template, if it has one, puts around texts."""
+    template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
+    pieces = [*template.get("single", []), *template.get("pair", [])]
+    return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
 
 
 def check_max_length(

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from hf_attn_variants.interrupts import INTERRUPTED
 from hf_attn_variants.model_history import ModelHistory, source_history, write_history
 from hf_attn_variants.training import outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint, list_checkpoints
+from hf_attn_variants.training.errors import TerminatedError
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
 
@@ -34,6 +36,8 @@ PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WO
 # Whoever drops a process group last waits for its threads. DDP, which goes with an error's traceback, would do that
 # holding the interpreter's lock, and a thread of gloo that needs it to free its last tensor would never end.
 _ended_groups: list[Any] = []
+# Accelerators of runs that reached `start_run`: what lies in the output folder from then on is theirs.
+_started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
@@ -47,7 +51,7 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         ValueError, OSError: The checkpoint to resume from is not there, the output folder is not free or cannot be
             written to, the Hub would not take the result, or several processes were launched that know nothing of
             each other.
-        KeyboardInterrupt: Of the run, with a message that says how to go on.
+        KeyboardInterrupt, TerminatedError: Of the run, with a message that says how to go on.
     """
     if args.resume_from_checkpoint:
         find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -78,10 +82,9 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
             made = _make_output_dir(args.output_dir)
         with _library_bars(not args.disable_tqdm):
             yield accelerator
-    except KeyboardInterrupt as interrupt:
-        if interrupt.args:
-            raise
-        raise KeyboardInterrupt(_how_to_go_on(args)) from interrupt
+    except (KeyboardInterrupt, TerminatedError) as stop:
+        advice = _how_to_go_on(args) if accelerator in _started else "nothing was changed"
+        raise type(stop)(f"{str(stop) or INTERRUPTED}; {advice}") from stop
     finally:
         remove_empty_folders(made)
         if accelerator.num_processes > 1:
@@ -147,10 +150,10 @@ def _make_output_dir(output_dir: str) -> list[Path]:
 def _how_to_go_on(args: argparse.Namespace) -> str:
     kept = list_checkpoints(args.output_dir)
     if not kept:
-        return f"{INTERRUPTED}; no checkpoint is in {args.output_dir} (--checkpointing_steps saves some)"
+        return f"no checkpoint is in {args.output_dir} (--checkpointing_steps saves some)"
     instead = " in place of --overwrite_output_dir" if args.overwrite_output_dir else ""
     return (
-        f"{INTERRUPTED}; the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
+        f"the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
         f"--resume_from_checkpoint latest{instead}"
     )
 
@@ -209,6 +212,7 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistor
         history = source_history(args.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
+    _started.add(accelerator)
     if args.overwrite_output_dir and accelerator.is_main_process:
         if is_source:
             write_history(Path(args.output_dir), history)  # before what it was read from is removed

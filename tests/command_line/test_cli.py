@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -39,6 +40,14 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert "hf_attn_variants 0." in capsys.readouterr().out
+
+
+def test_the_module_is_the_command_too(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hf_attn_variants.cli")
+    monkeypatch.setattr(sys, "argv", ["cli.py", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("hf_attn_variants.cli", run_name="__main__")
+    assert stopped.value.code == 0 and "hf_attn_variants 0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -1,6 +1,7 @@
 """Ctrl-C: one line and a shell's status, from a command's imports to its end, and nothing else changes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,24 @@ ROOT = Path(__file__).parents[2]
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
 # What pip makes of an entry point.
 COMMAND = "import sys\nfrom hf_attn_variants.cli import main\nsys.exit(main())\n"
+# What a dataloader's worker is on macOS: a process that imports the command's program again.
+SPAWNING = """
+import multiprocessing, signal
+try:
+    import hf_attn_variants
+except ImportError:
+    pass
+
+def tell():
+    handler = signal.getsignal(signal.SIGINT)
+    print(getattr(handler, "name", None) or handler.__name__, flush=True)
+
+if __name__ == "__main__":
+    tell()
+    process = multiprocessing.get_context("spawn").Process(target=tell)
+    process.start()
+    process.join()
+"""
 
 
 @pytest.mark.parametrize(
@@ -27,17 +46,29 @@ COMMAND = "import sys\nfrom hf_attn_variants.cli import main\nsys.exit(main())\n
         (["-m", "hf_attn_variants", "inspect", "x"], True),
         (["scripts/convert_checkpoint.py"], True),
         (["scripts/quickstart.py"], True),
+        (["-m", "hf_attn_variants.cli", "inspect", "x"], True),
         (["-c", "import hf_attn_variants"], False),
+        (["-c", "import sys; sys.argv.clear(); import hf_attn_variants"], False),
+        (["-m", "other", "hf_attn_variants"], False),
+        (["theirs.py"], False),
     ],
 )
 def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
-    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub/other").mkdir(parents=True)
     (tmp_path / "stub/transformers.py").write_text(INTERRUPTING)
+    (tmp_path / "stub/other/__init__.py").write_text("import hf_attn_variants\n")
     (tmp_path / "attn-variants").write_text(COMMAND)
+    root = folder = ROOT
+    if not own:  # beside an installed package lies other people's work
+        root = tmp_path / "installed"
+        folder = root / "scripts"
+        shutil.copytree(ROOT / "hf_attn_variants", root / "hf_attn_variants")
+        folder.mkdir()
+        (folder / "theirs.py").write_text("import hf_attn_variants\n")
     ended = subprocess.run(
         [sys.executable, *(part.format(tmp=tmp_path) for part in argv)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(root)])},
         # A test run in the background ignores it, and so would its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
@@ -48,6 +79,21 @@ def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
         assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "stopped by Ctrl-C\n")
     else:
         assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
+
+
+def test_a_process_that_a_command_spawns_leaves_it_to_the_command(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError\n")
+    program = tmp_path / "attn-variants"
+    program.write_text(SPAWNING)
+    told = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (told.returncode, told.stdout) == (0, "_exit\nSIG_IGN\n"), told.stderr
 
 
 def test_in_a_commands_work_it_is_one_line(capsys):

@@ -69,9 +69,10 @@ class Stream(IterableDataset):
         return ({"x": torch.tensor([i])} for i in range(12))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["training", "resumed training", "stream", "evaluation"])
-def test_workers_outlive_a_sigterm_that_the_loop_catches(kind):
-    # torchrun and schedulers send it to all processes of a job.
+def test_workers_outlive_a_signal_that_the_loop_catches(kind, number):
+    # torchrun, schedulers and terminals send it to all processes of a job.
     rows = list(range(12))
     accelerator = Accelerator(cpu=True, rng_types=[])
     train = create_train_dataloader(rows, EpochSampler(12, seed=0), 1, torch.tensor, seed=0, num_workers=1)
@@ -81,9 +82,13 @@ def test_workers_outlive_a_sigterm_that_the_loop_catches(kind):
         "stream": create_stream_dataloader(accelerator, Stream(), seed=0, num_workers=1),
         "evaluation": create_eval_dataloader(rows, 1, torch.tensor, num_workers=1),
     }[kind]
-    batches = iter(loader)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    try:
+        batches = iter(loader)
+    finally:
+        signal.signal(signal.SIGINT, before)
     next(batches)
     workers = multiprocessing.active_children()
     for worker in workers:
-        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, number)
     assert len(workers) == 1 and len(list(batches)) == (9 if kind == "resumed training" else 11)

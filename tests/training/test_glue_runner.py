@@ -1,8 +1,10 @@
 """`run_glue.main` on in-repo rows with a tiny random BERT: outputs, labels, errors before any work, early stopping."""
 
 import json
+import logging
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ import torch
 from fixtures.uptraining import copy_left_sided, make_t5
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.training import arguments
 from hf_attn_variants.training.classification import GlueEvaluator
+from hf_attn_variants.training.errors import TerminatedError
 from hf_attn_variants.training.loop import TrainingLoop
 from hf_attn_variants.training.run_glue import main, parse_args
 
@@ -371,13 +375,49 @@ def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
     assert run(*flags, "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 
 
-def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run, monkeypatch):
+    def step(loop, group):
+        plain(loop, group)
+        if loop.state.step == 1:
+            os.kill(os.getpid(), number)
+
+    def at_start(args, config):
+        raise KeyboardInterrupt
+
+    plain, before = TrainingLoop._step, signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(TrainingLoop, "_step", step)
+    flags = ("cola", "--max_train_steps", 4, "--overwrite_output_dir")
+    advice = r"the last checkpoint is .*checkpoint-2: .*latest in place of --overwrite_output_dir"
+    try:
+        with pytest.raises((KeyboardInterrupt, TerminatedError), match=f"^{name}: stopped after step 2; {advice}$"):
+            run(*flags)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(TrainingLoop, "_step", plain)
+    with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
+        loading.setattr("hf_attn_variants.training.run_glue.load_tokenizer", at_start)
+        with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; nothing was changed$"):
+            run(*flags)
+    assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
+
+
+def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path, caplog):
     t5 = make_t5(tmp_path / "t5")
     assert AutoTokenizer.from_pretrained(t5)("a", "dog")["input_ids"].count(1) == 0
-    _, out = run("stsb", "--max_train_steps", 2, model=t5)
+    with caplog.at_level(logging.INFO, "hf_attn_variants"):
+        _, out = run("stsb", "--max_train_steps", 2, model=t5)
+    assert caplog.text.count("the tokenizer now puts </s> behind each text") == 1
     saved = AutoTokenizer.from_pretrained(out)
     assert saved.convert_ids_to_tokens(saved("a", "big dog")["input_ids"]) == ["a", "</s>", "big", "dog", "</s>"]
     assert saved("a")["input_ids"].count(1) == 1
+    tokenizer = AutoTokenizer.from_pretrained(t5)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A </s>", pair="<pad> $A $B", special_tokens=[("<pad>", 0), ("</s>", 1)]
+    )
+    tokenizer.save_pretrained(t5)
+    with pytest.raises(ValueError, match=r"puts <pad> around texts, and .* \(</s>\) not behind those of a pair"):
+        run("stsb", model=t5, output_dir=tmp_path / "other")
     config = AutoConfig.from_pretrained(t5)
     config.eos_token_id = 2
     config.save_pretrained(t5)

@@ -221,9 +221,7 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
         return OBJECTIVE.loss_sum(model, batch)
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(
-        TerminatedError, match=r"SIGTERM: stopped after step 4 with a checkpoint.*from_checkpoint latest"
-    ):
+    with pytest.raises(TerminatedError, match=r"^SIGTERM: stopped after step 4$"):
         make_loop(cut, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=8).run()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-4"]
     assert signal.getsignal(signal.SIGTERM) == before
@@ -254,7 +252,7 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         return {"accuracy": 1.0}
 
-    with pytest.raises(TerminatedError, match="stopped after step 3 with a checkpoint"):
+    with pytest.raises(TerminatedError, match=r"stopped after step 3$"):
         make_loop(tmp_path, evaluate=evaluate).run()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -78,7 +78,7 @@ def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_
         2, run_script, script, [*resumed, *workers], Signal(signal.SIGTERM, terminated, "1")
     )
     assert statuses == [128 + signal.SIGTERM] * 2, output
-    assert output.count(f"SIGTERM: stopped after step {terminated + 1} with a checkpoint") == 2, output
+    assert output.count(f"SIGTERM: stopped after step {terminated + 1}; the last checkpoint is") == 2, output
     assert list_checkpoints(cut)[-1].name == f"checkpoint-{terminated + 1}"
     assert not (cut / "model.safetensors").exists()
     statuses, output = run_processes(2, run_script, script, resumed)
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_the_step_of_all_processes_and_the_first_one_speaks(flags, t
     pressed = Signal(signal.SIGINT, 5)
     statuses, output = run_processes(2, run_script, "pretrain_mlm", argv, pressed)
     assert statuses == [128 + signal.SIGINT] * 2, output
-    assert output.count("Ctrl-C: stopped after step 6 with a checkpoint in") == 1 and "Traceback" not in output
+    assert output.count("Ctrl-C: stopped after step 6; the last checkpoint is") == 1 and "Traceback" not in output
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-6"]
 
 
