@@ -18,7 +18,7 @@ from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_gener
 from .progress import progress_bar
 from .recording import attend, recorded_inputs
 
-__all__ = ["Calibration", "calibrate", "method_to_calibrate"]
+__all__ = ["Calibration", "calibrate", "method_to_calibrate", "why_not_calibrated"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -110,6 +110,21 @@ class Calibration:
         return said | {"max_length": self.max_length} | {name: self.fit_option(name) for name in method.options}
 
 
+def why_not_calibrated(plan: ConversionPlan) -> str | None:
+    """Return why no text can say how the plan's source is to be pooled; None where it can."""
+    talking_heads = plan.source_config.talking_heads
+    if talking_heads is not None:
+        return (
+            f"it fits heads whose weights sum to one; the source has talking heads ({talking_heads!r}), whose do not"
+        )
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
+        return (
+            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
+        )
+    return None
+
+
 def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
     """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.
 
@@ -126,17 +141,8 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
         method.converted.clear()  # of another model, or on another text
     elif all(module.name in method.converted for module in plan.pooled):
         return None
-    if plan.source_config.talking_heads is not None:
-        raise ValueError(
-            f"method {method.name!r} fits heads whose weights sum to one; the source has talking heads "
-            f'({plan.source_config.talking_heads!r}), whose do not: use method "mean".'
-        )
-    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
-        raise ValueError(
-            f"method {method.name!r} cannot reach the cross-attention of a decoder alone: there is no text for the "
-            'encoder that it reads. Use method "mean".'
-        )
+    if (reason := why_not_calibrated(plan)) is not None:
+        raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
     return method
 
 

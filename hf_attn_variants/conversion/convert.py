@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..model_history import read_history, write_history
-from .calibration import Calibration, calibrate, method_to_calibrate
+from .calibration import Calibration, calibrate, method_to_calibrate, why_not_calibrated
 from .calibration_files import CalibrationLike, as_calibration
 from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
 from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 # The figures are those of docs/results.md.
 AVERAGED = (
-    "no text to calibrate on: heads are averaged, and the model loses quality until it is trained again. Measured: "
-    "Spearman 0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter). With text, "
-    '`calibration=` (--calibration_file), they keep 0.867 and 36.4. If averaging is meant, say method="mean" '
-    "(--method mean)."
+    "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
+    "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter)."
 )
+CALIBRATED = "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4."
+AVERAGING_MEANT = 'If averaging is meant, say method="mean" (--method mean).'
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -287,7 +287,10 @@ def _calibrate_from_folder(
 def _warn_of_averaging(plan: ConversionPlan, asked: str | ConversionMethod | None) -> None:
     """Say what averaging costs where heads are averaged and nobody asked for that."""
     if asked is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
-        logger.warning(AVERAGED)
+        if (reason := why_not_calibrated(plan)) is None:
+            logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
+        else:
+            logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -3,11 +3,13 @@
 import io
 import json
 import logging
+import re
 import sys
 
 import pytest
+import torch
 from fixtures.named_checkpoints import CheckpointShelf, write_text
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import convert
@@ -48,6 +50,22 @@ def test_who_gives_no_text_is_told_once_what_averaging_costs(encoder, tmp_path, 
             warnings_of(convert, model, **({"num_key_value_heads": 4} if "method" in options else {}), **options) == []
         )
     assert warnings_of(convert, tmp_path / "out", 12) == []  # expanding loses nothing
+
+
+def test_who_cannot_calibrate_is_told_why_and_not_to_calibrate(encoder, warnings_of):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 48}
+    decoder = BertLMHeadModel(BertConfig(vocab_size=60, is_decoder=True, add_cross_attention=True, **sizes))
+    for source, reason in (
+        (convert(model, talking_heads="both"), "the source has talking heads ('both')"),
+        (decoder, "cannot reach the cross-attention of a decoder alone"),
+    ):
+        (said,) = warnings_of(convert, source, 4)
+        assert "BLEU 36.8 to 1.6" in said and reason in said and "calibration=" not in said
+        given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            convert(source, 4, calibration=given)
 
 
 def test_text_is_taken_as_users_have_it(encoder, tmp_path):
