@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..progress import is_watched, progress_bar
 from .fitting import FIT_DEFAULTS, relative_error
 from .grouping import HeadCounts
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .methods.mean import MeanPooling
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
-from .progress import progress_bar
 from .recording import attend, recorded_inputs
 
 __all__ = ["Calibration", "calibrate", "method_to_calibrate", "why_not_calibrated"]
@@ -184,7 +184,7 @@ def calibrate(
         for group in _recorded_together(modules, model.config, used + held_out):
             calls = recorded_inputs(model, [module.name for module in group], used + held_out)
             for module in group:
-                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}")
+                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}", refresh=is_watched())
                 tensors = _tensors_of(attentions[module.name], module)
                 generator = seeded_generator(plan.seed, module.name)
                 inputs = calls.pop(module.name)
@@ -199,7 +199,8 @@ def calibrate(
                 errors.append(measured["output_relative_error"])
                 bar.update(steps * len(errors) - bar.n)
                 if None not in errors:
-                    bar.set_postfix_str(f"outputs {sum(errors) / len(errors):.1%} off on held-out text")
+                    mean = sum(errors) / len(errors)
+                    bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
 
 
 @torch.no_grad()
