@@ -81,7 +81,8 @@ def convert(
             "aligned", or a `ConversionMethod`. None is "calibrated" where there is a calibration, else "mean".
         output_dir: write a checkpoint there, in little memory, and build no model; not for a model in memory.
         options: those of `convert_model` or `convert_checkpoint`: `calibration` (a list of texts or of pairs of texts,
-            the path of a text file or table, or a `Calibration`), `encoder_num_key_value_heads`, `talking_heads`,
+            the path of a text file or table, or a `Calibration`; for a model in memory `Calibration(texts,
+            tokenizer=tokenizer)`), `encoder_num_key_value_heads`, `talking_heads`,
             `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and
             for a model in memory `copy`, for a path `allow_pickle`, `revision`, `token`.
 
@@ -124,7 +125,8 @@ def convert_model(
     Args:
         model: an upstream model or one of this package's; it is not changed.
         num_key_value_heads, method, fields: as for `convert`.
-        calibration: the text for a method that looks at text, as for `convert`.
+        calibration: the text for a method that looks at text: `Calibration(texts, tokenizer=tokenizer)`, for a model
+            in memory has no tokenizer beside it; `read_calibration(path, tokenizer=tokenizer)` reads a file.
         dtype: of the floating-point parameters; None keeps each one's.
         seed: of everything random.
         copy: give the new model memory of its own. By default parameters that stay as they are share the source's
@@ -132,9 +134,17 @@ def convert_model(
 
     Returns:
         This package's model of the same head.
+
+    Raises:
+        TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
     calibration, asked = as_calibration(calibration, seed), method
+    if calibration is not None and calibration.tokenizer is None:
+        raise ValueError(
+            "a model in memory has no tokenizer beside it, and a calibration needs the model's: give "
+            "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
+        )
     method = resolve_method(method, calibration)
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()

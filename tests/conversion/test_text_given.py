@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import convert
-from hf_attn_variants.conversion import Calibration, ConversionReport, command, read_calibration
+from hf_attn_variants.conversion import Calibration, ConversionReport, command, in_memory, read_calibration
 from hf_attn_variants.conversion import calibration_files as files
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.conversion.source import learned_tokens
@@ -97,6 +97,17 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
 def test_anything_else_is_a_type_error_that_says_what_is_taken(encoder, given):
     with pytest.raises(TypeError, match=r"list of texts|must be strings, or pairs of strings"):
         convert(encoder, 4, calibration=given)
+
+
+def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are_copied(
+    encoder, tmp_path, monkeypatch
+):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    write_text(tmp_path / "lines.txt")
+    monkeypatch.setattr(in_memory.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
+    for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
+        with pytest.raises(ValueError, match=r"Calibration\(texts, tokenizer=tokenizer\)"):
+            convert(model, 4, calibration=given)
 
 
 def test_a_path_that_leads_nowhere(encoder):
