@@ -13,7 +13,7 @@ from ..model_history import RESULTS_NAME
 from ..registration import PREFIX
 from ..text_files import is_table
 from .report import ConversionReport
-from .source import resolve_source
+from .source import cached_folder
 
 __all__ = ["next_steps"]
 
@@ -73,7 +73,7 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
 def _uptrain(report: ConversionReport, args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:
     teacher = args.model_name_or_path
     if args.revision is not None:  # a teacher is named without one
-        teacher = os.fspath(resolve_source(teacher, args.revision, args.token, args.allow_pickle))
+        teacher = os.fspath(cached_folder(teacher, report.source_revision) or teacher)
     recipe = ""
     if report.method == "calibrated" and _objective(head) == "distill":
         recipe = DISTILL_TUNED if head.endswith(TUNED) else DISTILL_FITTED

@@ -2,15 +2,18 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from fixtures.named_checkpoints import CheckpointShelf, write_glue_folder, write_text
 from fixtures.squad import write_questions
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, T5EncoderModel
 
 from hf_attn_variants import cli
-from hf_attn_variants.conversion import command
+from hf_attn_variants.conversion import command, source
+from hf_attn_variants.conversion.next_steps import next_steps
 from hf_attn_variants.training import run_glue, run_seq2seq, run_squad, uptrain
 
 MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq}
@@ -30,7 +33,7 @@ def converted(shelf, tmp_path, monkeypatch, capsys):
         write_text(Path(name))
 
     def convert(kind, *flags):
-        if not Path(kind).exists():
+        if not Path(kind).exists() and "--revision" not in flags:
             shelf.put(kind, Path(kind))
         command.main(command.parse_args(["--model_name_or_path", kind, *flags]))
         lines = capsys.readouterr().out.splitlines()
@@ -114,6 +117,36 @@ def test_nothing_is_proposed_that_would_throw_a_head_away(converted, shelf):
     T5EncoderModel.from_pretrained("encoder").save_pretrained("encoder")
     encoder = ("--encoder_num_key_value_heads", "4", "--method", "mean", "--output_dir", "encoder-4")
     assert [words[1] for words in converted("encoder", *encoder)[1]] == ["uptrain"]
+
+
+def test_the_hub_is_asked_once(converted, shelf, tmp_path, monkeypatch):
+    commit, cache = "a" * 40, tmp_path / "cache"
+    snapshot = cache / "models--me--bert" / "snapshots" / commit
+    shelf.put("bert", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    asked, download = [], source._download
+
+    def once(*args):
+        asked.append(args)
+        if len(asked) > 1:
+            raise OSError("the Hub is away")
+        return download(*args)
+
+    monkeypatch.setattr(source, "_download", once)
+    mean = ("--num_key_value_heads", "4", "--method", "mean", "--revision", "v1")
+    _, (distil, _) = converted("me/bert", *mean, "--output_dir", "out")
+    assert parsed(distil).teacher == str(snapshot)
+    asked.clear()
+    monkeypatch.setattr(command, "next_steps", lambda report, args: forget(report, args))
+
+    def forget(report, args):
+        shutil.rmtree(cache)
+        return next_steps(report, args)
+
+    _, (distil, _) = converted("me/bert", *mean, "--output_dir", "again")
+    assert parsed(distil).teacher == "me/bert"
 
 
 def test_nothing_is_proposed_where_nothing_was_lost_or_added(converted):
