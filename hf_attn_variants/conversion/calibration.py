@@ -22,6 +22,8 @@ __all__ = ["Calibration", "calibrate", "method_to_calibrate", "why_not_calibrate
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
+# One to fit to, one that is held out.
+MIN_TEXTS = 2
 # The share of the texts that nothing is fitted to: on them errors are measured.
 HELD_OUT = 0.1
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
@@ -37,7 +39,8 @@ class Calibration:
     held out: nothing is fitted to it, and the errors of the report are measured on it.
 
     Args:
-        texts: one example each; or pairs of texts for a model that will read pairs, as the tokenizer joins them.
+        texts: one example each, two at least; or pairs of texts for a model that will read pairs, as the tokenizer
+            joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
         max_length: tokens at which a text is cut.
@@ -49,8 +52,8 @@ class Calibration:
         device: where to run; None = a GPU if there is one.
 
     Raises:
-        TypeError: if `texts` holds anything but strings or pairs of them.
-        ValueError: if there is none, one is empty, or a number is out of its range.
+        TypeError: if `texts` holds anything but strings or pairs of them, or `target_texts` anything but strings.
+        ValueError: if there are too few, one is empty, or a number is out of its range.
     """
 
     texts: Sequence[str] | Sequence[tuple[str, str]]
@@ -72,26 +75,43 @@ class Calibration:
         rows = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
         pairs = isinstance(rows[0], tuple)
-        wrong = next((row for row in rows if not _is_example(row, pairs)), None)
-        if wrong is not None:
-            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong!r:.80}.")
+        wrong = [row for row in rows if not _is_example(row, pairs)]
+        if wrong:
+            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong[0]!r:.80}.")
         if pairs and any(len(pair) != 2 for pair in rows):
             raise ValueError("a pair of a calibration's `texts` has two strings.")
         if any(not text.strip() for row in rows for text in (row if pairs else [row])):
             raise ValueError("`texts` of a calibration must not be empty; one of them is.")
-        if self.target_texts is not None and len(self.target_texts) != len(self.texts):
+        if len(rows) < MIN_TEXTS:
             raise ValueError(
-                f"a calibration has a target for each text: {len(self.texts)} texts, {len(self.target_texts)} targets."
+                f"a calibration needs {MIN_TEXTS} `texts` at least, one to fit to and one that is held out to measure "
+                f"errors on; got {len(rows)}."
             )
+        if self.target_texts is not None:
+            self._check_targets(self.target_texts)
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"`{name}` of a calibration must be at least {least}; got {value}.")
+        rate = self.fit_learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"`fit_learning_rate` of a calibration must be more than 0; got {rate}.")
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        if isinstance(targets, str) or not isinstance(targets, Sequence):
+            raise TypeError(f"`target_texts` of a calibration must be a list; got a {type(targets).__name__}.")
+        wrong = [text for text in targets if not isinstance(text, str)]
+        if wrong:
+            raise TypeError(f"`target_texts` of a calibration must be strings; got {wrong[0]!r:.80}.")
+        if len(targets) != len(self.texts):
+            raise ValueError(
+                f"a calibration has a target for each text: {len(self.texts)} texts, {len(targets)} targets."
+            )
 
     @property
     def held_out_count(self) -> int:
         """How many of the texts are held out."""
-        return min(max(1, round(HELD_OUT * len(self.texts))), len(self.texts) - 1)
+        return max(1, round(HELD_OUT * len(self.texts)))
 
     def fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`: as given, or the default."""

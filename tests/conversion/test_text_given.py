@@ -81,6 +81,7 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
         (lines, texts),
         (str(lines), texts),
         (read_calibration(table, columns=["question", "context"]), pairs),
+        (read_calibration(table, columns="question"), [question for question, _ in pairs]),
         (Calibration(texts), texts),
     ):
         assert files.as_calibration(given).texts == expected
@@ -93,7 +94,7 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(encoder).get_vocab()
 
 
-@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
+@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
 def test_anything_else_is_a_type_error_that_says_what_is_taken(encoder, given):
     with pytest.raises(TypeError, match=r"list of texts|must be strings, or pairs of strings"):
         convert(encoder, 4, calibration=given)
@@ -127,7 +128,7 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
 
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
         with pytest.raises(ValueError, match=f"method 'aligned' has no `{name}` .*of \"calibrated\""):
-            convert(encoder, 4, "aligned", calibration=Calibration(["a text"], **{name: value}))
+            convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
     with pytest.raises(ValueError, match="method 'aligned' has no `fit_steps` \\(--fit_steps\\)"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
     for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
@@ -167,4 +168,4 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
             assert expected in written[stream.isatty()]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
     assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
-    assert Calibrated().steps(Calibration(["a"])) == 400
+    assert Calibrated().steps(Calibration(["a", "b"])) == 400

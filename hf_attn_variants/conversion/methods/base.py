@@ -47,7 +47,7 @@ class LayerContext:
         generator: random numbers of this layer alone: the same for a seed, whatever the order of the layers.
         initializer_std: the standard deviation that the architecture gives a new key or value projection.
         uses: how often a forward pass goes through it: ALBERT's layers share their attention.
-        held_out: its calls on text that is not fitted to; it says what helps. Empty where there is too little text.
+        held_out: its calls on text that is not fitted to; it says what helps. Empty outside a calibration.
         on_step: to be called after each of `CalibratedMethod.steps`.
     """
 
