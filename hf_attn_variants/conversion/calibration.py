@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..progress import is_watched, progress_bar
-from .fitting import FIT_DEFAULTS, relative_error
+from .fitting import FIT_DEFAULTS, relative_error, rounded
 from .grouping import HeadCounts
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .methods.mean import MeanPooling
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
-from .recording import attend, recorded_inputs
+from .recording import AttentionInputs, attend, recorded_inputs
 
 __all__ = ["Calibration", "calibrate", "method_to_calibrate", "why_not_calibrated"]
 
@@ -211,12 +211,12 @@ def calibrate(
                 uses = max(1, len(inputs) // len(used + held_out))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
                 std = initializer_std(plan.config)
-                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, bar.update)
+                error = _held_out_error(tensors, module.heads, held)
+                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, error, bar.update)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
-                measured = _held_out_errors(tensors, converted, module.heads, layer)
-                converted = replace(converted, details=converted.details | measured)
-                method.remember(module.name, tensors, _on_cpu(converted))
-                errors.append(measured["output_relative_error"])
+                details = _output_errors(tensors, converted, module.heads, layer)
+                method.remember(module.name, tensors, _on_cpu(replace(converted, details=details)))
+                errors.append(details["output_relative_error"])
                 bar.update(steps * len(errors) - bar.n)
                 if None not in errors:
                     mean = sum(errors) / len(errors)
@@ -224,15 +224,23 @@ def calibrate(
 
 
 @torch.no_grad()
-def _held_out_errors(
+def _held_out_error(
+    tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
+) -> Callable[[AttentionTensors], float | None]:
+    """Return the function that measures other projections' outputs on held-out text against one attention's own."""
+    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
+    return lambda converted: relative_error(converted, heads, held_out, targets)
+
+
+def _output_errors(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
-) -> dict[str, float | None]:
-    """Return the relative errors of one attention's outputs on held-out text, and those that averaged heads have."""
-    targets = [attend(tensors, batch, heads.query)[0] for batch in layer.held_out]
+) -> dict[str, Any]:
+    """Return the method's details with the errors on held-out text: its own, and those that averaged heads have."""
+    details, name = dict(converted.details), "output_relative_error"
+    if name not in details:
+        details[name] = rounded(layer.held_out_error(converted))
     averaged = MeanPooling().pool(tensors, heads, layer)
-    names = {"output_relative_error": converted, "output_relative_error_averaged": averaged}
-    errors = {name: relative_error(which, heads, layer.held_out, targets) for name, which in names.items()}
-    return {name: None if error is None else round(error, 4) for name, error in errors.items()}
+    return details | {f"{name}_averaged": rounded(layer.held_out_error(averaged))}
 
 
 def _is_example(row: Any, is_pair: bool) -> bool:

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
+from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model, fitting
+from hf_attn_variants.conversion import calibration as calibrating
 from hf_attn_variants.conversion.calibration import _batches
+from hf_attn_variants.conversion.methods import calibrated
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_steps import step_sections
@@ -200,6 +202,21 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == said
     assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
     assert ("then fitted" in said) is bool(fit_steps)
+
+
+@pytest.mark.parametrize(("fit_steps", "measured"), [(0, 2), (5, 3)])
+def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
+    batches, attend = [], calibrating.attend
+
+    def counted(tensors, inputs, query_heads):
+        if not torch.is_grad_enabled() and len(inputs.states) == 3:  # of a batch that only held-out texts are in
+            batches.append(inputs)
+        return attend(tensors, inputs, query_heads)
+
+    for module in (calibrating, fitting, calibrated):
+        monkeypatch.setattr(module, "attend", counted)
+    convert_model(bert(), 2, calibration=calibration(fit_steps=fit_steps))
+    assert len(batches) == 2 * (1 + measured)  # two attentions: the targets, and then what is compared with them
 
 
 def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
