@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .fitting import FIT_DEFAULTS, relative_error
+from ..progress import is_watched, progress_bar
+from .fitting import FIT_DEFAULTS, relative_error, rounded
 from .grouping import HeadCounts
 from .methods.base import AttentionTensors, CalibratedMethod, LayerContext
 from .methods.mean import MeanPooling
 from .plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
-from .progress import progress_bar
-from .recording import attend, recorded_inputs
+from .recording import AttentionInputs, attend, recorded_inputs
 
-__all__ = ["Calibration", "calibrate", "method_to_calibrate"]
+__all__ = ["Calibration", "calibrate", "method_to_calibrate", "why_not_calibrated"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
+# One to fit to, one that is held out.
+MIN_TEXTS = 2
 # The share of the texts that nothing is fitted to: on them errors are measured.
 HELD_OUT = 0.1
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
@@ -37,7 +39,8 @@ class Calibration:
     held out: nothing is fitted to it, and the errors of the report are measured on it.
 
     Args:
-        texts: one example each; or pairs of texts for a model that will read pairs, as the tokenizer joins them.
+        texts: one example each, two at least; or pairs of texts for a model that will read pairs, as the tokenizer
+            joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
         max_length: tokens at which a text is cut.
@@ -49,8 +52,8 @@ class Calibration:
         device: where to run; None = a GPU if there is one.
 
     Raises:
-        TypeError: if `texts` holds anything but strings or pairs of them.
-        ValueError: if there is none, one is empty, or a number is out of its range.
+        TypeError: if `texts` holds anything but strings or pairs of them, or `target_texts` anything but strings.
+        ValueError: if there are too few, one is empty, or a number is out of its range.
     """
 
     texts: Sequence[str] | Sequence[tuple[str, str]]
@@ -72,26 +75,43 @@ class Calibration:
         rows = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
         pairs = isinstance(rows[0], tuple)
-        wrong = next((row for row in rows if not _is_example(row, pairs)), None)
-        if wrong is not None:
-            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong!r:.80}.")
+        wrong = [row for row in rows if not _is_example(row, pairs)]
+        if wrong:
+            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong[0]!r:.80}.")
         if pairs and any(len(pair) != 2 for pair in rows):
             raise ValueError("a pair of a calibration's `texts` has two strings.")
         if any(not text.strip() for row in rows for text in (row if pairs else [row])):
             raise ValueError("`texts` of a calibration must not be empty; one of them is.")
-        if self.target_texts is not None and len(self.target_texts) != len(self.texts):
+        if len(rows) < MIN_TEXTS:
             raise ValueError(
-                f"a calibration has a target for each text: {len(self.texts)} texts, {len(self.target_texts)} targets."
+                f"a calibration needs {MIN_TEXTS} `texts` at least, one to fit to and one that is held out to measure "
+                f"errors on; got {len(rows)}."
             )
+        if self.target_texts is not None:
+            self._check_targets(self.target_texts)
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"`{name}` of a calibration must be at least {least}; got {value}.")
+        rate = self.fit_learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"`fit_learning_rate` of a calibration must be more than 0; got {rate}.")
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        if isinstance(targets, str) or not isinstance(targets, Sequence):
+            raise TypeError(f"`target_texts` of a calibration must be a list; got a {type(targets).__name__}.")
+        wrong = [text for text in targets if not isinstance(text, str)]
+        if wrong:
+            raise TypeError(f"`target_texts` of a calibration must be strings; got {wrong[0]!r:.80}.")
+        if len(targets) != len(self.texts):
+            raise ValueError(
+                f"a calibration has a target for each text: {len(self.texts)} texts, {len(targets)} targets."
+            )
 
     @property
     def held_out_count(self) -> int:
         """How many of the texts are held out."""
-        return min(max(1, round(HELD_OUT * len(self.texts))), len(self.texts) - 1)
+        return max(1, round(HELD_OUT * len(self.texts)))
 
     def fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`: as given, or the default."""
@@ -110,6 +130,21 @@ class Calibration:
         return said | {"max_length": self.max_length} | {name: self.fit_option(name) for name in method.options}
 
 
+def why_not_calibrated(plan: ConversionPlan) -> str | None:
+    """Return why no text can say how the plan's source is to be pooled; None where it can."""
+    talking_heads = plan.source_config.talking_heads
+    if talking_heads is not None:
+        return (
+            f"it fits heads whose weights sum to one; the source has talking heads ({talking_heads!r}), whose do not"
+        )
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
+        return (
+            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
+        )
+    return None
+
+
 def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
     """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.
 
@@ -126,17 +161,8 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
         method.converted.clear()  # of another model, or on another text
     elif all(module.name in method.converted for module in plan.pooled):
         return None
-    if plan.source_config.talking_heads is not None:
-        raise ValueError(
-            f"method {method.name!r} fits heads whose weights sum to one; the source has talking heads "
-            f'({plan.source_config.talking_heads!r}), whose do not: use method "mean".'
-        )
-    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
-        raise ValueError(
-            f"method {method.name!r} cannot reach the cross-attention of a decoder alone: there is no text for the "
-            'encoder that it reads. Use method "mean".'
-        )
+    if (reason := why_not_calibrated(plan)) is not None:
+        raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
     return method
 
 
@@ -178,34 +204,43 @@ def calibrate(
         for group in _recorded_together(modules, model.config, used + held_out):
             calls = recorded_inputs(model, [module.name for module in group], used + held_out)
             for module in group:
-                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}")
+                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}", refresh=is_watched())
                 tensors = _tensors_of(attentions[module.name], module)
                 generator = seeded_generator(plan.seed, module.name)
                 inputs = calls.pop(module.name)
                 uses = max(1, len(inputs) // len(used + held_out))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
                 std = initializer_std(plan.config)
-                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, bar.update)
+                error = _held_out_error(tensors, module.heads, held)
+                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, error, bar.update)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
-                measured = _held_out_errors(tensors, converted, module.heads, layer)
-                converted = replace(converted, details=converted.details | measured)
-                method.remember(module.name, tensors, _on_cpu(converted))
-                errors.append(measured["output_relative_error"])
+                details = _output_errors(tensors, converted, module.heads, layer)
+                method.remember(module.name, tensors, _on_cpu(replace(converted, details=details)))
+                errors.append(details["output_relative_error"])
                 bar.update(steps * len(errors) - bar.n)
                 if None not in errors:
-                    bar.set_postfix_str(f"outputs {sum(errors) / len(errors):.1%} off on held-out text")
+                    mean = sum(errors) / len(errors)
+                    bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
 
 
 @torch.no_grad()
-def _held_out_errors(
+def _held_out_error(
+    tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
+) -> Callable[[AttentionTensors], float | None]:
+    """Return the function that measures other projections' outputs on held-out text against one attention's own."""
+    targets = [attend(tensors, batch, heads.query)[0] for batch in held_out]
+    return lambda converted: relative_error(converted, heads, held_out, targets)
+
+
+def _output_errors(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
-) -> dict[str, float | None]:
-    """Return the relative errors of one attention's outputs on held-out text, and those that averaged heads have."""
-    targets = [attend(tensors, batch, heads.query)[0] for batch in layer.held_out]
+) -> dict[str, Any]:
+    """Return the method's details with the errors on held-out text: its own, and those that averaged heads have."""
+    details, name = dict(converted.details), "output_relative_error"
+    if name not in details:
+        details[name] = rounded(layer.held_out_error(converted))
     averaged = MeanPooling().pool(tensors, heads, layer)
-    names = {"output_relative_error": converted, "output_relative_error_averaged": averaged}
-    errors = {name: relative_error(which, heads, layer.held_out, targets) for name, which in names.items()}
-    return {name: None if error is None else round(error, 4) for name, error in errors.items()}
+    return details | {f"{name}_averaged": rounded(layer.held_out_error(averaged))}
 
 
 def _is_example(row: Any, is_pair: bool) -> bool:

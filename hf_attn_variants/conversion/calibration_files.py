@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..text_files import read_columns, read_lines, read_pairs, text_columns
-from .calibration import Calibration
+from .calibration import MIN_TEXTS, Calibration
 
 __all__ = ["CALIBRATION_SIZE", "CalibrationLike", "as_calibration", "read_calibration"]
 
@@ -49,7 +49,7 @@ def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibr
 def read_calibration(
     path: str | os.PathLike,
     *,
-    columns: Sequence[str] | None = None,
+    columns: Sequence[str] | str | None = None,
     target_file: str | os.PathLike | None = None,
     target_column: str | None = None,
     size: int | None = None,
@@ -63,7 +63,7 @@ def read_calibration(
         columns: of a table: its column of texts, or two columns of texts that the model reads as pairs; None = "text".
         target_file: encoder-decoders: the target of each line.
         target_column: the same in a table.
-        size: how many examples are drawn; None = 2048.
+        size: how many examples are drawn, two at least; None = 2048.
         seed: which ones.
         settings: further fields of `Calibration`.
 
@@ -72,8 +72,10 @@ def read_calibration(
         ValueError: if it holds something else, or an argument does not go with it.
     """
     size = CALIBRATION_SIZE if size is None else size
-    if size < 1:
-        raise ValueError(f"`size` (--calibration_size) must be at least 1; got {size}.")
+    if size < MIN_TEXTS:
+        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}; got {size}.")
+    if isinstance(columns, str):
+        columns = [columns]
     texts, targets = _read_examples(path, columns, target_file, target_column)
     if len(texts) > size:
         chosen = sorted(random.Random(seed).sample(range(len(texts)), size))

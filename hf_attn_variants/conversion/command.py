@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Sequence
 
 from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..progress import no_progress_bars
 from .calibration import Calibration
 from .calibration_files import CALIBRATION_SIZE, read_calibration
 from .convert import DTYPES, convert_checkpoint
 from .fitting import FIT_DEFAULTS
 from .methods import METHODS, CalibratedMethod
 from .next_steps import next_steps
-from .progress import no_progress_bars
 from .report import ConversionReport
 
 __all__ = ["main", "parse_args"]

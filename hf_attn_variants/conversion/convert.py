@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..model_history import read_history, write_history
-from .calibration import Calibration, calibrate, method_to_calibrate
+from .calibration import Calibration, calibrate, method_to_calibrate, why_not_calibrated
 from .calibration_files import CalibrationLike, as_calibration
 from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
 from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 # The figures are those of docs/results.md.
 AVERAGED = (
-    "no text to calibrate on: heads are averaged, and the model loses quality until it is trained again. Measured: "
-    "Spearman 0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter). With text, "
-    '`calibration=` (--calibration_file), they keep 0.867 and 36.4. If averaging is meant, say method="mean" '
-    "(--method mean)."
+    "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
+    "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter)."
 )
+CALIBRATED = "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4."
+AVERAGING_MEANT = 'If averaging is meant, say method="mean" (--method mean).'
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -83,7 +83,8 @@ def convert(
             "aligned", or a `ConversionMethod`. None is "calibrated" where there is a calibration, else "mean".
         output_dir: write a checkpoint there, in little memory, and build no model; not for a model in memory.
         options: those of `convert_model` or `convert_checkpoint`: `calibration` (a list of texts or of pairs of texts,
-            the path of a text file or table, or a `Calibration`), `encoder_num_key_value_heads`, `talking_heads`,
+            the path of a text file or table, or a `Calibration`; for a model in memory `Calibration(texts,
+            tokenizer=tokenizer)`), `encoder_num_key_value_heads`, `talking_heads`,
             `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and
             for a model in memory `copy`, for a path `allow_pickle`, `revision`, `token`.
 
@@ -126,7 +127,8 @@ def convert_model(
     Args:
         model: an upstream model or one of this package's; it is not changed.
         num_key_value_heads, method, fields: as for `convert`.
-        calibration: the text for a method that looks at text, as for `convert`.
+        calibration: the text for a method that looks at text: `Calibration(texts, tokenizer=tokenizer)`, for a model
+            in memory has no tokenizer beside it; `read_calibration(path, tokenizer=tokenizer)` reads a file.
         dtype: of the floating-point parameters; None keeps each one's.
         seed: of everything random.
         copy: give the new model memory of its own. By default parameters that stay as they are share the source's
@@ -134,9 +136,17 @@ def convert_model(
 
     Returns:
         This package's model of the same head.
+
+    Raises:
+        TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
     calibration, asked = as_calibration(calibration, seed), method
+    if calibration is not None and calibration.tokenizer is None:
+        raise ValueError(
+            "a model in memory has no tokenizer beside it, and a calibration needs the model's: give "
+            "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
+        )
     method = resolve_method(method, calibration)
     fields = {"num_key_value_heads": num_key_value_heads} | fields
     config = model.config.to_dict()
@@ -289,7 +299,10 @@ def _calibrate_from_folder(
 def _warn_of_averaging(plan: ConversionPlan, asked: str | ConversionMethod | None) -> None:
     """Say what averaging costs where heads are averaged and nobody asked for that."""
     if asked is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
-        logger.warning(AVERAGED)
+        if (reason := why_not_calibrated(plan)) is None:
+            logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
+        else:
+            logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

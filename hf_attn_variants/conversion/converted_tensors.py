@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from ..progress import progress_bar
 from .checkpoint_io import TORCH_DTYPES, CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name
 from .in_memory import TensorSource
 from .methods import AttentionTensors
 from .plan import AttentionModule, ConversionPlan
-from .progress import progress_bar
 from .report import LayerReport, layer_report
 
 __all__ = ["byte_size", "converted_tensors", "one_thread", "planned_entries", "write_weights"]

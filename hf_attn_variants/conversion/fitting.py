@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .methods.base import AttentionTensors
 
-__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error"]
+__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error", "rounded"]
 
 RIDGE = 1e-6
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
@@ -121,6 +121,11 @@ def relative_error(
     spread = (target - target.mean(0)).double().square().sum()
     error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
     return error if math.isfinite(error) else None
+
+
+def rounded(error: float | None) -> float | None:
+    """Return an error as reports have it."""
+    return None if error is None else round(error, 4)
 
 
 class _Whitened:

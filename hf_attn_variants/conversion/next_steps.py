@@ -9,16 +9,18 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..model_history import RESULTS_NAME
 from ..registration import PREFIX
+from ..text_files import is_table
 from .report import ConversionReport
-from .source import resolve_source
+from .source import cached_folder
 
 __all__ = ["next_steps"]
 
 # The subcommand that trains such a head; the others are fine-tuned, as most are, on sentences.
 TASKS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
 # Heads that no command here fine-tunes.
-NOT_TUNED = ("LMHeadModel", "ForTokenClassification", "ForMultipleChoice")
+NOT_TUNED = ("LMHeadModel", "ForTokenClassification", "ForMultipleChoice", "T5EncoderModel")
 # Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
 NOT_DISTILLED = ("ForMultipleChoice", "T5Model", "T5ForSequenceClassification", "T5ForQuestionAnswering")
 # Heads that are there after a fine-tuning alone: what they answer is kept, too.
@@ -28,7 +30,13 @@ DISTILL_FITTED = "--trainable all --learning_rate 1e-4 --max_train_steps 150"
 DISTILL_TUNED = (
     "--logits_weight 1 --attention_outputs_weight 0 --trainable all --learning_rate 2e-5 --max_train_steps 280"
 )
-TEXT, TARGETS = "TEXT.txt", "TARGETS.txt"
+# Stand for what is the user's own.
+TEXT, TARGETS, TARGET_COLUMN = "TEXT.txt", "TARGETS.txt", "TARGET"
+MEANINGS = {
+    TEXT: "a file with lines of the text that the model is for",
+    TARGETS: "a file with their targets, line by line",
+    TARGET_COLUMN: "the table's column of targets",
+}
 
 
 def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
@@ -38,33 +46,34 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
         report: of the conversion.
         args: the arguments of `attn-variants convert`.
     """
+    merged = any(layer.change == "pool" for layer in report.layers)
+    if not merged and not report.talking_heads:
+        return []
     head = report.architecture.removeprefix(PREFIX)
     output, text = _folder(report.output_dir), _text_flags(args, head)
-    merged = any(layer.change == "pool" for layer in report.layers)
     steps, commands = [], []
-    if merged and not head.endswith(NOT_DISTILLED):
+    if merged and text is not None and not head.endswith(NOT_DISTILLED):
         commands.append(_uptrain(report, args, head, text, output))
         output = f"{output}-distilled"
         steps.append(
             "draw it towards its source" + (", which reads no labels" if _objective(head) == "distill" else "")
         )
-    if not head.endswith(NOT_TUNED):
-        commands.append(_fine_tune(args, head, text, output))
+    if (tuning := _fine_tune(args, head, text, output)) is not None:
+        commands.append(tuning)
         steps.append("fine-tune it")
     if not commands:
         return []
     reason = "heads merged without text need training; " if merged and args.calibration_file is None else ""
-    missing = [name for name in (TEXT, TARGETS) if any(name in command for command in commands)]
-    if missing:
-        meaning = {TEXT: "lines of the text that the model is for", TARGETS: "their targets, line by line"}
-        commands.append("with files of yours: " + "; ".join(f"{name}, {meaning[name]}" for name in missing))
+    words = {word for command in commands for word in shlex.split(command)}
+    if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
+        commands.append("with yours in place of " + "; ".join(missing))
     return [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
 
 
 def _uptrain(report: ConversionReport, args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:
     teacher = args.model_name_or_path
     if args.revision is not None:  # a teacher is named without one
-        teacher = os.fspath(resolve_source(teacher, args.revision, args.token, args.allow_pickle))
+        teacher = os.fspath(cached_folder(teacher, report.source_revision) or teacher)
     recipe = ""
     if report.method == "calibrated" and _objective(head) == "distill":
         recipe = DISTILL_TUNED if head.endswith(TUNED) else DISTILL_FITTED
@@ -82,38 +91,51 @@ def _objective(head: str) -> str:
     return "seq2seq" if head.endswith("ForConditionalGeneration") else "distill"
 
 
-def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str], model: str) -> str:
-    task = next((task for suffix, task in TASKS.items() if head.endswith(suffix)), "glue")
-    data = {"seq2seq": list(text), "squad": []}.get(task)
-    name = task
-    if data is None:
-        name = _glue_task(args)
+def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, model: str) -> str | None:
+    """Return the command that goes on with the model's own task; None where there is none, or it is not known."""
+    name = next((task for suffix, task in TASKS.items() if head.endswith(suffix)), "glue")
+    command = [name, "--model_name_or_path", model]
+    data: Sequence[str] = ()
+    if name == "seq2seq":
+        if text is None:
+            return None
+        data = text
+    elif name == "glue":
+        task = _task_of_source(args)
+        # Another task than the one that it was tuned on would begin with another head.
+        if head.endswith(NOT_TUNED) or (task is None and head.endswith(TUNED)):
+            return None
+        name = task or ("stsb" if len(args.calibration_columns or ()) == 2 else "sst2")
         data = ["--task_name", name]
-    return _command([task, "--model_name_or_path", model], data, ["--output_dir", f"{model}-{name}"])
+    return _command(command, data, ["--output_dir", f"{model}-{name}"])
 
 
-def _text_flags(args: argparse.Namespace, head: str) -> list[str]:
-    """Return the calibration's text as the training commands take it, or names that stand for a user's own."""
-    file, target = args.calibration_file, args.calibration_target_file
-    columns = args.calibration_columns
+def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
+    """Return the calibration's text as the training commands take it, or names that stand for a user's own.
+
+    None where they cannot take it: an encoder-decoder's source is one column, and it was calibrated on two.
+    """
+    file, target, columns = args.calibration_file, args.calibration_target_file, args.calibration_columns
     if not head.endswith("ForConditionalGeneration"):
         named = [] if columns is None else ["--text_columns", *columns]
         return ["--train_file", file or TEXT, *named]
-    if args.calibration_target_column is not None:
-        source = (columns or ["text"])[0]
-        return ["--train_file", file, "--source_column", source, "--target_column", args.calibration_target_column]
-    return ["--source_file", file or TEXT, "--target_file", target or TARGETS]
+    if file is None or not is_table(file):
+        return ["--source_file", file or TEXT, "--target_file", target or TARGETS]
+    source, *second = columns or ["text"]
+    if second:
+        return None
+    target = args.calibration_target_column or TARGET_COLUMN
+    return ["--train_file", file, "--source_column", source, "--target_column", target]
 
 
-def _glue_task(args: argparse.Namespace) -> str:
-    # The task that the source was tuned on by this package; else one of GLUE whose texts are like the calibration's.
+def _task_of_source(args: argparse.Namespace) -> str | None:
+    """Return the task of GLUE that the source was tuned on by this package; None where nothing says it."""
     try:
-        results = json.loads((Path(args.model_name_or_path).expanduser() / "all_results.json").read_text("utf-8"))
-        if isinstance(name := results["task_name"], str):
-            return name
+        results = json.loads((Path(args.model_name_or_path).expanduser() / RESULTS_NAME).read_text("utf-8"))
+        name = results["task_name"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return "stsb" if len(args.calibration_columns or ()) == 2 else "sst2"
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _folder(output_dir: str) -> str:

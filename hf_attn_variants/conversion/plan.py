@@ -21,13 +21,6 @@ from .methods.base import pool_key_value
 
 __all__ = ["AttentionModule", "ConversionPlan", "make_plan", "new_projection", "seeded_generator"]
 
-TALKING_FIELDS = (
-    "talking_heads",
-    "num_softmax_heads",
-    "num_value_heads",
-    "talking_heads_dynamic",
-    "talking_heads_init",
-)
 ROLES = ("query", "key", "value", "output")
 
 
@@ -221,11 +214,16 @@ def _source_errors(config_file: str | os.PathLike | None, *explained: type[Excep
         ) from error
 
 
+def _talking_fields(config_class: type) -> list[str]:
+    """Return the fields of talking heads: all of a variant's but those of key/value heads."""
+    return [name for name in config_class.variant_fields() if name not in config_class.kv_heads_fields()]
+
+
 def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], dtype: Any) -> None:
     kv_fields = config_class.kv_heads_fields()
     for name in given:
-        if name not in (*kv_fields, *TALKING_FIELDS):
-            field = nearest(name, (*kv_fields, *TALKING_FIELDS))
+        if name not in config_class.variant_fields():
+            field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
             raise ValueError(
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
@@ -239,10 +237,11 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
         raise ValueError("a source with a `per_layer_config` (unequal layers) cannot be converted.")
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
-    if config.get("talking_heads") is not None and any(name in TALKING_FIELDS for name in given):
+    talking = [name for name in _talking_fields(config_class) if name in given]
+    if config.get("talking_heads") is not None and talking:
         raise ValueError(
             f"the source has talking heads already ({config['talking_heads']!r}); they are kept as they are: leave "
-            f"{', '.join(f'`{name}`' for name in given if name in TALKING_FIELDS)} out."
+            f"{', '.join(f'`{name}`' for name in talking)} out."
         )
 
 
@@ -316,7 +315,7 @@ def _check_all_used(
     if useless := [each for each in asked if each not in used]:
         known = " or ".join(f"`{each}`" for each in config_class.kv_heads_fields() if each in used)
         raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
-    if config.talking_heads is None and (useless := [each for each in TALKING_FIELDS if each in given]):
+    if config.talking_heads is None and (useless := [each for each in _talking_fields(config_class) if each in given]):
         raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")
 
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import eager_mask
 
 from ..modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ..modeling.variant_mixins import AttentionSite
-from .progress import progress_bar
+from ..progress import progress_bar
 
 if TYPE_CHECKING:
     from .methods.base import AttentionTensors

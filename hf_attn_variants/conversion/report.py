@@ -54,7 +54,7 @@ class LayerReport:
     `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
     held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit
     `relative_error_closed_form` and `relative_error_fitted` too, and `fit_kept`: whether the fit was the better one.
-    An error is None where no text was held out, or it is no number.
+    An error is None where it is no number.
     """
 
     module: str

@@ -14,6 +14,7 @@ from .checkpoint_io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, W
 
 __all__ = [
     "CONFIG_NAME",
+    "cached_folder",
     "copy_side_files",
     "learned_tokens",
     "local_folder",
@@ -91,6 +92,24 @@ def resolve_source(
         return _download(name, revision, token, allow_pickle, weights)
     if revision is not None:
         raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+    return folder
+
+
+def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
+    """Return where a checkpoint lies that `resolve_source` found; the Hub is not asked again, None where it is gone.
+
+    Args:
+        model_name_or_path: as for `resolve_source`.
+        revision: the Hub's commit.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = local_folder(model_name_or_path)
+        if folder is None:
+            folder = Path(snapshot_download(os.fspath(model_name_or_path), revision=revision, local_files_only=True))
+    except OSError:
+        return None
     return folder
 
 

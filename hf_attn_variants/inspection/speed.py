@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.configuration_attn_variants import can_cache
+from ..progress import progress_bar
 from ..registration import variant_model_class
 from .cost_table import kv_head_counts, kv_heads_field, variant_config, variant_name
 
@@ -136,7 +136,7 @@ def measure_speed(
     }
     times: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
-    for number in tqdm(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
             seconds = _seconds(runs[name], device)
             if number >= 0:

@@ -10,16 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
-from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants.conversion.staging import make_folders, remove_empty_folders
 from hf_attn_variants.interrupts import INTERRUPTED
 from hf_attn_variants.model_history import ModelHistory, source_history, write_history
+from hf_attn_variants.progress import no_progress_bars
 from hf_attn_variants.training import outputs
 from hf_attn_variants.training.checkpoints import find_checkpoint, list_checkpoints
 from hf_attn_variants.training.errors import TerminatedError
@@ -80,7 +79,7 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             made = _make_output_dir(args.output_dir)
-        with _library_bars(not args.disable_tqdm):
+        with no_progress_bars(args.disable_tqdm):
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
         advice = _how_to_go_on(args) if accelerator in _started else "nothing was changed"
@@ -156,24 +155,6 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         f"the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
         f"--resume_from_checkpoint latest{instead}"
     )
-
-
-@contextmanager
-def _library_bars(wanted: bool) -> Iterator[None]:
-    """Leave out the bars of datasets (tokenising) and transformers (loading, saving) where none are wanted."""
-    if wanted:
-        yield
-        return
-    had = not datasets.are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had[0]:
-            datasets.enable_progress_bars()
-        if had[1]:
-            transformers_logging.enable_progress_bar()
 
 
 def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:

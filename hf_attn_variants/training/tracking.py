@@ -15,6 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
+from hf_attn_variants import progress
 from hf_attn_variants.training.checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
@@ -24,9 +25,8 @@ HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Makes a progress bar with an estimate, on the main process only; in a log file it prints a line now and then."""
-    interval = 0.1 if sys.stderr.isatty() else 20.0
-    return tqdm(disable=disable or not accelerator.is_main_process, mininterval=interval, dynamic_ncols=True, **kwargs)
+    """Makes a bar of `hf_attn_variants.progress`, on the main process only."""
+    return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
 
 class RunLog:

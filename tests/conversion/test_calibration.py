@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model
+from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model, fitting
+from hf_attn_variants.conversion import calibration as calibrating
 from hf_attn_variants.conversion.calibration import _batches
+from hf_attn_variants.conversion.methods import calibrated
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_steps import step_sections
@@ -159,7 +161,7 @@ def test_pairs_are_seen_as_the_tokenizer_joins_them():
     ]
     assert errors[0] < 0.9 * errors[1]
     with pytest.raises(ValueError, match="two strings"):
-        Calibration([("one", "two", "three")])
+        Calibration([("one", "two", "three")] * 2)
 
 
 def test_all_heads_stay_as_they_are():
@@ -200,6 +202,21 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == said
     assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
     assert ("then fitted" in said) is bool(fit_steps)
+
+
+@pytest.mark.parametrize(("fit_steps", "measured"), [(0, 2), (5, 3)])
+def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
+    batches, attend = [], calibrating.attend
+
+    def counted(tensors, inputs, query_heads):
+        if not torch.is_grad_enabled() and len(inputs.states) == 3:  # of a batch that only held-out texts are in
+            batches.append(inputs)
+        return attend(tensors, inputs, query_heads)
+
+    for module in (calibrating, fitting, calibrated):
+        monkeypatch.setattr(module, "attend", counted)
+    convert_model(bert(), 2, calibration=calibration(fit_steps=fit_steps))
+    assert len(batches) == 2 * (1 + measured)  # two attentions: the targets, and then what is compared with them
 
 
 def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
@@ -272,7 +289,7 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     assert found["none"]["calibration"] is None
     assert "Calibration:" not in _told(tmp_path / "none")
     assert settings["held_out"] == 51
-    pairs = Calibration([("a", "b")], target_texts=["c"]).settings(Aligned())
+    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned())
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
@@ -315,7 +332,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, 0), (2, 1), (9, 1), (25, 2), (512, 51)])
+@pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 1), (25, 2), (512, 51)])
 def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
     texts = [word * 99 for word in text(count)]
     given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, batch_size=4)
@@ -339,10 +356,22 @@ def test_refusals():
         convert_model(bert(), 2, "mean", calibration=calibration())
     with pytest.raises(ValueError, match="tokenizer"):
         convert_model(bert(), 2, calibration=calibration(tokenizer=None))
-    with pytest.raises(ValueError, match="tokens in 1 lines"):
-        convert_model(bert(), 2, calibration=Calibration(["too short"], tokenizer=WordTokenizer()))
+    with pytest.raises(ValueError, match="tokens in 2 lines"):
+        convert_model(bert(), 2, calibration=Calibration(["too short"] * 2, tokenizer=WordTokenizer()))
+    for one in (["a long text " * 1200], [("a", "pair")]):
+        with pytest.raises(ValueError, match=r"needs 2 `texts` at least, one to fit to and one that is held out .* 1"):
+            Calibration(one)
     with pytest.raises(ValueError, match="target for each text"):
         calibration(target_texts=["one"])
+    for targets in ("x" * 512, iter(text())):
+        with pytest.raises(TypeError, match="`target_texts` of a calibration must be a list; got a "):
+            calibration(target_texts=targets)
+    for item in (None, 7):
+        with pytest.raises(TypeError, match=f"`target_texts` of a calibration must be strings; got {item}"):
+            calibration(target_texts=[*text(511), item])
+    for rate in (0, -0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`fit_learning_rate` of a calibration must be more than 0"):
+            calibration(fit_learning_rate=rate)
     with pytest.raises(ValueError, match="no decoder to read them"):
         convert_model(bert(), 2, calibration=calibration(target_texts=text()))
     with pytest.raises(ValueError, match=r"tokens and the model 16 positions: give a `max_length` of at most 16"):
@@ -356,10 +385,10 @@ def test_refusals():
         convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
 
 
-@pytest.mark.parametrize("size", ["0", "-1"])
+@pytest.mark.parametrize("size", ["1", "0", "-1"])
 def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
     flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
-    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 1; got {size}"):
+    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 2; got {size}"):
         command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
@@ -373,18 +402,19 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
     lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
     lines.write_text("one\ntwo\n\n")
     targets.write_text("eins\nzwei\ndrei\n")
-    rows = [{"text": "t1", "question": "q1", "de": "d1"}, {"text": "t2", "question": "q2", "de": "d2"}]
+    rows = [{"text": f"t{i}", "question": f"q{i}", "de": f"d{i}"} for i in (1, 2, 3)]
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = "--calibration_file"
     assert read(file, lines) == (["one", "two"], None)
     assert read(file, lines, "--calibration_target_file", targets) == (["one", "two"], ["eins", "zwei"])
-    assert read(file, table) == (["t1", "t2"], None)
+    assert read(file, table) == (["t1", "t2", "t3"], None)
     columns = ["--calibration_columns", "question", "text"]
-    assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2")], None)
+    assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2"), ("q3", "t3")], None)
     target = ["--calibration_target_column", "de"]
-    assert read(file, table, *target) == (["t1", "t2"], ["d1", "d2"])
-    drawn = read(file, table, *columns, *target, "--calibration_size", 1)
-    assert drawn in [([(f"q{i}", f"t{i}")], [f"d{i}"]) for i in (1, 2)]
+    assert read(file, table, *target) == (["t1", "t2", "t3"], ["d1", "d2", "d3"])
+    drawn = read(file, table, *columns, *target, "--calibration_size", 2)
+    expected = [([f"q{i}", f"q{j}"], [f"t{i}", f"t{j}"], [f"d{i}", f"d{j}"]) for i, j in ((1, 2), (1, 3), (2, 3))]
+    assert (*map(list, zip(*drawn[0], strict=True)), drawn[1]) in expected
     for flags, message in (
         (columns, "--calibration_columns needs --calibration_file"),
         (["--fit_steps", 0], "--fit_steps needs --calibration_file"),

@@ -2,15 +2,18 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from fixtures.named_checkpoints import CheckpointShelf, write_glue_folder, write_text
 from fixtures.squad import write_questions
-from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, T5EncoderModel
 
 from hf_attn_variants import cli
-from hf_attn_variants.conversion import command
+from hf_attn_variants.conversion import command, source
+from hf_attn_variants.conversion.next_steps import next_steps
 from hf_attn_variants.training import run_glue, run_seq2seq, run_squad, uptrain
 
 MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq}
@@ -30,11 +33,11 @@ def converted(shelf, tmp_path, monkeypatch, capsys):
         write_text(Path(name))
 
     def convert(kind, *flags):
-        if not Path(kind).exists():
+        if not Path(kind).exists() and "--revision" not in flags:
             shelf.put(kind, Path(kind))
         command.main(command.parse_args(["--model_name_or_path", kind, *flags]))
         lines = capsys.readouterr().out.splitlines()
-        lines = lines[next(i for i, line in enumerate(lines) if line.startswith("Next: ")) :]
+        lines = lines[next((i for i, line in enumerate(lines) if line.startswith("Next: ")), len(lines)) :]
         return lines, [shlex.split(line) for line in lines if line.startswith("  attn-variants ")]
 
     return convert
@@ -81,7 +84,7 @@ def test_the_printed_commands_run(converted, kind, flags, commands):
 def test_what_is_the_users_own_is_named(converted):
     lines, (distil, tune) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "mean")
     assert "without text need training" in lines[0]
-    assert lines[-1].startswith("  with files of yours: TEXT.txt, ") and "TARGETS.txt" in lines[-1]
+    assert lines[-1].startswith("  with yours in place of TEXT.txt, ") and "TARGETS.txt, " in lines[-1]
     assert parsed(distil).source_file == "TEXT.txt" and parsed(tune).target_file == "TARGETS.txt"
     table = ("--calibration_columns", "question", "--calibration_target_column", "context", "--fit_steps", "0")
     out = ("--num_key_value_heads", "4", "--output_dir", "table")
@@ -89,6 +92,67 @@ def test_what_is_the_users_own_is_named(converted):
     for args in map(parsed, found):
         assert (args.train_file, args.source_column, args.target_column) == (["pairs.jsonl"], "question", "context")
     assert lines[-1].startswith("  attn-variants seq2seq ")
+
+
+def test_a_t5_calibrated_on_a_table_without_targets_trains_on_that_table(converted):
+    table = ("--num_key_value_heads", "4", "--calibration_file", "pairs.jsonl", "--fit_steps", "0")
+    one = ("--calibration_columns", "question", "--output_dir", "one")
+    lines, found = converted("t5", *table, *one)
+    assert [words[1] for words in found] == ["uptrain", "seq2seq"]
+    for args in map(parsed, found):
+        assert (args.train_file, args.source_column, args.target_column) == (["pairs.jsonl"], "question", "TARGET")
+        assert args.source_file is None
+    assert lines[-1] == "  with yours in place of TARGET, the table's column of targets"
+    two = ("--calibration_columns", "question", "context", "--output_dir", "two")
+    assert converted("t5", *table, *two) == ([], [])  # no command joins two columns
+
+
+def test_nothing_is_proposed_that_would_throw_a_head_away(converted, shelf):
+    shelf.put("bert", Path("tuned"))
+    AutoModelForSequenceClassification.from_pretrained("tuned").save_pretrained("tuned")
+    mean = ("--num_key_value_heads", "4", "--method", "mean", "--output_dir")
+    lines, found = converted("tuned", *mean, "tuned-4")
+    assert [words[1] for words in found] == ["uptrain"] and "fine-tune" not in lines[0]
+    shelf.put("t5", Path("encoder"))
+    T5EncoderModel.from_pretrained("encoder").save_pretrained("encoder")
+    encoder = ("--encoder_num_key_value_heads", "4", "--method", "mean", "--output_dir", "encoder-4")
+    assert [words[1] for words in converted("encoder", *encoder)[1]] == ["uptrain"]
+
+
+def test_the_hub_is_asked_once(converted, shelf, tmp_path, monkeypatch):
+    commit, cache = "a" * 40, tmp_path / "cache"
+    snapshot = cache / "models--me--bert" / "snapshots" / commit
+    shelf.put("bert", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    asked, download = [], source._download
+
+    def once(*args):
+        asked.append(args)
+        if len(asked) > 1:
+            raise OSError("the Hub is away")
+        return download(*args)
+
+    monkeypatch.setattr(source, "_download", once)
+    mean = ("--num_key_value_heads", "4", "--method", "mean", "--revision", "v1")
+    _, (distil, _) = converted("me/bert", *mean, "--output_dir", "out")
+    assert parsed(distil).teacher == str(snapshot)
+    asked.clear()
+    monkeypatch.setattr(command, "next_steps", lambda report, args: forget(report, args))
+
+    def forget(report, args):
+        shutil.rmtree(cache)
+        return next_steps(report, args)
+
+    _, (distil, _) = converted("me/bert", *mean, "--output_dir", "again")
+    assert parsed(distil).teacher == "me/bert"
+
+
+def test_nothing_is_proposed_where_nothing_was_lost_or_added(converted):
+    converted("bert", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "grouped")
+    assert converted("grouped", "--num_key_value_heads", "12", "--output_dir", "wide") == ([], [])
+    assert converted("bert", "--dtype", "bfloat16", "--output_dir", "half") == ([], [])
 
 
 def test_talking_heads_alone_are_fine_tuned(converted):

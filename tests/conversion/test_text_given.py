@@ -3,19 +3,20 @@
 import io
 import json
 import logging
+import re
 import shutil
 import sys
 
 import pytest
+import torch
 from fixtures.named_checkpoints import CheckpointShelf, write_text
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import convert
-from hf_attn_variants.conversion import Calibration, ConversionReport, command, read_calibration
+from hf_attn_variants.conversion import Calibration, ConversionReport, command, in_memory, read_calibration
 from hf_attn_variants.conversion import calibration_files as files
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
-from hf_attn_variants.conversion.progress import no_progress_bars, progress_bar
 from hf_attn_variants.conversion.source import learned_tokens
 from hf_attn_variants.modeling.modeling_attn_variant_bert import AttnVariantBertModel
 
@@ -51,6 +52,22 @@ def test_who_gives_no_text_is_told_once_what_averaging_costs(encoder, tmp_path, 
     assert warnings_of(convert, tmp_path / "out", 12) == []  # expanding loses nothing
 
 
+def test_who_cannot_calibrate_is_told_why_and_not_to_calibrate(encoder, warnings_of):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 48}
+    decoder = BertLMHeadModel(BertConfig(vocab_size=60, is_decoder=True, add_cross_attention=True, **sizes))
+    for source, reason in (
+        (convert(model, talking_heads="both"), "the source has talking heads ('both')"),
+        (decoder, "cannot reach the cross-attention of a decoder alone"),
+    ):
+        (said,) = warnings_of(convert, source, 4)
+        assert "BLEU 36.8 to 1.6" in said and reason in said and "calibration=" not in said
+        given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            convert(source, 4, calibration=given)
+
+
 def test_text_is_taken_as_users_have_it(encoder, tmp_path):
     lines, table = tmp_path / "lines.txt", tmp_path / "pairs.jsonl"
     write_text(lines)
@@ -65,6 +82,7 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
         (lines, texts),
         (str(lines), texts),
         (read_calibration(table, columns=["question", "context"]), pairs),
+        (read_calibration(table, columns="question"), [question for question, _ in pairs]),
         (Calibration(texts), texts),
     ):
         assert files.as_calibration(given).texts == expected
@@ -77,10 +95,21 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(encoder).get_vocab()
 
 
-@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
+@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
 def test_anything_else_is_a_type_error_that_says_what_is_taken(encoder, given):
     with pytest.raises(TypeError, match=r"list of texts|must be strings, or pairs of strings"):
         convert(encoder, 4, calibration=given)
+
+
+def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are_copied(
+    encoder, tmp_path, monkeypatch
+):
+    model = AttnVariantBertModel.from_pretrained(encoder)
+    write_text(tmp_path / "lines.txt")
+    monkeypatch.setattr(in_memory.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
+    for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
+        with pytest.raises(ValueError, match=r"Calibration\(texts, tokenizer=tokenizer\)"):
+            convert(model, 4, calibration=given)
 
 
 def test_a_path_that_leads_nowhere(encoder):
@@ -100,7 +129,7 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
 
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
         with pytest.raises(ValueError, match=f"method 'aligned' has no `{name}` .*of \"calibrated\""):
-            convert(encoder, 4, "aligned", calibration=Calibration(["a text"], **{name: value}))
+            convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
     with pytest.raises(ValueError, match="method 'aligned' has no `fit_steps` \\(--fit_steps\\)"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
     for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
@@ -137,18 +166,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_fit_shows_its_progress_on_a_terminal_alone(encoder, tmp_path, monkeypatch):
+def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
     texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+    written = {}
+    for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
         convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
-        written = stream.getvalue()
-        assert (
-            "calibrating attention 3 of 3" in written and "9/9" in written and "off on held-out" in written
-        ) is shown
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with no_progress_bars():
-        assert progress_bar(range(2)).disable and not transformers_logging.is_progress_bar_enabled()
-    assert not progress_bar(range(2)).disable and transformers_logging.is_progress_bar_enabled()
-    assert Calibrated().steps(Calibration(["a"])) == 400
+        written[stream.isatty()] = stream.getvalue()
+        for expected in ("calibrating attention 3 of 3", "9/9", "off on held-out"):
+            assert expected in written[stream.isatty()]
+    bars = [text.count("calibrating") for text in (written[False], written[True])]
+    assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
+    assert Calibrated().steps(Calibration(["a", "b"])) == 400

@@ -47,7 +47,8 @@ class LayerContext:
         generator: random numbers of this layer alone: the same for a seed, whatever the order of the layers.
         initializer_std: the standard deviation that the architecture gives a new key or value projection.
         uses: how often a forward pass goes through it: ALBERT's layers share their attention.
-        held_out: its calls on text that is not fitted to; it says what helps. Empty where there is too little text.
+        held_out: its calls on text that is not fitted to; it says what helps. Empty outside a calibration.
+        held_out_error: the relative error of the outputs that projections have there; None where it is no number.
         on_step: to be called after each of `CalibratedMethod.steps`.
     """
 
@@ -57,6 +58,7 @@ class LayerContext:
     initializer_std: float
     uses: int = 1
     held_out: Sequence[AttentionInputs] = ()
+    held_out_error: Callable[[AttentionTensors], float | None] = lambda tensors: None
     on_step: Callable[[], Any] = lambda: None
 
 
@@ -110,7 +112,10 @@ class CalibratedMethod(ABC):
         inputs: Sequence[AttentionInputs],
         calibration: Calibration,
     ) -> AttentionTensors:
-        """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text."""
+        """Return one attention's new projections; arguments as for `pool`, and its calls on the calibration text.
+
+        A method that has measured their `layer.held_out_error` says it as "output_relative_error" of the `details`.
+        """
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return what the calibration made of this layer.

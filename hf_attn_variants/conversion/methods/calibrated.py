@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..fitting import FIT_DEFAULTS, fit, refit_output, relative_error
+from ..fitting import FIT_DEFAULTS, fit, refit_output, rounded
 from ..grouping import HeadCounts, repeat_heads
 from ..head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
 from ..moments import head_moments, pseudo_inverse, square_root
@@ -61,9 +61,7 @@ class Calibrated(CalibratedMethod):
         calibration: Calibration,
     ) -> AttentionTensors:
         with torch.no_grad():
-            targets, held_targets = (
-                [attend(tensors, batch, heads.query)[0] for batch in part] for part in (inputs, layer.held_out)
-            )
+            targets = [attend(tensors, batch, heads.query)[0] for batch in inputs]
         groups = consecutive_groups(heads.query, heads.key[1])
         if heads_are_free(heads, inputs):
             groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
@@ -73,11 +71,10 @@ class Calibrated(CalibratedMethod):
         if not self.steps(calibration):
             return closed
         fitted = fit(closed, heads, inputs, targets, calibration, layer.generator, layer.on_step)
-        errors = [relative_error(which, heads, layer.held_out, held_targets) for which in (closed, fitted)]
-        rounded = (None if error is None else round(error, 4) for error in errors)
-        details = dict(zip(("relative_error_closed_form", "relative_error_fitted"), rounded, strict=True))
-        before, after = errors
+        before, after = errors = [layer.held_out_error(which) for which in (closed, fitted)]
         better = before is not None and after is not None and after < before
+        names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
+        details = dict(zip(names, map(rounded, (*errors, after if better else before)), strict=True))
         return replace(fitted if better else closed, details=closed.details | details | {"fit_kept": better})
 
 

@@ -1,0 +1,61 @@
+"""One rule for every bar of the package: live on a terminal, rare in a log file, and none where none is wanted."""
+
+import io
+import sys
+
+import datasets
+import pytest
+from accelerate import Accelerator
+from transformers.utils import logging as transformers_logging
+
+from hf_attn_variants import progress
+from hf_attn_variants.inspection.speed import measure_speed
+from hf_attn_variants.training import tracking
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def training_bar(*args, **kwargs):
+    return tracking.progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _bars_enabled(monkeypatch):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+
+
+@pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
+def test_a_bar_is_live_on_a_terminal_and_rare_in_a_log_file(make, monkeypatch):
+    for stream, interval in ((Terminal(), 0.1), (io.StringIO(), 20.0)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = make(range(2))
+        assert not bar.disable and bar.mininterval == interval
+        assert list(bar) == [0, 1] and "2/2" in stream.getvalue()
+    assert make(range(2), disable=True).disable
+
+
+@pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
+def test_the_switches_of_the_libraries_count(make, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with progress.no_progress_bars():
+        assert make(range(2)).disable
+        assert not transformers_logging.is_progress_bar_enabled() and datasets.are_progress_bars_disabled()
+        with progress.no_progress_bars():
+            pass
+        assert make(range(2)).disable  # as it was outside
+    with progress.no_progress_bars(False):
+        assert not make(range(2)).disable
+    assert transformers_logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()
+
+
+def test_timings_show_theirs_by_the_same_rule(monkeypatch):
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = {"model_type": "bert", "vocab_size": 16, **sizes}
+    for shown in (True, False):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        with progress.no_progress_bars(not shown):
+            measure_speed(config, kv_heads=[1], talking_heads=False, batch_size=1, length=4, rounds=1)
+        assert ("timing" in stream.getvalue()) is shown
