@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     heads = args.num_key_value_heads
     print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
-    rows = {way: {"model": f"{heads} KV heads, {way}", "converted": [], "distilled": []} for way in WAYS}
+    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
     for seed in args.seeds:
         texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
         for way, row in rows.items():
@@ -341,12 +341,12 @@ def _load_elsewhere(folder: Path, job: Job) -> float:
 def _shown(scores: Sequence[float] | None) -> str:
     if not scores:
         return ""
-    ends = sorted({f"{min(scores):.4f}", f"{max(scores):.4f}"})
-    return f"{mean(scores):.4f}" + (f" ({' to '.join(ends)})" if len(ends) > 1 else "")
+    half = (max(scores) - min(scores)) / 2
+    return f"{mean(scores):.4f}" + (f" ± {half:.4f}" if half else "")
 
 
 def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
-    ranges = f", mean (range) of {seeds} seeds" * (seeds > 1)
+    ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
     header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
     body = [
         [

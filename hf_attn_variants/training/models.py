@@ -36,6 +36,7 @@ __all__ = [
     "load_classifier",
     "load_config",
     "load_model",
+    "load_model_and_rest",
     "load_tokenizer",
     "resolve_architecture",
     "set_dropout",
@@ -293,6 +294,13 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, model_class: type) -> PreTrainedModel:
+    """Loads a checkpoint in float32; arguments and errors as for `load_model_and_rest`."""
+    return load_model_and_rest(args, source, config, model_class)[0]
+
+
+def load_model_and_rest(
+    args: argparse.Namespace, source: str, config: PreTrainedConfig, model_class: type
+) -> tuple[PreTrainedModel, list[str]]:
     """Loads a checkpoint in float32.
 
     Args:
@@ -300,6 +308,9 @@ def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, 
         source: Folder or Hub id.
         config: Of `load_config`.
         model_class: A model or Auto class.
+
+    Returns:
+        The model, and the names of the checkpoint's tensors for which it has no place.
 
     Raises:
         OSError: The checkpoint cannot be read.
@@ -324,7 +335,7 @@ def load_model(args: argparse.Namespace, source: str, config: PreTrainedConfig, 
         raise ValueError(
             f"{source} is no {type(model).__name__}: it lacks {len(missing)} of its tensors, such as {missing[0]}"
         )
-    return model
+    return model, sorted(report["unexpected_keys"])
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:

@@ -76,6 +76,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: str | Path,
     history: ModelHistory,
+    carried: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Saves model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
 
@@ -87,6 +88,7 @@ def save_model(
         tokenizer: Its tokenizer.
         output_dir: The folder, which is there.
         history: Of `session.start_run`: how the model was made before this run.
+        carried: Further tensors for the weights' file, which the model has no place for.
 
     Raises:
         OSError: The folder cannot be written; what was in it stays.
@@ -100,7 +102,7 @@ def save_model(
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with _as_own_class(accelerator.unwrap_model(model)) as unwrapped:
-                unwrapped.save_pretrained(temporary, state_dict=weights)
+                unwrapped.save_pretrained(temporary, state_dict=weights | (carried or {}))
             tokenizer.save_pretrained(temporary)
             write_history(temporary, history)
         except Exception as error:  # safetensors has its own error for a full disk

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
+from hf_attn_variants.conversion.checkpoint_io import open_checkpoint
 from hf_attn_variants.conversion.source import copy_side_files, resolve_source, side_files
 from hf_attn_variants.training import arguments, outputs
 from hf_attn_variants.training.data import create_eval_dataloader, prepare_train_dataloader
@@ -35,6 +36,7 @@ from hf_attn_variants.training.models import (
     give_token_types,
     load_config,
     load_model,
+    load_model_and_rest,
     load_tokenizer,
     resolve_architecture,
     set_dropout,
@@ -95,7 +97,9 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     check_max_length(args.max_length, config, tokenizer, pairs)
     tells_pairs = pairs and give_token_types(tokenizer, config)
     set_seed(args.seed)
-    model = load_model(args, args.model_name_or_path, config, _model_class(args, args.model_name_or_path, config))
+    model_class = _model_class(args, args.model_name_or_path, config)
+    model, rest = load_model_and_rest(args, args.model_name_or_path, config, model_class)
+    carried = _read_tensors(args.model_name_or_path, rest)
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     select_trainable(model, args.trainable)
@@ -131,7 +135,7 @@ def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
     for name, value in own_dropout.items():
         setattr(model.config, name, value)
     trained = wrapped if peft_model is None else merge_lora(peft_model)
-    outputs.save_model(accelerator, trained, tokenizer, args.output_dir, history)
+    outputs.save_model(accelerator, trained, tokenizer, args.output_dir, history, carried)
     if accelerator.is_main_process:
         _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
         _write_outputs(args, results)
@@ -312,6 +316,21 @@ def _results(
         "objective": args.objective,
         "seed": args.seed,
     }
+
+
+def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Reads what the trained model has no place for, such as the pooler of a BERT that was saved with it.
+
+    A head that is put on the result wants them: it would begin with weights drawn anew.
+    """
+    if not names:
+        return {}
+    try:
+        with open_checkpoint(resolve_source(source)) as reader:
+            return {name: reader.read(name).float() for name in names if name in reader.entries}
+    except ValueError as error:  # a pickle
+        logger.warning("not carried over: %s (%s)", ", ".join(names), error)
+        return {}
 
 
 def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:

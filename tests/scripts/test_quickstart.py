@@ -39,13 +39,13 @@ def test_every_kind_of_task_runs_to_its_end(quickstart, tmp_path, capsys, task):
         (tmp_path / "CoLA" / "train.tsv").write_text(rows * 20)  # as much text as a calibration wants
         arguments += ["--data_dir", str(tmp_path / "CoLA")]
     rows = quickstart.main(quickstart.parse_args(arguments))
-    assert [row["model"] for row in rows] == ["multi-head", "1 KV heads, averaged", "1 KV heads, calibrated"]
+    assert [row["model"] for row in rows] == ["multi-head", "1 heads, averaged", "1 heads, calibrated"]
     assert all(len(row["converted"]) == len(row["distilled"]) == 2 for row in rows[1:])
     (run,) = (tmp_path / "out").iterdir()
     assert json.loads((run / "quickstart.json").read_text())["rows"] == rows
     assert (run / "quickstart.png").stat().st_size > 10_000
     printed = capsys.readouterr()
-    assert "same outputs" in printed.out and "mean (range) of 2 seeds" in printed.out
+    assert "same outputs" in printed.out and "mean and half the range of 2 seeds" in printed.out
     # What a training prints of its own results would stand among them.
     assert "results in" not in printed.out and "results in" in (run / "log.txt").read_text()
     assert "embedding_cosine" not in printed.err

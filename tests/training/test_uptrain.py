@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
@@ -131,6 +132,22 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn(run, bert, t5, o
     assert results["eval_loss"] == pytest.approx(results["eval_cross_entropy"] if has_task else 0, abs=1e-6)
     if objective in ("distill", "embedding"):
         assert results["eval_embedding_cosine"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+def test_a_pooler_that_the_language_model_has_no_place_for_stays(run, grouped_bert, tmp_path, trainable):
+    # As in bert-base-uncased; a classifier put on the result would begin with a pooler drawn anew.
+    with_pooler = shutil.copytree(grouped_bert, tmp_path / "with-pooler")
+    pooler = {"bert.pooler.dense.weight": torch.randn(32, 32), "bert.pooler.dense.bias": torch.randn(32)}
+    tensors = load_file(with_pooler / "model.safetensors") | pooler
+    save_file(tensors, with_pooler / "model.safetensors", metadata={"format": "pt"})
+    run("distill", "--trainable", trainable, model=with_pooler, steps=1)
+    saved = load_file(run.out / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(saved[name].equal(tensor) for name, tensor in pooler.items())
+    classifier, report = AutoModelForSequenceClassification.from_pretrained(run.out, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert classifier.base_model.pooler.dense.weight.equal(pooler["bert.pooler.dense.weight"])
 
 
 @pytest.mark.parametrize("trainable", ["attention", "all", "lora"])
