@@ -163,7 +163,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     print("4/4  What came of it\n", flush=True)
     _print_table(table, job.metric, len(args.seeds))
-    print_text(f"\n{EXPLAINED}")
+    print()
+    print_text(EXPLAINED)
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     return table
