@@ -160,7 +160,6 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not difference < SAME_OUTPUTS:
         raise ValueError(f"loaded elsewhere, the model's outputs differ by {difference:.1e}: please report this")
     print(f"     same outputs to {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
-
     print("4/4  What came of it\n", flush=True)
     _print_table(table, job.metric, len(args.seeds))
     print()

@@ -327,10 +327,12 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
         return {}
     try:
         with open_checkpoint(resolve_source(source)) as reader:
-            return {name: reader.read(name).float() for name in names if name in reader.entries}
+            found = {name: reader.read(name) for name in names if name in reader.entries}
     except ValueError as error:  # a pickle
         logger.warning("not carried over: %s (%s)", ", ".join(names), error)
         return {}
+    # In float32, as the trained weights; old checkpoints also hold numbers of positions.
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
 def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
