@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_attn_variants.conversion.checkpoint_io import SafetensorsWriter, TensorEntry, write_index
+from hf_attn_variants.conversion.checkpoint.io import SafetensorsWriter, TensorEntry, write_index
 from hf_attn_variants.conversion.report import package_versions
-from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.engine.checkpoints import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_ANONYMOUS_BYTES = 1_500_000_000

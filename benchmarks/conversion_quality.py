@@ -31,9 +31,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from run_records import check_data_dir
 
-from hf_attn_variants.conversion import command
+from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion.report import package_versions
-from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.engine.checkpoints import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """examples:

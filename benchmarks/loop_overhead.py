@@ -27,14 +27,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.training.checkpoints import atomic_write
-from hf_attn_variants.training.classification import classification_objective
-from hf_attn_variants.training.data import EpochSampler, create_stream_dataloader, create_train_dataloader
-from hf_attn_variants.training.loop import Objective, TrainingLoop
-from hf_attn_variants.training.loop_settings import LoopSettings
-from hf_attn_variants.training.masked_lm import MaskedLMPreparation, find_head, masked_lm_objective
-from hf_attn_variants.training.text_data import TextStream, check_text_files, stack_rows
-from hf_attn_variants.training.tracking import library_versions
+from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.training.engine.dataloaders import (
+    EpochSampler,
+    create_stream_dataloader,
+    create_train_dataloader,
+)
+from hf_attn_variants.training.engine.loop import Objective, TrainingLoop
+from hf_attn_variants.training.engine.loop_settings import LoopSettings
+from hf_attn_variants.training.engine.tracking import library_versions
+from hf_attn_variants.training.glue.evaluation import classification_objective
+from hf_attn_variants.training.pretraining.masked_lm import MaskedLMPreparation, find_head, masked_lm_objective
+from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "classification, a tiny model"

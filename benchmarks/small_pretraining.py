@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.text_data import TextFile
+from hf_attn_variants.training.pretraining.text_stream import TextFile
 
 __all__ = ["ROOT", "gate_scores", "make_vocabulary", "run_script", "script", "shown"]
 

@@ -20,11 +20,11 @@ from run_records import check_arguments, check_data_dir, write_rows
 from small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training import pretrain_span_corruption
-from hf_attn_variants.training.masked_lm import GATE_COST
-from hf_attn_variants.training.span_corruption import SpanCorruption
-from hf_attn_variants.training.text_data import check_text_files, read_blocks
-from hf_attn_variants.training.tracking import read_log
+from hf_attn_variants.training.engine.tracking import read_log
+from hf_attn_variants.training.pretraining import run_span_corruption as pretrain_span_corruption
+from hf_attn_variants.training.pretraining.masked_lm import GATE_COST
+from hf_attn_variants.training.pretraining.span_corruption import SpanCorruption
+from hf_attn_variants.training.pretraining.text_stream import check_text_files, read_blocks
 
 # 103 of them are T5's special tokens.
 VOCABULARY_SIZE = 256

@@ -30,7 +30,7 @@ from talking_heads_report import plot, tables, targets
 from tqdm import tqdm
 
 from hf_attn_variants.modeling import talking_heads_triton
-from hf_attn_variants.training.checkpoints import atomic_write
+from hf_attn_variants.training.engine.checkpoints import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
 # b, h, n, d

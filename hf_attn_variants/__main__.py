@@ -2,6 +2,6 @@
 
 import sys
 
-from hf_attn_variants.cli import main
+from .cli import main
 
 sys.exit(main())

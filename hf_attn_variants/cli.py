@@ -10,17 +10,20 @@ __all__ = ["COMMANDS", "HelpFormatter", "add_checkpoint_argument", "main", "pars
 
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("hf_attn_variants.inspection.cost_command", "what a checkpoint costs with fewer key/value heads"),
-    "benchmark": ("hf_attn_variants.inspection.speed_command", "how fast it runs here with fewer key/value heads"),
-    "convert": ("hf_attn_variants.conversion.command", "a multi-head checkpoint into a variant"),
-    "uptrain": ("hf_attn_variants.training.uptrain", "train a converted checkpoint back to its quality"),
-    "pretrain": ("hf_attn_variants.training.pretrain_mlm", "pretrain a BERT or ALBERT as a masked language model"),
-    "pretrain-t5": ("hf_attn_variants.training.pretrain_span_corruption", "pretrain a T5 by span corruption"),
-    "glue": ("hf_attn_variants.training.run_glue", "fine-tune and evaluate on a GLUE task"),
-    "squad": ("hf_attn_variants.training.run_squad", "fine-tune and evaluate on SQuAD"),
-    "seq2seq": ("hf_attn_variants.training.run_seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),
-    "visualize": ("hf_attn_variants.inspection.attention_maps_command", "draw what each head attends to"),
-    "push": ("hf_attn_variants.hub.command", "a checkpoint with its code and model card to the Hub"),
+    "inspect": ("hf_attn_variants.commands.inspect", "what a checkpoint costs with fewer key/value heads"),
+    "benchmark": ("hf_attn_variants.commands.benchmark", "how fast it runs here with fewer key/value heads"),
+    "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
+    "uptrain": ("hf_attn_variants.training.uptraining.task", "train a converted checkpoint back to its quality"),
+    "pretrain": (
+        "hf_attn_variants.training.pretraining.run_mlm",
+        "pretrain a BERT or ALBERT as a masked language model",
+    ),
+    "pretrain-t5": ("hf_attn_variants.training.pretraining.run_span_corruption", "pretrain a T5 by span corruption"),
+    "glue": ("hf_attn_variants.training.glue.task", "fine-tune and evaluate on a GLUE task"),
+    "squad": ("hf_attn_variants.training.squad.task", "fine-tune and evaluate on SQuAD"),
+    "seq2seq": ("hf_attn_variants.training.seq2seq.task", "fine-tune and evaluate a T5 on pairs of texts"),
+    "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
+    "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
 }
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     command = importlib.import_module(COMMANDS[args.command][0])
-    from .training.errors import run_script
+    from .errors import run_script
 
     # The subcommands' parsers take their name from here.
     shown, sys.argv[0] = sys.argv[0], f"attn-variants {args.command}"

@@ -11,7 +11,7 @@ __all__ = ["INTERRUPTED", "exit_on_interrupt", "is_first_process"]
 INTERRUPTED = "stopped by Ctrl-C"
 COMMAND = "attn-variants"
 PACKAGE = Path(__file__).resolve().parent
-SCRIPTS_IMPORT = b"from hf_attn_variants.training.errors import run_script\n"
+SCRIPTS_IMPORT = b"from hf_attn_variants.errors import run_script\n"
 
 
 def exit_on_interrupt(at_once: bool) -> None:

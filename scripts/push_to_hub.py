@@ -2,8 +2,8 @@
 
 import sys
 
-from hf_attn_variants.hub.command import main, parse_args
-from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.commands.push import main, parse_args
+from hf_attn_variants.errors import run_script
 
 if __name__ == "__main__":
     args = parse_args()

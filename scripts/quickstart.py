@@ -182,7 +182,7 @@ def _embedded_model() -> Path:
 def _check_source(source: str, heads: int) -> None:
     from transformers import AutoConfig
 
-    from hf_attn_variants.conversion.source import local_folder
+    from hf_attn_variants.conversion.checkpoint.source import local_folder
     from hf_attn_variants.registration import variant_config_class
 
     local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
@@ -197,8 +197,8 @@ def _check_source(source: str, heads: int) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the task, the folder of its data (None: the Hub), and its rows: text1, text2 (pairs only) and label."""
-    from hf_attn_variants.training.glue import get_task
-    from hf_attn_variants.training.glue_data import load_glue
+    from hf_attn_variants.training.glue.data import load_glue
+    from hf_attn_variants.training.glue.tasks import get_task
 
     embedded = args.task in (SIMILARITY, "stsb")
     task, data_dir = (
@@ -237,7 +237,7 @@ def _glue_job(
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
     def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
-        from hf_attn_variants.training import run_glue
+        from hf_attn_variants.training.glue import task as run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
@@ -278,7 +278,7 @@ def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], s
 
 def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Path, run: Path) -> None:
     """Train the converted model towards the original's outputs on the task's texts, without labels."""
-    from hf_attn_variants.training import uptrain
+    from hf_attn_variants.training.uptraining import task as uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
     if not train_file.exists():
@@ -388,7 +388,7 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    from hf_attn_variants.training.errors import run_script
+    from hf_attn_variants.errors import run_script
 
     def quickstart() -> None:
         try:

@@ -6,8 +6,8 @@ and what the attentions do on it, for the methods that fit to it), `checkpoint_i
 `report` and `next_steps` (what is said of it).
 """
 
-from .calibration import Calibration
-from .calibration_files import read_calibration
+from .calibration.calibrate import Calibration
+from .calibration.texts import read_calibration
 from .convert import convert, convert_checkpoint, convert_model, load_converted
 from .methods import METHODS, AttentionTensors, ConversionMethod, LayerContext
 from .report import ConversionReport, LayerReport

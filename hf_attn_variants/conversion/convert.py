@@ -16,17 +16,17 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..files import check_disk_space, check_output_dir, staged_folder
 from ..model_history import read_history, write_history
-from .calibration import Calibration, calibrate, method_to_calibrate, why_not_calibrated
-from .calibration_files import CalibrationLike, as_calibration
-from .checkpoint_io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
+from .calibration.calibrate import Calibration, calibrate, method_to_calibrate, why_not_calibrated
+from .calibration.texts import CalibrationLike, as_calibration
+from .checkpoint.in_memory import ModelReader, assemble
+from .checkpoint.io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
+from .checkpoint.source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
 from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
-from .in_memory import ModelReader, assemble
 from .methods import CalibratedMethod, ConversionMethod, resolve_method
 from .plan import ConversionPlan, make_plan
 from .report import ConversionReport, added_projections, cache_bytes, count_parameters, package_versions
-from .source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
-from .staging import check_disk_space, check_output_dir, staged_folder
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 

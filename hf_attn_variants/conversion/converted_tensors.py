@@ -8,8 +8,8 @@ import torch
 from tqdm.auto import tqdm
 
 from ..progress import progress_bar
-from .checkpoint_io import TORCH_DTYPES, CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name
-from .in_memory import TensorSource
+from .checkpoint.in_memory import TensorSource
+from .checkpoint.io import TORCH_DTYPES, CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name
 from .methods import AttentionTensors
 from .plan import AttentionModule, ConversionPlan
 from .report import LayerReport, layer_report

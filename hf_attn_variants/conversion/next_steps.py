@@ -12,8 +12,8 @@ from pathlib import Path
 from ..model_history import RESULTS_NAME
 from ..registration import PREFIX
 from ..text_files import is_table
+from .checkpoint.source import cached_folder
 from .report import ConversionReport
-from .source import cached_folder
 
 __all__ = ["next_steps"]
 

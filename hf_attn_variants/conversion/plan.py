@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
-from .checkpoint_io import TensorEntry
+from .checkpoint.io import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
 from .methods import AttentionTensors, ConversionMethod, LayerContext
 from .methods.base import pool_key_value

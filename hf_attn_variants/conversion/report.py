@@ -23,9 +23,9 @@ import torch
 
 from ..model_history import REPORT_NAME
 from ..modeling.configuration_attn_variants import can_cache
-from .checkpoint_io import TORCH_DTYPES, TensorEntry
+from .calibration.head_sharing import reorder_heads
+from .checkpoint.io import TORCH_DTYPES, TensorEntry
 from .grouping import HeadCounts
-from .head_sharing import reorder_heads
 from .methods import AttentionTensors
 from .plan import AttentionModule, ConversionPlan
 

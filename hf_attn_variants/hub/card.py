@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..conversion.source import read_config
+from ..conversion.checkpoint.source import read_config
 from ..model_history import CARD_NAME, REPORT_NAME, read_front_matter, read_history
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
@@ -202,7 +202,7 @@ def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, int], Any]:
         The variant configuration, the key/value heads of each kind of attention that the model has, by the
         configuration's field, and its `CostTable`; None, {} and None for other architectures.
     """
-    from ..inspection.cost_table import cost_table, used_kv_heads_fields, variant_config
+    from ..inspection.costs.table import cost_table, used_kv_heads_fields, variant_config
 
     if config["model_type"] not in supported_model_types():
         return None, {}, None

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..training.glue import GlueTask
+from ..training.glue.tasks import GlueTask
 from .card_steps import Step, chain_sentence, last_training
 
 if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it
-    from ..inspection.cost_table import CostTable
+    from ..inspection.costs.table import CostTable
 
 __all__ = [
     "PIPELINE_TAGS",

@@ -21,8 +21,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from ..conversion.checkpoint_io import open_checkpoint
-from ..conversion.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
+from ..conversion.checkpoint.io import open_checkpoint
+from ..conversion.checkpoint.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
 from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history, read_json
 from .card import CardOptions, is_untouched, model_card
 from .local_paths import without_local_paths

@@ -1,6 +1,6 @@
 """Looking at a model: what it costs and how good it is without training."""
 
-from .costs import attention_projection_flops
+from .costs.projections import attention_projection_flops
 from .sentence_similarity import cosine_similarities, mean_pooled, sentence_embeddings, similarity_spearman
 
 __all__ = [

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_attn_variants.conversion import command as conversion_command
-from hf_attn_variants.training import pretrain_mlm, pretrain_span_corruption
+from hf_attn_variants.commands import convert as conversion_command
+from hf_attn_variants.training.pretraining import run_mlm as pretrain_mlm
+from hf_attn_variants.training.pretraining import run_span_corruption as pretrain_span_corruption
 
 ROOT = Path(__file__).resolve().parents[2]
 MAINS = {

@@ -231,7 +231,7 @@ def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsy
 
 
 def test_an_option_of_several_values_takes_what_follows_it(capsys):
-    from hf_attn_variants.conversion.command import parse_args
+    from hf_attn_variants.commands.convert import parse_args
 
     argv = ["--output_dir", "out", "--calibration_columns", "a", "b"]
     assert parse_args(["ckpt", *argv]).calibration_columns == ["a", "b"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hf_attn_variants import interrupts
-from hf_attn_variants.training import stop_signals
-from hf_attn_variants.training.errors import run_script
-from hf_attn_variants.training.stop_signals import StopSignals
+from hf_attn_variants.errors import run_script
+from hf_attn_variants.training.engine import stop_signals
+from hf_attn_variants.training.engine.stop_signals import StopSignals
 
 ROOT = Path(__file__).parents[2]
 # Stands before the real one on the path: Ctrl-C comes when the package imports transformers.

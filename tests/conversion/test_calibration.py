@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.conversion import Calibration, command, convert_checkpoint, convert_model, fitting
-from hf_attn_variants.conversion import calibration as calibrating
-from hf_attn_variants.conversion.calibration import _batches
+from hf_attn_variants.commands import convert as command
+from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
+from hf_attn_variants.conversion.calibration import calibrate as calibrating
+from hf_attn_variants.conversion.calibration import fitting
+from hf_attn_variants.conversion.calibration.calibrate import _batches
 from hf_attn_variants.conversion.methods import calibrated
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated

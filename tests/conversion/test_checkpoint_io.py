@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants.conversion import checkpoint_io
-from hf_attn_variants.conversion.checkpoint_io import (
+from hf_attn_variants.conversion.checkpoint import io as checkpoint_io
+from hf_attn_variants.conversion.checkpoint.io import (
     DTYPE_NAMES,
     SafetensorsWriter,
     cast,

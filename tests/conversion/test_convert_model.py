@@ -9,7 +9,7 @@ from architectures import HEAD_IDS, HEADS
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training.models import enable_gradient_checkpointing
+from hf_attn_variants.training.engine.models import enable_gradient_checkpointing
 
 from .conftest import BERT
 

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
+from hf_attn_variants.conversion.calibration.head_sharing import (
+    _sample,
+    best_groups,
+    consecutive_groups,
+    reorder_heads,
+)
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
 from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.head_sharing import _sample, best_groups, consecutive_groups, reorder_heads
 from hf_attn_variants.conversion.methods import AttentionTensors
-from hf_attn_variants.conversion.recording import AttentionInputs, attend
 
 SIZE, HEAD_DIM = 16, 4
 

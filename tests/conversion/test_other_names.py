@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from hf_attn_variants import convert
-from hf_attn_variants.inspection.cost_table import cost_table
-from hf_attn_variants.inspection.speed import measure_speed
+from hf_attn_variants.inspection.costs.table import cost_table
+from hf_attn_variants.inspection.speed.measure import measure_speed
 from hf_attn_variants.registration import variant_model_class
-from hf_attn_variants.training.models import resolve_architecture
+from hf_attn_variants.training.engine.models import resolve_architecture
 
 TINY = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
 SPECIAL = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}

@@ -14,10 +14,12 @@ from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import convert
-from hf_attn_variants.conversion import Calibration, ConversionReport, command, in_memory, read_calibration
-from hf_attn_variants.conversion import calibration_files as files
+from hf_attn_variants.commands import convert as command
+from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
+from hf_attn_variants.conversion.calibration import texts as files
+from hf_attn_variants.conversion.checkpoint import in_memory
+from hf_attn_variants.conversion.checkpoint.source import learned_tokens
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
-from hf_attn_variants.conversion.source import learned_tokens
 from hf_attn_variants.modeling.modeling_attn_variant_bert import AttnVariantBertModel
 
 

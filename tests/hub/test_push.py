@@ -8,7 +8,8 @@ from hub.local_hub import TOKEN
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants.hub import CardOptions, command, plan_push, push_checkpoint
+from hf_attn_variants.commands import push as command
+from hf_attn_variants.hub import CardOptions, plan_push, push_checkpoint
 from hf_attn_variants.hub.local_paths import without_local_paths
 
 REPO = "me/bert-gqa2"

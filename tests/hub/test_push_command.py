@@ -13,8 +13,8 @@ from hub.local_hub import TOKEN
 from safetensors.torch import save_file
 
 from hf_attn_variants import AttnVariantBertModel
-from hf_attn_variants.hub.command import main, parse_args
-from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.commands.push import main, parse_args
+from hf_attn_variants.errors import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 

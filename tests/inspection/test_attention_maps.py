@@ -14,11 +14,16 @@ from architectures import ARCHITECTURES, VARIANTS
 from fixtures.uptraining import make_t5
 from matplotlib import font_manager
 
-from hf_attn_variants.inspection import attention_drawings
-from hf_attn_variants.inspection import attention_maps as maps_module
-from hf_attn_variants.inspection.attention_drawings import draw_attention, draw_projections, is_signed, with_changes
-from hf_attn_variants.inspection.attention_maps import Projection, attention_maps
-from hf_attn_variants.inspection.attention_maps_page import attention_page
+from hf_attn_variants.inspection.attention_maps import drawings as attention_drawings
+from hf_attn_variants.inspection.attention_maps import maps as maps_module
+from hf_attn_variants.inspection.attention_maps.drawings import (
+    draw_attention,
+    draw_projections,
+    is_signed,
+    with_changes,
+)
+from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
+from hf_attn_variants.inspection.attention_maps.page import attention_page
 from hf_attn_variants.modeling.attention_variants import EAGER, OWN_FUNCTIONS, eager_attention_forward
 
 TEXT, TARGET = "the dog sees a small cat", "A MAN FINDS"

@@ -16,12 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_attn_variants.modeling import (
-    talking_heads,
-    talking_heads_blocked,
-    talking_heads_choice,
-    talking_heads_triton,
-)
+from hf_attn_variants.modeling import talking_heads, talking_heads_blocked, talking_heads_choice, talking_heads_triton
 from hf_attn_variants.modeling.attention_variants import attention_with_weights
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 from hf_attn_variants.reference import attention_core

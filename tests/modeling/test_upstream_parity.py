@@ -8,7 +8,7 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, HEAD_IDS, HEADS, LENGTH, T5, VARIANTS, padding_mask, token_ids
 
 import hf_attn_variants
-from hf_attn_variants.conversion import command
+from hf_attn_variants.commands import convert as command
 
 ATOL = 1e-5
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)

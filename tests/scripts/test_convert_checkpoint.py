@@ -10,8 +10,8 @@ import pytest
 import transformers
 from architectures import ARCHITECTURES
 
-from hf_attn_variants.conversion.command import main, parse_args
-from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.commands.convert import main, parse_args
+from hf_attn_variants.errors import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 

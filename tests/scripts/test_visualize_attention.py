@@ -5,8 +5,8 @@ from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.uptraining import make_t5
 
 import hf_attn_variants
-from hf_attn_variants.inspection.attention_maps_command import main, parse_args
-from hf_attn_variants.training.errors import run_script
+from hf_attn_variants.commands.visualize import main, parse_args
+from hf_attn_variants.errors import run_script
 
 
 def run(*argv):

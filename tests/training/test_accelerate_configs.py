@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training import uptrain
-from hf_attn_variants.training.optimization import sharded_layer_names
-from hf_attn_variants.training.run_glue import main, parse_args
-from hf_attn_variants.training.session import configure_deepspeed, open_session
+from hf_attn_variants.training.engine.optimization import sharded_layer_names
+from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
+from hf_attn_variants.training.glue.task import main, parse_args
+from hf_attn_variants.training.uptraining import task as uptrain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import IterableDataset
 
-from hf_attn_variants.training.data import (
+from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_eval_dataloader,
     create_stream_dataloader,

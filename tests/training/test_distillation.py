@@ -7,8 +7,8 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from torch.nn import functional
 
-from hf_attn_variants.training import distillation
-from hf_attn_variants.training.distillation import (
+from hf_attn_variants.training.uptraining import distillation
+from hf_attn_variants.training.uptraining.distillation import (
     ActivationRecorder,
     Teacher,
     check_teacher,
@@ -17,7 +17,7 @@ from hf_attn_variants.training.distillation import (
     logits_divergence,
     token_cross_entropy,
 )
-from hf_attn_variants.training.trainable import named_attentions, select_trainable
+from hf_attn_variants.training.uptraining.trainable import named_attentions, select_trainable
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.training import arguments
-from hf_attn_variants.training.classification import GlueEvaluator
-from hf_attn_variants.training.errors import TerminatedError
-from hf_attn_variants.training.loop import TrainingLoop
-from hf_attn_variants.training.run_glue import main, parse_args
+from hf_attn_variants.errors import TerminatedError
+from hf_attn_variants.training.engine import arguments
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.glue.evaluation import GlueEvaluator
+from hf_attn_variants.training.glue.task import main, parse_args
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run,
         signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(TrainingLoop, "_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
-        loading.setattr("hf_attn_variants.training.run_glue.load_tokenizer", at_start)
+        loading.setattr("hf_attn_variants.training.glue.task.load_tokenizer", at_start)
         with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C; nothing was changed$"):
             run(*flags)
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4

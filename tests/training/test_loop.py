@@ -15,11 +15,11 @@ from fixtures.processes import run_processes
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
-from hf_attn_variants.training import loop as training_loop
-from hf_attn_variants.training.checkpoints import list_checkpoints
-from hf_attn_variants.training.errors import NonFiniteLossError, TerminatedError, run_script
-from hf_attn_variants.training.loop import Objective, TrainingLoop
-from hf_attn_variants.training.loop_settings import total_training_steps
+from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_script
+from hf_attn_variants.training.engine import loop as training_loop
+from hf_attn_variants.training.engine.checkpoints import list_checkpoints
+from hf_attn_variants.training.engine.loop import Objective, TrainingLoop
+from hf_attn_variants.training.engine.loop_settings import total_training_steps
 
 
 @pytest.fixture(autouse=True)

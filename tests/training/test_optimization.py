@@ -6,7 +6,12 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.training.optimization import create_optimizer, create_scheduler, no_decay_names, parameter_groups
+from hf_attn_variants.training.engine.optimization import (
+    create_optimizer,
+    create_scheduler,
+    no_decay_names,
+    parameter_groups,
+)
 
 SETTINGS = argparse.Namespace(
     optim="adamw",

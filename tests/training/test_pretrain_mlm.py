@@ -31,10 +31,12 @@ from hf_attn_variants import (
     AttnVariantBertForMaskedLM,
     AttnVariantBertForPreTraining,
 )
-from hf_attn_variants.training import throughput
-from hf_attn_variants.training.data import IGNORED_LABEL
-from hf_attn_variants.training.loop import TrainingLoop
-from hf_attn_variants.training.masked_lm import (
+from hf_attn_variants.training.engine import throughput
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.engine.models import vocabulary_size
+from hf_attn_variants.training.engine.new_model import new_config
+from hf_attn_variants.training.pretraining.masked_lm import (
     MaskedLMPreparation,
     attention_zeroed,
     find_head,
@@ -43,9 +45,7 @@ from hf_attn_variants.training.masked_lm import (
     shuffle_positions,
     word_starts,
 )
-from hf_attn_variants.training.models import vocabulary_size
-from hf_attn_variants.training.new_model import new_config
-from hf_attn_variants.training.pretrain_mlm import main, parse_args
+from hf_attn_variants.training.pretraining.run_mlm import main, parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"

@@ -13,10 +13,11 @@ import pytest
 from fixtures.full_disk import full_disk
 from fixtures.span_corruption import make_sentinel_tokenizer
 
-from hf_attn_variants.training import loop, pretraining
-from hf_attn_variants.training.checkpoints import list_checkpoints
-from hf_attn_variants.training.errors import run_script
-from hf_attn_variants.training.text_data import SHARD_ORDER, TextFile, TextStream
+from hf_attn_variants.errors import run_script
+from hf_attn_variants.training.engine import loop
+from hf_attn_variants.training.engine.checkpoints import list_checkpoints
+from hf_attn_variants.training.pretraining import run as pretraining
+from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER, TextFile, TextStream
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 SIZES = {

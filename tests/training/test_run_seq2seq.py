@@ -10,10 +10,10 @@ from fixtures.uptraining import copy_left_sided, make_t5, make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training import outputs
-from hf_attn_variants.training.run_seq2seq import main, parse_args
-from hf_attn_variants.training.seq2seq import Decoder, Seq2SeqEvaluator
-from hf_attn_variants.training.seq2seq_data import load_seq2seq_data
+from hf_attn_variants.training.engine import outputs
+from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+from hf_attn_variants.training.seq2seq.evaluation import Decoder, Seq2SeqEvaluator
+from hf_attn_variants.training.seq2seq.task import main, parse_args
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 from fixtures.squad import write_questions
 
-from hf_attn_variants.training.glue import TASKS
-from hf_attn_variants.training.seq2seq_arguments import parse_args
-from hf_attn_variants.training.seq2seq_tasks import TEXT_TASKS, format_glue, format_label, load_task, parse_texts
+from hf_attn_variants.training.glue.tasks import TASKS
+from hf_attn_variants.training.seq2seq.settings import parse_args
+from hf_attn_variants.training.seq2seq.worded_tasks import (
+    TEXT_TASKS,
+    format_glue,
+    format_label,
+    load_task,
+    parse_texts,
+)
 
 
 @pytest.mark.parametrize(

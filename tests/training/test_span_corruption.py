@@ -6,8 +6,8 @@ import torch
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.pretraining import PreparedBlocks
-from hf_attn_variants.training.span_corruption import (
+from hf_attn_variants.training.pretraining.run import PreparedBlocks
+from hf_attn_variants.training.pretraining.span_corruption import (
     SpanCorruption,
     block_length,
     corrupted_lengths,

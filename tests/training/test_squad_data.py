@@ -6,7 +6,7 @@ import json
 import pytest
 from fixtures.squad import CONTEXTS, make_questions, write_questions
 
-from hf_attn_variants.training.squad_data import check_unanswerable, hash_questions, read_squad
+from hf_attn_variants.training.squad.data import check_unanswerable, hash_questions, read_squad
 
 
 def test_plain_and_gzip_files_give_all_questions(tmp_path):

@@ -5,9 +5,9 @@ import pytest
 from fixtures.squad import make_reader, write_questions
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.squad_data import Answer, Question, read_squad
-from hf_attn_variants.training.squad_features import NO_ANSWER, make_windows, window_collator
-from hf_attn_variants.training.squad_predictions import find_predictions, nbest_entries
+from hf_attn_variants.training.squad.answers import find_predictions, nbest_entries
+from hf_attn_variants.training.squad.data import Answer, Question, read_squad
+from hf_attn_variants.training.squad.windows import NO_ANSWER, make_windows, window_collator
 
 LENGTH, STRIDE, QUERY = 16, 4, 6
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_attn_variants.training.squad_data import Answer, Question
-from hf_attn_variants.training.squad_metrics import (
+from hf_attn_variants.training.squad.data import Answer, Question
+from hf_attn_variants.training.squad.metrics import (
     Squad,
     SquadV2,
     compute_squad,

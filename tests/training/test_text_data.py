@@ -10,9 +10,9 @@ import torch
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from hf_attn_variants.training import text_data
-from hf_attn_variants.training.data import IGNORED_LABEL
-from hf_attn_variants.training.text_data import (
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.pretraining import text_stream as text_data
+from hf_attn_variants.training.pretraining.text_stream import (
     DatasetRows,
     TextFile,
     TextStream,

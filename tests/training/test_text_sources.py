@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hf_attn_variants.training import text_sources
-from hf_attn_variants.training.text_sources import open_text_sources
+from hf_attn_variants.training.pretraining import text_sources
+from hf_attn_variants.training.pretraining.text_sources import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]
 

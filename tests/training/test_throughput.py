@@ -14,8 +14,8 @@ from hf_attn_variants import (
     AttnVariantT5Config,
     AttnVariantT5ForConditionalGeneration,
 )
-from hf_attn_variants.training.masked_lm import find_head, masked_lm_objective
-from hf_attn_variants.training.throughput import TrainingCost, matmul_flops_per_second
+from hf_attn_variants.training.engine.throughput import TrainingCost, matmul_flops_per_second
+from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 ALBERT = BERT | {"embedding_size": 16, "num_hidden_groups": 1}

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from fixtures.full_disk import full_disk
 from tqdm import tqdm
 
-from hf_attn_variants.training.tracking import RunLog, plot_curves, save_results
+from hf_attn_variants.training.engine.tracking import RunLog, plot_curves, save_results
 
 
 @pytest.mark.parametrize(

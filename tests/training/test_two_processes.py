@@ -12,8 +12,8 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from hf_attn_variants.training import run_glue
-from hf_attn_variants.training.checkpoints import list_checkpoints
+from hf_attn_variants.training.engine.checkpoints import list_checkpoints
+from hf_attn_variants.training.glue import task as run_glue
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.uptraining_data import (
+from hf_attn_variants.training.uptraining.data import (
     TextRows,
     hash_texts,
     hold_out,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..fitting import FIT_DEFAULTS
+from ..calibration.fitting import FIT_DEFAULTS
 from .aligned import Aligned
 from .base import AttentionTensors, CalibratedMethod, ConversionMethod, LayerContext
 from .calibrated import Calibrated
@@ -14,7 +14,7 @@ from .mean import MeanPooling
 from .random import RandomHeads
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from ..calibration.calibrate import Calibration
 
 __all__ = ["METHODS", "AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "resolve_method"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..calibration.head_sharing import consecutive_groups
+from ..calibration.moments import head_moments
+from ..calibration.recording import AttentionInputs
 from ..grouping import HeadCounts, join_heads, repeat_heads, split_heads
-from ..head_sharing import consecutive_groups
-from ..moments import head_moments
-from ..recording import AttentionInputs
 from .base import AttentionTensors, CalibratedMethod, LayerContext
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from ..calibration.calibrate import Calibration
 
 __all__ = ["Aligned"]
 

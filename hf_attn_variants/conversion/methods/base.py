@@ -13,8 +13,8 @@ import torch
 from ..grouping import HeadCounts
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..recording import AttentionInputs
+    from ..calibration.calibrate import Calibration
+    from ..calibration.recording import AttentionInputs
 
 __all__ = ["AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "pool_key_value"]
 

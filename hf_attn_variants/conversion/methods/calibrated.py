@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..fitting import FIT_DEFAULTS, fit, refit_output, rounded
+from ..calibration.fitting import FIT_DEFAULTS, fit, refit_output, rounded
+from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
+from ..calibration.moments import head_moments, pseudo_inverse, square_root
+from ..calibration.recording import AttentionInputs, attend
 from ..grouping import HeadCounts, repeat_heads
-from ..head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
-from ..moments import head_moments, pseudo_inverse, square_root
-from ..recording import AttentionInputs, attend
 from .base import AttentionTensors, CalibratedMethod, LayerContext
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from ..calibration.calibrate import Calibration
 
 __all__ = ["Calibrated", "closed_form"]
 

@@ -1,0 +1,104 @@
+"""The command behind `attn-variants benchmark`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from .inspect import read_checkpoint_config
+
+__all__ = ["main", "parse_args"]
+
+EXAMPLE = """\
+example:
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 --length 128
+  attn-variants benchmark ./t5-small --batch_size 32 --length 1024 --num_key_value_heads 8 2 1 --json
+  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 --num_beams 4 --max_new_tokens 64
+
+Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
+generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
+first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
+models are in memory at once."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog="attn-variants benchmark",
+        description="Time a checkpoint's architecture on this machine with fewer key/value heads and with talking "
+        "heads, beside transformers' own class.",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+    )
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")
+    parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
+    parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each; T5: of the source (%(default)s)")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="T5: tokens to generate (%(default)s)")
+    parser.add_argument("--num_beams", type=int, help="T5: beams of the search (default: 1, greedy)")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each; medians count (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights and cache"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token (default: the stored login)")
+    return parse_with_checkpoint(parser, argv)
+
+
+def main(args: argparse.Namespace) -> Any:
+    """Measure, print the table and return it (a `SpeedTable`).
+
+    Raises:
+        ValueError, OSError: for a checkpoint that cannot be read, or numbers that do not fit it.
+    """
+    import torch
+    import transformers
+
+    from ..inspection.speed.measure import measure_speed
+    from ..inspection.tables import print_table, print_text
+
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
+    transformers.logging.set_verbosity_error()
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1; got {args.threads}.")
+        torch.set_num_threads(args.threads)
+    table = measure_speed(
+        config,
+        checkpoint=args.model_name_or_path,
+        kv_heads=args.num_key_value_heads,
+        talking_heads=not args.no_talking_heads,
+        batch_size=args.batch_size,
+        length=args.length,
+        max_new_tokens=args.max_new_tokens,
+        num_beams=args.num_beams,
+        rounds=args.rounds,
+        dtype=args.dtype,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    if args.json:
+        print(json.dumps(table.to_dict(), indent=2))
+        return table
+    of = f"{table.length:,} tokens"
+    if table.work == "generate":
+        search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
+        of = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}"
+    title = (
+        f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}, batch {table.batch_size}, {of}"
+    )
+    rows = [
+        [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
+        for row in table.rows
+    ]
+    print_table(
+        title, ["variant", f"ms a {'generation' if table.work == 'generate' else 'batch'}", "tokens/s", "speed"], rows
+    )
+    machine = table.machine
+    load = f", load {machine['load_average'][0]:.1f} at the end" if machine["load_average"] else ""
+    print_text(f"Medians of {args.rounds} rounds; {machine['threads']} threads{load}.")
+    return table

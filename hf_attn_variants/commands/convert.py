@@ -1,0 +1,148 @@
+"""The command `attn-variants convert`, which `scripts/convert_checkpoint.py` is too."""
+
+import argparse
+from collections.abc import Sequence
+
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..conversion.calibration.calibrate import Calibration
+from ..conversion.calibration.fitting import FIT_DEFAULTS
+from ..conversion.calibration.texts import CALIBRATION_SIZE, read_calibration
+from ..conversion.convert import DTYPES, convert_checkpoint
+from ..conversion.methods import METHODS, CalibratedMethod
+from ..conversion.next_steps import next_steps
+from ..conversion.report import ConversionReport
+from ..progress import no_progress_bars
+
+__all__ = ["main", "parse_args"]
+
+EXAMPLE = """\
+examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
+  %(prog)s --model_name_or_path google-bert/bert-base-uncased \\
+      --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
+  %(prog)s --model_name_or_path runs/squad --num_key_value_heads 4 --max_length 256 \\
+      --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
+"""
+
+CALIBRATION_OPTIONS = (
+    "calibration_file",
+    "calibration_columns",
+    "calibration_target_file",
+    "calibration_target_column",
+    "calibration_size",
+    "max_length",
+    "fit_steps",
+)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog=program_name("convert_checkpoint.py"),
+        description="Convert a multi-head checkpoint into a grouped-query, multi-query or talking-heads one, in "
+        "little memory. A grouped checkpoint can be grouped further, or expanded back without loss.",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+    )
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
+    parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
+    parser.add_argument(
+        "--method",
+        choices=sorted(METHODS),
+        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+    )
+    calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    calibration.add_argument(
+        "--calibration_file",
+        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
+        ".gz too",
+    )
+    calibration.add_argument(
+        "--calibration_columns",
+        nargs="+",
+        metavar="COLUMN",
+        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
+    )
+    calibration.add_argument(
+        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+    )
+    calibration.add_argument("--calibration_target_column", help="T5: the table's column of targets")
+    calibration.add_argument(
+        "--calibration_size",
+        type=int,
+        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
+    )
+    calibration.add_argument(
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
+    )
+    calibration.add_argument(
+        "--fit_steps",
+        type=int,
+        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
+        f"(default: {FIT_DEFAULTS['fit_steps']})",
+    )
+    parser.add_argument(
+        "--talking_heads",
+        choices=["logits", "weights", "both"],
+        help="add projections across heads to a plain source",
+    )
+    parser.add_argument("--num_softmax_heads", type=int, help="talking heads: heads of the softmax")
+    parser.add_argument("--num_value_heads", type=int, help="talking heads: heads of the values")
+    parser.add_argument(
+        "--talking_heads_dynamic",
+        nargs="+",
+        choices=["x2l", "m2l", "x2w", "m2w"],
+        help="talking heads: input-dependent terms to add",
+    )
+    parser.add_argument(
+        "--talking_heads_init",
+        choices=["identity", "random"],
+        help="what new projections hold (default: identity, which changes no output)",
+    )
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the floating-point tensors (default: as stored)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    return parse_with_checkpoint(parser, argv)
+
+
+def main(args: argparse.Namespace) -> ConversionReport:
+    """Convert, and print a summary and what to do next.
+
+    Raises:
+        ValueError, OSError: as for `convert_checkpoint`.
+    """
+    options = vars(args).copy()
+    for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
+        options.pop(name)
+    calibration = _calibration(args)
+    with no_progress_bars(args.disable_tqdm):
+        report = convert_checkpoint(calibration=calibration, **options)
+    print(report.summary())
+    for line in next_steps(report, args):
+        print(line)
+    return report
+
+
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    """Read the calibration text and draw its examples."""
+    given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
+    if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
+        raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
+    if args.calibration_file is None:
+        if given:
+            raise ValueError(f"--{given[0]} needs --calibration_file.")
+        return None
+    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
+    return read_calibration(
+        args.calibration_file,
+        columns=args.calibration_columns,
+        target_file=args.calibration_target_file,
+        target_column=args.calibration_target_column,
+        size=args.calibration_size,
+        seed=args.seed,
+        **settings,
+    )

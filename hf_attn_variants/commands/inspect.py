@@ -1,0 +1,146 @@
+"""The command behind `attn-variants inspect`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+
+__all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
+
+EXAMPLE = """\
+example:
+  attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024
+  attn-variants inspect ./bert-gqa4 --json
+
+Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
+neither number of key/value heads divides the other."""
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog="attn-variants inspect",
+        description="Show what a checkpoint costs with each possible number of key/value heads and with talking "
+        "heads, and what a conversion would save, without loading weights.",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+    )
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        help="tokens attended to: an encoder's sequence, a decoder's cache (default: %(default)s)",
+    )
+    parser.add_argument("--source_length", type=int, help="T5: tokens that the encoder reads (default: --length)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    return parse_with_checkpoint(parser, argv)
+
+
+def main(args: argparse.Namespace) -> Any:
+    """Print the table and return it (a `CostTable`).
+
+    Raises:
+        ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
+    """
+    from ..inspection.costs.table import cost_table
+    from ..inspection.tables import print_table, print_text
+
+    config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
+    table = cost_table(
+        config,
+        checkpoint=args.model_name_or_path,
+        batch_size=args.batch_size,
+        length=args.length,
+        source_length=args.source_length,
+        dtype=args.dtype,
+    )
+    if args.json:
+        print(json.dumps(table.to_dict(), indent=2))
+        return table
+    header, rows = table_cells(table)
+    title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
+    cache_columns = (i for i, name in enumerate(header) if "cache" in name)
+    print_table(title, header, rows, cut=next(cache_columns, None))
+    for note in _notes(table):
+        print_text(note)
+    return table
+
+
+def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
+    """Return the config.json of a folder, or of a Hub repository, of which nothing else is downloaded.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is no configuration of transformers.
+    """
+    from ..conversion.checkpoint.source import CONFIG_NAME, local_folder, read_config
+
+    folder = local_folder(checkpoint)
+    if folder is None:
+        from transformers.utils import cached_file
+
+        try:
+            folder = Path(cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)).parent
+        except OSError as error:
+            raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
+    elif revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
+    return read_config(folder)
+
+
+def table_cells(table: Any) -> tuple[list[str], list[list[str]]]:
+    """Return a `CostTable` as text: the header, and the cells of each row."""
+    stacks, cache = table.current.flops_per_token, table.current.kv_cache_bytes_per_token
+    header = ["variant", "parameters", "in attention", "saved weights"]
+    header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
+    if cache is not None:
+        header += [f"cache a token ({site})" for site in cache] + ["cache", "saved cache"]
+    rows = []
+    for row in table.rows:
+        saved = table.savings(row)
+        cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}"]
+        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}", _bytes(saved["weight_bytes"])]
+        cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
+        if cache is not None:
+            cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in cache]
+            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], table.current.kv_cache_bytes)]
+        rows.append(cells)
+    return header, rows
+
+
+def _sizes(table: Any) -> str:
+    text = f"batch {table.batch_size}, {table.length:,} tokens attended to"
+    return text + (f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else "")
+
+
+def _notes(table: Any) -> list[str]:
+    notes = ["* the checkpoint as it is"] if any(row.current for row in table.rows) else []
+    if not all(row.convertible for row in table.rows):
+        notes.append("- no conversion leads there: neither number of key/value heads divides the other")
+    if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
+        notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
+    elif table.current.kv_cache_bytes_per_token is None:
+        notes.append("No key/value cache: an encoder gains parameters and projection work, hardly any attention time.")
+    return notes
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(abs(count)), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{'-' if count < 0 else ''}{value:,.{0 if unit == 0 else 1}f} {UNITS[unit]}"
+
+
+def _saved(saved: int, now: int) -> str:
+    return f"{_bytes(saved)} ({saved / now:.0%})" if now else _bytes(saved)

@@ -1,0 +1,202 @@
+"""Fitting one attention to outputs recorded on text: by Adam in whitened coordinates, and by linear regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..grouping import HeadCounts
+from .recording import AttentionInputs, attend
+
+if TYPE_CHECKING:
+    from ..methods.base import AttentionTensors
+    from .calibrate import Calibration
+
+__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error", "rounded"]
+
+RIDGE = 1e-6
+# Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
+DAMPING = 0.1
+FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
+
+
+def fit(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    targets: Sequence[torch.Tensor],
+    calibration: Calibration,
+    generator: torch.Generator,
+    on_step: Callable[[], Any] = lambda: None,
+) -> AttentionTensors:
+    """Fit one attention's projections to outputs by Adam, then its output projection by regression once more.
+
+    The gradient passes through this attention alone. Adam works on W C^1/2, with C the second moment of what W reads:
+    a step then changes the outputs by as much in all directions that the text takes.
+
+    Args:
+        tensors: the projections to begin with.
+        heads: the head counts.
+        inputs: what the attention is called with, on text.
+        targets: the outputs to reach, [b, n, D] each.
+        calibration: the steps, their rate and size.
+        generator: chooses each step's examples.
+        on_step: called after each step.
+    """
+    coordinates = _Whitened(tensors, heads, inputs)
+    rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
+    groups = [{"params": [p], "lr": rate * _rms(p)} for p in coordinates.parameters]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    steps = calibration.fit_option("fit_steps")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    with torch.enable_grad():
+        for _ in range(steps):
+            index = int(torch.randint(len(inputs), (1,), generator=generator))
+            rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
+            rows = rows.to(tensors.query_weight.device)
+            batch, target = inputs[index].rows(rows), targets[index][rows]
+            output = attend(coordinates.tensors(), coordinates.whitened(batch), heads.query)[0]
+            loss = (output - target)[batch.valid].square().mean() / target[batch.valid].var().clamp_min(1e-30)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            on_step()
+    return refit_output(coordinates.unwhitened(), heads, inputs, targets)
+
+
+@torch.no_grad()
+def refit_output(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    targets: Sequence[torch.Tensor],
+) -> AttentionTensors:
+    """Change the output projection by linear regression of what is missing from the targets on the heads' outputs."""
+    with_bias = tensors.output_bias is not None
+    moment: Any = 0.0
+    cross: Any = 0.0
+    for batch, target in zip(inputs, targets, strict=True):
+        output, context = attend(tensors, batch, heads.query)
+        context, missing = context[batch.valid], (target - output)[batch.valid]
+        if with_bias:
+            context = _with_one(context)
+        moment = moment + (context.T @ context).double()
+        cross = cross + (missing.T @ context).double()
+    ridge = RIDGE * moment.diagonal().mean().clamp_min(1e-30)
+    moment.diagonal().add_(ridge)
+    change = torch.linalg.solve(moment, cross.T).T.to(tensors.output_weight.dtype)
+    if not with_bias:
+        return replace(tensors, output_weight=tensors.output_weight + change)
+    return replace(
+        tensors,
+        output_weight=tensors.output_weight + change[:, :-1],
+        output_bias=tensors.output_bias + change[:, -1],
+    )
+
+
+@torch.no_grad()
+def relative_error(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    targets: Sequence[torch.Tensor],
+) -> float | None:
+    """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
+
+    None where there is no text, or what comes out is no number.
+    """
+    if not inputs:
+        return None
+    errors = [
+        (attend(tensors, batch, heads.query)[0] - target)[batch.valid]
+        for batch, target in zip(inputs, targets, strict=True)
+    ]
+    target = torch.cat([target[batch.valid] for batch, target in zip(inputs, targets, strict=True)])
+    spread = (target - target.mean(0)).double().square().sum()
+    error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
+    return error if math.isfinite(error) else None
+
+
+def rounded(error: float | None) -> float | None:
+    """Return an error as reports have it."""
+    return None if error is None else round(error, 4)
+
+
+class _Whitened:
+    """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back."""
+
+    def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
+        self._original = tensors
+        contexts = (attend(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
+        self._maps = {
+            "states": _whitening((batch.states[batch.valid] for batch in inputs), tensors.query_bias is not None),
+            "memory": _whitening(
+                (batch.memory[batch.memory_valid()] for batch in inputs), tensors.key_bias is not None
+            ),
+            "context": _whitening(contexts, tensors.output_bias is not None),
+        }
+        self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
+        self._weights = {}
+        for role, what in self._reads.items():
+            weight, bias = getattr(tensors, f"{role}_weight"), getattr(tensors, f"{role}_bias")
+            joined = weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
+            self._weights[role] = (joined @ self._maps[what][1]).requires_grad_()
+        self.parameters = list(self._weights.values())
+
+    def whitened(self, batch: AttentionInputs) -> AttentionInputs:
+        """Return a batch as `tensors` read it."""
+        states = self._whiten(batch.states, "states")
+        memory = states if batch.memory is batch.states else self._whiten(batch.memory, "memory")
+        return replace(batch, states=states, memory=memory)
+
+    def tensors(self) -> AttentionTensors:
+        """Return the projections of `whitened` inputs, and the output projection of plain ones."""
+        changed = {f"{role}_weight": self._weights[role] for role in ("query", "key", "value")}
+        return replace(
+            self._original, query_bias=None, key_bias=None, value_bias=None, **changed, **self._plain("output")
+        )
+
+    @torch.no_grad()
+    def unwhitened(self) -> AttentionTensors:
+        """Return the projections of plain inputs."""
+        parts = [self._plain(role) for role in self._reads]
+        return replace(
+            self._original, **{name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+        )
+
+    def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
+        into = self._maps[what][0]
+        return (_with_one(states) if into.shape[0] > states.shape[-1] else states) @ into
+
+    def _plain(self, role: str) -> dict[str, torch.Tensor]:
+        joined = self._weights[role] @ self._maps[self._reads[role]][0].T
+        if getattr(self._original, f"{role}_bias") is None:
+            return {f"{role}_weight": joined}
+        return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
+
+
+def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return C^-1/2 and C^1/2 of the damped second moment C of rows [n, D], each a map to and from eigenvectors."""
+    moment: Any = 0.0
+    count = 0
+    for part in rows:
+        part = _with_one(part) if with_bias else part
+        moment, count, dtype = moment + (part.T @ part).double(), count + part.shape[0], part.dtype
+    moment = moment / count
+    moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-30))
+    values, vectors = torch.linalg.eigh(moment)
+    return (vectors * values.rsqrt()).to(dtype), (vectors * values.sqrt()).to(dtype)
+
+
+def _with_one(states: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(states, (0, 1), value=1.0)
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().square().mean().sqrt()) or 1e-3

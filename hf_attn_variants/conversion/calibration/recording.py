@@ -1,0 +1,218 @@
+"""What a model's attentions are called with on real text, recorded for the methods that fit new heads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
+from ...modeling.variant_mixins import AttentionSite
+from ...progress import progress_bar
+
+if TYPE_CHECKING:
+    from ..methods.base import AttentionTensors
+
+__all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
+
+RECORDING = "attn_variants_recording"
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one attention module was called with, on one batch.
+
+    Args:
+        states: the inputs x of the queries, [b, n, D_x].
+        memory: the inputs y of the keys and values, [b, m, D_y]; in self-attention `states` itself.
+        mask: additive, broadcastable to [b, h, n, m], or None.
+        position_bias: [1, h, n, m] or None.
+        valid: which queries are tokens and not padding, [b, n].
+        scaling: the factor of the dot products.
+        is_causal: whether query i attends to keys 0..i alone (where there is no mask that says so).
+    """
+
+    states: torch.Tensor
+    memory: torch.Tensor
+    mask: torch.Tensor | None
+    position_bias: torch.Tensor | None
+    valid: torch.Tensor
+    scaling: float
+    is_causal: bool = False
+
+    def rows(self, index: torch.Tensor) -> AttentionInputs:
+        """Return some examples of the batch."""
+        memory = self.memory[index]
+        states = memory if self.memory is self.states else self.states[index]
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
+        return AttentionInputs(
+            states, memory, mask, self.position_bias, self.valid[index], self.scaling, self.is_causal
+        )
+
+    def memory_valid(self) -> torch.Tensor:
+        """Return which keys and values some query may read, [b, m]."""
+        if self.memory is self.states:
+            return self.valid
+        if self.mask is None:
+            return torch.ones(self.memory.shape[:2], dtype=torch.bool, device=self.memory.device)
+        reachable = self.mask[:, 0] > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
+        return reachable.any(1).expand(self.memory.shape[0], -1)
+
+
+def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one attention on recorded inputs, by torch's fused kernels.
+
+    Returns:
+        The output [b, n, D] and the heads' outputs [b, n, h*d]. Those of a query that may read nothing, and their
+        gradients, are arbitrary: read the valid ones alone.
+    """
+    context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
+    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context
+
+
+def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
+    """Return the weights [b, h, n, m] of one attention on recorded inputs."""
+    return attention_with_weights(*_projected(tensors, inputs, query_heads), **_options(inputs))[1]
+
+
+def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
+    """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
+    head_dim = tensors.query_weight.shape[0] // query_heads
+    return [
+        nn.functional.linear(states, weight, bias).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for states, weight, bias in (
+            (inputs.states, tensors.query_weight, tensors.query_bias),
+            (inputs.memory, tensors.key_weight, tensors.key_bias),
+            (inputs.memory, tensors.value_weight, tensors.value_bias),
+        )
+    ]
+
+
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    return {
+        "mask": inputs.mask,
+        "position_bias": inputs.position_bias,
+        "scaling": inputs.scaling,
+        "is_causal": inputs.is_causal,
+    }
+
+
+@torch.no_grad()
+def recorded_inputs(
+    model: PreTrainedModel,
+    paths: Sequence[str],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    description: str = "reading the text",
+) -> dict[str, list[AttentionInputs]]:
+    """Run a model over batches and return what its attentions were called with.
+
+    Args:
+        model: one of this package's, with its own heads.
+        paths: the attentions' paths inside the base model; one that is called several times in a pass (ALBERT's shared
+            layers) has an entry for each call.
+        batches: the model's arguments, with their attention masks.
+        description: of the progress bar.
+    """
+    recorder = _Recorder(model, paths)
+    implementation = model.config._attn_implementation
+    device = next(model.parameters()).device
+    with recorder.hooked():
+        model.set_attn_implementation(RECORDING)
+        try:
+            for batch in progress_bar(batches, desc=description, unit="batch", leave=False):
+                recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                with suppress(_AllRecorded):
+                    model.base_model(**recorder.batch)
+                recorder.end_batch()
+        finally:
+            model.set_attn_implementation(implementation)
+    return recorder.calls
+
+
+class _AllRecorded(Exception):
+    """Ends a forward pass that has nothing left to record."""
+
+
+class _Recorder:
+    """Collects the calls of some attentions, in the order in which they happen."""
+
+    def __init__(self, model: PreTrainedModel, paths: Sequence[str]):
+        self.batch: dict[str, torch.Tensor] = {}
+        self._calls_in_batch = 0
+        self._calls_expected: int | None = None  # as many as in the first batch
+        self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
+        # By the submodule that calls the attention function: path, site, and the linear maps of queries and keys.
+        self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
+        for site, path, module in model.named_attentions():
+            if path in self.calls:
+                maps = module.get_submodule(site.query), module.get_submodule(site.key)
+                self._modules[module.get_submodule(site.mixes)] = (path, site, *maps)
+        self._inputs: dict[nn.Module, torch.Tensor] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Record while the block runs."""
+        maps = [linear for _, _, *linears in self._modules.values() for linear in linears]
+        hooks = [linear.register_forward_pre_hook(self._note_input) for linear in maps]
+        token = _RECORDER.set(self)
+        try:
+            yield
+        finally:
+            _RECORDER.reset(token)
+            for hook in hooks:
+                hook.remove()
+
+    def end_batch(self) -> None:
+        """Note how many calls a batch has."""
+        self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
+
+    def _note_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._inputs[module] = args[0]
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention function of upstream's interface: notes what it is called with, and answers as "eager"."""
+        if module in self._modules:
+            path, site, query_map, key_map = self._modules[module]
+            states, memory = self._inputs[query_map], self._inputs[key_map]
+            mask_name = "decoder_attention_mask" if site.name in ("decoder", "cross") else "attention_mask"
+            valid = self.batch[mask_name].bool()
+            causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+            bias = None if position_bias is None else position_bias[:1]
+            self.calls[path].append(AttentionInputs(states, memory, attention_mask, bias, valid, factor, causal))
+            self._calls_in_batch += 1
+            if self._calls_in_batch == self._calls_expected:
+                raise _AllRecorded
+        return eager_attention_forward(
+            module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs
+        )
+
+
+# The recorder of the conversion that runs in this thread; none is kept when it is over.
+_RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
+
+
+def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _RECORDER.get().attention(*args, **kwargs)
+
+
+# Registered by name because that is how upstream finds a function and the mask that it needs.
+AttentionInterface.register(RECORDING, _recording_attention)
+AttentionMaskInterface.register(RECORDING, eager_mask)

@@ -1,0 +1,296 @@
+"""Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ...model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME
+from .io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+
+__all__ = [
+    "CONFIG_NAME",
+    "cached_folder",
+    "copy_side_files",
+    "learned_tokens",
+    "local_folder",
+    "read_config",
+    "resolve_source",
+    "side_files",
+]
+
+logger = logging.getLogger(__name__)
+CONFIG_NAME = "config.json"
+SAFETENSORS_SUFFIX = ".safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
+OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
+OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
+# What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
+TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
+TRACKER_FOLDERS = ("hf_attn_variants", "runs")
+# What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
+RESULT_FILES = (
+    RESULTS_NAME,
+    "train_log.jsonl",
+    "training_curves.png",
+    REPORT_NAME,
+    *TRAINING_LEFTOVERS,
+)
+IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
+
+
+def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
+    """Return the folder that a checkpoint's name means; None where there is none and the name can be a Hub id.
+
+    Args:
+        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+
+    Raises:
+        OSError: if it is empty, a file, or a path (it starts with ".", "/" or "~", ends with "/", or has more than one
+            "/") at which there is nothing.
+    """
+    name = os.fspath(model_name_or_path)
+    if not name:
+        raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
+        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.")
+    return None
+
+
+def resolve_source(
+    model_name_or_path: str | os.PathLike,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    allow_pickle: bool = False,
+    weights: bool = True,
+) -> Path:
+    """Return the folder of a checkpoint; one that is named by its Hub id is downloaded into the Hub's cache.
+
+    Args:
+        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+        revision: branch, tag or commit on the Hub.
+        token: the Hub token, for private and gated repositories.
+        allow_pickle: download pytorch_model.bin where the repository has no safetensors file.
+        weights: whether its weights will be read; if not, a repository of pickles serves as well.
+
+    Raises:
+        OSError: if there is no such folder or repository, or the Hub cannot be reached.
+        ValueError: for a repository whose weights are pickles, which were not allowed.
+    """
+    name, folder = os.fspath(model_name_or_path), local_folder(model_name_or_path)
+    if folder is None:
+        return _download(name, revision, token, allow_pickle, weights)
+    if revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+    return folder
+
+
+def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
+    """Return where a checkpoint lies that `resolve_source` found; the Hub is not asked again, None where it is gone.
+
+    Args:
+        model_name_or_path: as for `resolve_source`.
+        revision: the Hub's commit.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = local_folder(model_name_or_path)
+        if folder is None:
+            folder = Path(snapshot_download(os.fspath(model_name_or_path), revision=revision, local_files_only=True))
+    except OSError:
+        return None
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are no list of names.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
+    architectures = config.get("architectures")
+    names = [] if architectures is None else architectures
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: `architectures` must be a list of class names; got {architectures!r}.")
+    return config
+
+
+def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
+    """List what lies beside a checkpoint's weights and config.json.
+
+    Tokenizer, generation config, a sentence-transformers model's further modules with their safetensors (and, if
+    allowed, pickled) weights go along. Left out: other copies of the model's weights, training state and checkpoints,
+    and results that describe the source.
+
+    Args:
+        folder: the checkpoint.
+        weight_files: the files that the converter reads.
+        allow_pickle: take the pickled weights of sentence-transformers modules along.
+
+    Returns:
+        The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
+
+    Raises:
+        OSError: if one to copy is a link that leads nowhere.
+    """
+    modules = _module_folders(folder)
+    # The history is read too, and written anew with the source's own step.
+    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
+    if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
+        read.add(PICKLE_INDEX_NAME)
+    copied, left_out = [], []
+    for directory, subfolders, files in os.walk(folder, followlinks=True):
+        relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
+        subfolders[:] = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
+        subfolders[:] = sorted(name for name in subfolders if name not in IGNORED_FOLDERS)
+        skipped = [name for name in subfolders if relative == Path(".") and _is_skipped_folder(name)]
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        left_out += [f"{name}/" for name in skipped]
+        for file in files:
+            path = (relative / file).as_posix()
+            if path in read:
+                continue
+            travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
+            if relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES):
+                travels = False
+            if travels and not (folder / path).exists():
+                raise FileNotFoundError(f"{folder / path} is a link to a file that is not there: mend or remove it.")
+            (copied if travels else left_out).append(path)
+    return sorted(copied), sorted(left_out)
+
+
+def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
+    """Copy files by their relative paths; links are followed, for the Hub's cache is made of them."""
+    for name in files:
+        target = output / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target)
+
+
+def learned_tokens(tokenizer: Any) -> set[str]:
+    """Return the tokens of a tokenizer that are not special or added: none where it was made without files."""
+    return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
+
+
+def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
+    name = file.lower()
+    if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
+        return False
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return in_module
+    if name.endswith(PICKLE_SUFFIXES):
+        return in_module and allow_pickle
+    return True
+
+
+def _is_skipped_folder(name: str) -> bool:
+    return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith("checkpoint-")
+
+
+def _module_folders(folder: Path) -> set[str]:
+    # sentence-transformers lists its modules, each in a folder of its own; the model itself has the path "".
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]).as_posix() for module in modules if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool, weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    arguments = {"repo_id": name, "revision": revision, "token": token}
+    try:
+        try:
+            files = HfApi().list_repo_files(**arguments)
+        except (HfHubHTTPError, HFValidationError):
+            raise
+        except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
+            return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+        if weights and not allow_pickle:
+            _check_pickles(name, files)
+        return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"There is no folder {name!r}, and that is no Hub id.") from error
+    except LocalEntryNotFoundError as error:
+        raise OSError(
+            f"There is no folder {name!r}; as a Hub id it is not in the cache, and the Hub cannot be reached."
+        ) from error
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(f"There is no folder {name!r}, and the Hub refused it as an id: {reason}") from error
+
+
+def _fetch(**arguments: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(**arguments))
+    except OSError:  # the Hub's answers, and the disk's
+        raise
+    except Exception as error:  # a connection that breaks has errors of the HTTP library
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise
+        raise OSError(
+            f"The download of {arguments['repo_id']!r} broke off ({type(error).__name__}: {error}): repeat the "
+            "command, which keeps what has come."
+        ) from error
+
+
+def _check_pickles(name: str, files: list[str]) -> None:
+    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are.
+
+    Raises:
+        ValueError: for a repository of pickles.
+    """
+    weights = [file for file in (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if file in files]
+    if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
+        raise ValueError(
+            f"The weights of {name!r} on the Hub are pickles ({weights[0]}), which can run code when loaded; use a "
+            "repository with safetensors, or allow_pickle=True (--allow_pickle) to read them with weights_only=True."
+        )
+    folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
+    lost = [
+        folder
+        for folder in folders
+        if f"{folder}/{WEIGHTS_NAME}" not in files and not _is_skipped_folder(folder.split("/")[0])
+    ]
+    if "modules.json" in files and lost:
+        logger.warning("the weights of %s are pickles and not copied (see --allow_pickle)", ", ".join(lost))
+
+
+def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
+    top_level = [name for name in files if "/" not in name]
+    has_safetensors = any(name in (WEIGHTS_NAME, INDEX_NAME) for name in top_level)
+    for name in files:
+        parts = name.split("/")
+        if len(parts) > 1 and _is_skipped_folder(parts[0]):
+            continue
+        lowered = name.lower()
+        if lowered.endswith(OTHER_WEIGHT_SUFFIXES):
+            continue
+        if lowered.endswith(PICKLE_SUFFIXES) and not (allow_pickle and (len(parts) > 1 or not has_safetensors)):
+            continue
+        yield name

@@ -1,0 +1,58 @@
+"""How a script tells its user what went wrong: one line and an exit status, no traceback."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .interrupts import INTERRUPTED, exit_on_interrupt, is_first_process
+
+__all__ = ["NonFiniteLossError", "TerminatedError", "run_script"]
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or the gradient norm became NaN or infinite; the message names the step."""
+
+
+class TerminatedError(RuntimeError):
+    """SIGTERM ended training, after a checkpoint; the message says how to go on."""
+
+
+def run_script(main: Callable[[], Any]) -> int:
+    """Runs `main()` and turns an expected error into one line on stderr.
+
+    Args:
+        main: The script's work, without arguments.
+
+    Returns:
+        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or a shell's for a signal: 143
+        (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its
+        traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+    """
+    exit_on_interrupt(at_once=False)
+    try:
+        main()
+    except TerminatedError as error:
+        print(error, file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt as interrupt:
+        exit_on_interrupt(at_once=True)
+        if is_first_process():  # a terminal sends it to all
+            print(str(interrupt) or INTERRUPTED, file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (ValueError, OSError, NonFiniteLossError) as error:
+        if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
+            raise
+        print(f"error: {' '.join(_own_message(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _own_message(error: Exception) -> str:
+    # Of a dataloader's worker comes an error of the same type whose message is the traceback; its end is the message.
+    message = str(error)
+    if re.match(r"Caught \w+ in DataLoader worker process", message):
+        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ?", message)[-1]
+    return message

@@ -1,0 +1,235 @@
+"""How fast a checkpoint would run on this machine as each variant that it could be: measured, not counted."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from ...modeling.configuration_attn_variants import can_cache
+from ...progress import progress_bar
+from ...registration import variant_model_class
+from ..costs.table import kv_head_counts, kv_heads_field, variant_config, variant_name
+
+__all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
+
+
+@dataclass(frozen=True)
+class VariantSpeed:
+    """One row.
+
+    Args:
+        name: what the attention is called; "upstream" is transformers' own class.
+        fields: of the configuration.
+        milliseconds: median over the rounds of one pass (of one generation, for an encoder-decoder).
+        all_milliseconds: each round's.
+        tokens_per_second: tokens read (generated) in it.
+        speedup: over the first row.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    milliseconds: float
+    all_milliseconds: list[float]
+    tokens_per_second: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Every row with what the figures hold for.
+
+    Args:
+        checkpoint: its name, as given.
+        architecture: the model's class.
+        work: "forward", a pass over batch_size x length tokens; or "generate", decoding of `max_new_tokens` for each
+            of batch_size texts from an encoder's output of `length` tokens.
+        num_beams: of the decoding, 1 = greedy; None for a pass.
+        batch_size, length, max_new_tokens, dtype, device: as given.
+        machine: processor, threads, load and versions.
+        rows: the variants, the baseline first.
+    """
+
+    checkpoint: str
+    architecture: str
+    work: str
+    batch_size: int
+    length: int
+    max_new_tokens: int | None
+    num_beams: int | None
+    dtype: str
+    device: str
+    machine: dict[str, Any]
+    rows: list[VariantSpeed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def measure_speed(
+    config: Mapping[str, Any],
+    checkpoint: str = "",
+    kv_heads: Sequence[int] | None = None,
+    talking_heads: bool = True,
+    batch_size: int = 8,
+    length: int = 128,
+    max_new_tokens: int = 32,
+    num_beams: int | None = None,
+    rounds: int = 5,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> SpeedTable:
+    """Time a checkpoint's architecture with other heads, on random weights: speed does not depend on them.
+
+    The contestants run in turn, each round from another one on, so that what else the machine does hits all alike.
+
+    Args:
+        config: the checkpoint's config.json; of it, no weight is read.
+        checkpoint: its name, for the table.
+        kv_heads: numbers of key/value heads; None = all heads, 4, 2 and 1, as far as they divide. In a T5 they are the
+            decoder's.
+        talking_heads: whether talking heads are timed too.
+        batch_size: sequences at once.
+        length: tokens of each (of the source, for an encoder-decoder).
+        max_new_tokens: encoder-decoders: tokens to generate.
+        num_beams: encoder-decoders: beams of the search; None = 1, greedy. Tokens are counted once, not for each beam.
+        rounds: timings of each contestant; the median counts.
+        dtype, device: of the models.
+
+    Raises:
+        ValueError: for a configuration that makes no model here, or a number that does not fit it.
+    """
+    sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens, "rounds": rounds}
+    for name, value in (sizes | {"num_beams": num_beams}).items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    current = variant_config(config)
+    positions = getattr(current, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+    _check_device(device)
+    # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
+    encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
+    decodes = current.is_encoder_decoder and not encoder_alone
+    auto_class = "AutoModelForSeq2SeqLM" if decodes else "AutoModelForTextEncoding" if encoder_alone else "AutoModel"
+    model_class = variant_model_class(current.auto_classes[auto_class])
+    if num_beams is not None and not decodes:
+        raise ValueError(
+            f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
+        )
+    beams = num_beams or 1
+    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads))
+    models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
+    runs = {
+        name: _generation(model, batch_size, length, max_new_tokens, beams)
+        if decodes
+        else _pass(model, batch_size, length)
+        for name, model in models.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in models}
+    names = list(models)
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            seconds = _seconds(runs[name], device)
+            if number >= 0:
+                times[name].append(seconds * 1e3)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    tokens = batch_size * (max_new_tokens if decodes else length)
+    rows = [
+        VariantSpeed(
+            name=name,
+            fields=fields,
+            milliseconds=medians[name],
+            all_milliseconds=times[name],
+            tokens_per_second=tokens / medians[name] * 1e3,
+            speedup=medians[names[0]] / medians[name],
+        )
+        for name, (fields, _) in contestants.items()
+    ]
+    return SpeedTable(
+        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
+        max_new_tokens if decodes else None, beams if decodes else None, dtype, device, _machine(device), rows,
+    )  # fmt: skip
+
+
+def _check_device(device: str) -> None:
+    try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are timed")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
+
+
+def _contestants(
+    config: Mapping[str, Any],
+    current: Any,
+    auto_class: str,
+    model_class: type,
+    kv_heads: Sequence[int] | None,
+    talking_heads: bool,
+) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
+    """Each name with the fields that make it and what builds it; the baseline first."""
+    if config["model_type"] != current.model_type:
+        upstream = AutoConfig.for_model(**config)
+        yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
+    heads, field = current.num_attention_heads, kv_heads_field(model_class, current)
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current)) if kv_heads is None else set(kv_heads)
+    if config["model_type"] == current.model_type:
+        counts |= {heads}  # no class of transformers is the baseline then
+    variants = [{field: k} for k in sorted(counts, reverse=True)]
+    if talking_heads and current.talking_heads is None:
+        variants.append({field: getattr(current, field), "talking_heads": "both"})
+    for fields in variants:
+        made = variant_config(config, **fields)
+        yield variant_name(made, field), (fields, lambda made=made: model_class(made))
+
+
+def _ready(model: Any, dtype: str, device: str) -> Any:
+    model = model.eval().to(device, getattr(torch, dtype))
+    if model.can_generate():
+        model.generation_config.eos_token_id = None  # random weights may end a text at any token
+        model.generation_config.use_cache = can_cache(model.config)
+    return model
+
+
+def _pass(model: Any, batch_size: int, length: int) -> Callable[[], Any]:
+    ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
+    return lambda: model(input_ids=ids)
+
+
+def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int, num_beams: int) -> Callable[[], Any]:
+    states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
+    mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
+    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
+    # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
+    return lambda: model.generate(encoder_outputs=BaseModelOutput(states), attention_mask=mask, **options)
+
+
+@torch.no_grad()
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    wait = {"cuda": lambda: torch.cuda.synchronize(device), "cpu": lambda: None}[torch.device(device).type]
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def _machine(device: str) -> dict[str, Any]:
+    on_cuda = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

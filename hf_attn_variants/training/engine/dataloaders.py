@@ -1,0 +1,194 @@
+"""Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
+
+import argparse
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from .stop_signals import STOP_SIGNALS
+
+__all__ = [
+    "IGNORED_LABEL",
+    "EpochSampler",
+    "create_eval_dataloader",
+    "create_stream_dataloader",
+    "create_train_dataloader",
+    "prepare_train_dataloader",
+]
+
+# The label of a token that is not to be predicted: torch's own default.
+IGNORED_LABEL = -100
+
+
+class EpochSampler(Sampler[int]):
+    """Shuffles example indices by (seed, epoch), optionally in batches of examples of like length.
+
+    It keeps no generator: after `start_epoch(n)` it yields the n-th order however often it is iterated. The method is
+    not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
+
+    Args:
+        length: Number of examples.
+        seed: The run's seed.
+        group_lengths: Tokens of each example, to group by length; None shuffles freely.
+        batch_size: Batch size the groups are made for.
+    """
+
+    def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
+        if length < 1:
+            raise ValueError("there are no training examples")
+        self.length, self.seed, self.batch_size = length, seed, batch_size
+        self.group_lengths = list(group_lengths) if group_lengths is not None else None
+        self.epoch = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Selects the epoch whose order `__iter__` yields (counted from 0)."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        # Two seeds a small step apart must not share orders an epoch apart.
+        seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
+        generator = torch.Generator().manual_seed(seed)
+        if self.group_lengths is None:
+            return iter(torch.randperm(self.length, generator=generator).tolist())
+        indices = get_length_grouped_indices(self.group_lengths, self.batch_size, generator=generator)
+        return iter(self._shuffle_batches(indices, generator))
+
+    def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
+        # They come from long to short, fifty at a time, and a model would learn long and forget short texts in turns.
+        # The longest stays first, for memory that is not enough to be missed at once, and an incomplete one last.
+        size = self.batch_size
+        batches = [indices[start : start + size] for start in range(0, len(indices), size)]
+        order = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
+        order = [0, *order.tolist(), *([len(batches) - 1] if len(indices) % size and len(batches) > 1 else [])]
+        return [index for number in order for index in batches[number]]
+
+
+def create_train_dataloader(
+    data: Dataset,
+    sampler: EpochSampler,
+    batch_size: int,
+    collate: Callable[[list], Any],
+    seed: int,
+    num_workers: int = 0,
+) -> DataLoader:
+    """Makes a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
+
+    Args:
+        data: Examples by index.
+        sampler: Their order.
+        batch_size: Examples a batch.
+        collate: Examples to a batch; it must be a function of the examples (no random numbers), because batches are
+            prepared ahead of the step that uses them.
+        seed: Seeds the workers.
+        num_workers: Processes that prepare batches.
+    """
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_stop_signals,
+        # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
+        generator=torch.Generator().manual_seed(seed),
+        persistent_workers=False,
+        pin_memory=_pins_memory(),
+    )
+
+
+def prepare_train_dataloader(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    rows: Dataset,
+    collate: Callable[[list], Any],
+    lengths: Callable[[], Sequence[int]],
+) -> tuple[DataLoader | list, EpochSampler]:
+    """Makes the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
+
+    Args:
+        args: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
+        accelerator: The run's.
+        rows: Examples by index; without any (a run that only evaluates) there are no batches.
+        collate: See `create_train_dataloader`.
+        lengths: Gives the length of each row; called where rows are grouped by it.
+    """
+    batch_size = args.per_device_train_batch_size
+    sampler = EpochSampler(
+        max(len(rows), 1),
+        args.seed,
+        lengths() if args.group_by_length else None,
+        batch_size * accelerator.num_processes,
+    )
+    if not len(rows):
+        return [], sampler
+    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
+    return accelerator.prepare(loader), sampler
+
+
+def create_stream_dataloader(
+    accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
+) -> DataLoader:
+    """Makes a prepared dataloader of a stream of batches that are each process's own.
+
+    accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
+    and draw from the random state that dropout uses.
+
+    Args:
+        accelerator: Gives the device.
+        stream: Batches: dicts of tensors.
+        seed: Seeds the worker.
+        num_workers: 0, or 1 to prepare batches beside the training.
+    """
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_stop_signals,
+        generator=torch.Generator().manual_seed(seed),
+        pin_memory=_pins_memory(),
+    )
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        rng_types=[],
+        dispatch_batches=False,
+    )
+
+
+def create_eval_dataloader(
+    data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
+) -> DataLoader:
+    """Makes a dataloader in the data's own order, which likewise leaves the global random state alone."""
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        collate_fn=collate,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_stop_signals,
+        generator=torch.Generator().manual_seed(0),
+        pin_memory=_pins_memory(),
+    )
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    # Schedulers, torchrun and terminals send them to all processes of a job. The loop saves a checkpoint first, and
+    # workers that were gone by then would end it with an error; once it has ended, they do.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _pins_memory() -> bool:
+    # With --cpu a GPU is left alone, whatever it is doing.
+    return torch.cuda.is_available() and bool(PartialState._shared_state) and PartialState().device.type == "cuda"

@@ -1,0 +1,168 @@
+"""Parameter groups, AdamW or Adafactor, and the schedule."""
+
+import argparse
+import math
+import re
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Adafactor, get_scheduler
+from transformers.optimization import AdafactorSchedule
+
+from ...modeling.variant_mixins import NO_WEIGHT_DECAY
+
+__all__ = [
+    "create_optimizer",
+    "create_scheduler",
+    "no_decay_names",
+    "parameter_groups",
+    "prepare_training",
+    "sharded_layer_names",
+    "warmup_steps",
+]
+
+NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
+NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
+
+
+def no_decay_names(model: nn.Module) -> set[str]:
+    """Names the parameters that weight decay must not touch: biases, norms, talking-heads projections.
+
+    Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
+    `relative_attention_bias.weight` is an embedding and decays like one.
+    """
+    names = set()
+    for module_name, module in model.named_modules():
+        is_norm = NORM_PATTERN.search(type(module).__name__) is not None
+        for name, _ in module.named_parameters(recurse=False):
+            if is_norm or name in NO_DECAY_PARAMETERS:
+                names.add(f"{module_name}.{name}" if module_name else name)
+    return names
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Splits a model's trainable parameters into those that decay and those that do not."""
+    exempt = no_decay_names(model)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in named if name not in exempt], "weight_decay": weight_decay},
+        {"params": [parameter for name, parameter in named if name in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def create_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Makes AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
+
+    Args:
+        model: The model.
+        args: Reads `optim`, `learning_rate`, `weight_decay`; for AdamW `adam_beta1`, `adam_beta2`, `adam_epsilon`; for
+            Adafactor `adafactor_scale_parameter`, `adafactor_relative_step`, with which it takes no learning rate.
+    """
+    if args.optim == "adafactor":
+        relative = args.adafactor_relative_step
+        return Adafactor(
+            parameter_groups(model, args.weight_decay),
+            lr=None if relative else args.learning_rate,
+            scale_parameter=args.adafactor_scale_parameter,
+            relative_step=relative,
+            warmup_init=relative,
+        )
+    return torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        # One pass over the parameters instead of a dozen.
+        fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
+    )
+
+
+def warmup_steps(args: argparse.Namespace, total_steps: int) -> int:
+    """Steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+
+    Raises:
+        ValueError: They are more than the run has.
+    """
+    warmup = args.num_warmup_steps if args.num_warmup_steps is not None else math.ceil(args.warmup_ratio * total_steps)
+    if warmup > total_steps:
+        raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
+    return warmup
+
+
+def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace, total_steps: int) -> LRScheduler:
+    """Makes the learning-rate schedule.
+
+    Args:
+        optimizer: The optimiser.
+        args: Reads `lr_scheduler_type`, `lr_scheduler_kwargs`, `num_warmup_steps`, `warmup_ratio`; none of them where
+            Adafactor's relative steps are a schedule of their own.
+        total_steps: Optimiser steps of the whole run.
+
+    Raises:
+        ValueError: The warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
+            setting.
+    """
+    if args.optim == "adafactor" and args.adafactor_relative_step:
+        return AdafactorSchedule(optimizer)
+    warmup = warmup_steps(args, total_steps)
+    # A run that only evaluates needs none, and a polynomial would divide by its steps.
+    kind = args.lr_scheduler_type if total_steps else "constant"
+    if kind == "polynomial" and warmup == total_steps:
+        raise ValueError(f"a warm-up of all {total_steps} steps leaves --lr_scheduler_type polynomial none to fall in")
+    try:
+        return get_scheduler(kind, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
+    except TypeError as error:
+        raise ValueError(
+            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}"
+        ) from error
+
+
+def prepare_training(
+    args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, total_steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
+    """Makes the optimiser and the schedule, and has accelerate prepare them together with the model.
+
+    Args:
+        args: See `create_optimizer` and `create_scheduler`.
+        accelerator: The run's.
+        model: The model.
+        total_steps: Optimiser steps of the whole run.
+
+    Returns:
+        The three as `TrainingLoop` takes them.
+
+    Raises:
+        ValueError: The schedule's settings do not fit the run.
+    """
+    optimizer = create_optimizer(model, args)
+    scheduler = create_scheduler(optimizer, args, total_steps)
+    if accelerator.is_fsdp2:
+        _unite_tied_embeddings(model)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.transformer_cls_names_to_wrap is None:
+            plugin.transformer_cls_names_to_wrap = sorted(sharded_layer_names(model))
+    return accelerator.prepare(model, optimizer, scheduler)
+
+
+def _unite_tied_embeddings(model: nn.Module) -> None:
+    # torch shards a parameter in one group only: T5's three embeddings of one weight become one module.
+    embeddings = model.get_input_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is type(embeddings) and child.weight is embeddings.weight:
+                setattr(parent, name, embeddings)
+
+
+def sharded_layer_names(model: nn.Module) -> set[str]:
+    """Names the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
+    hold the input embeddings.
+
+    accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,
+    as BertEmbeddings would be.
+    """
+    embeddings = model.get_input_embeddings()
+    holders = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
+    return set(model._no_split_modules or ()) - holders

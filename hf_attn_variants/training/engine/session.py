@@ -1,0 +1,212 @@
+"""The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
+
+import argparse
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+from ...errors import TerminatedError
+from ...files import make_folders, remove_empty_folders
+from ...interrupts import INTERRUPTED
+from ...model_history import ModelHistory, source_history, write_history
+from ...progress import no_progress_bars
+from . import outputs
+from .checkpoints import find_checkpoint, list_checkpoints
+
+__all__ = ["configure_deepspeed", "open_session", "start_run"]
+
+logger = logging.getLogger(__name__)
+
+# Where launchers tell a process how many there are: torchrun and accelerate; MPI's; a job step of SLURM, for in a
+# batch script, which is one process, its other variables count as well.
+SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
+PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
+
+# Whoever drops a process group last waits for its threads. DDP, which goes with an error's traceback, would do that
+# holding the interpreter's lock, and a thread of gloo that needs it to free its last tensor would never end.
+_ended_groups: list[Any] = []
+# Accelerators of runs that reached `start_run`: what lies in the output folder from then on is theirs.
+_started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+
+
+@contextmanager
+def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
+    """Makes the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
+
+    Args:
+        args: Of `arguments.add_shared_arguments`, checked.
+
+    Raises:
+        ValueError, OSError: The checkpoint to resume from is not there, the output folder is not free or cannot be
+            written to, the Hub would not take the result, or several processes were launched that know nothing of
+            each other.
+        KeyboardInterrupt, TerminatedError: Of the run, with a message that says how to go on.
+    """
+    if args.resume_from_checkpoint:
+        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    _check_output_dir(args)
+    outputs.check_hub_access(args)
+    accelerator = Accelerator(
+        cpu=args.cpu,
+        mixed_precision=args.mixed_precision,
+        log_with=args.report_to if args.with_tracking else None,
+        project_dir=args.output_dir,
+        # The loop accumulates; a number of accelerate's environment would divide each loss by it once more.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        step_scheduler_with_optimizer=False,
+        rng_types=[],
+    )
+    made = []
+    try:
+        _check_processes(args, accelerator)
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            configure_deepspeed(args, accelerator.state.deepspeed_plugin.deepspeed_config)
+        if accelerator.is_fsdp2 and args.optim == "adafactor":
+            raise ValueError(
+                "--optim adafactor: its moments are whole tensors, which FSDP2's shards do not fit; take --optim "
+                "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml"
+            )
+        accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
+        if accelerator.is_main_process:
+            made = _make_output_dir(args.output_dir)
+        with no_progress_bars(args.disable_tqdm):
+            yield accelerator
+    except (KeyboardInterrupt, TerminatedError) as stop:
+        advice = _how_to_go_on(args) if accelerator in _started else "nothing was changed"
+        raise type(stop)(f"{str(stop) or INTERRUPTED}; {advice}") from stop
+    finally:
+        remove_empty_folders(made)
+        if accelerator.num_processes > 1:
+            _ended_groups.append(torch.distributed.group.WORLD)
+        accelerator.end_training()
+        # A second call in this process may want another precision or device.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def _check_processes(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Checks that processes launched together train together: alone, each would take itself for the main one."""
+    counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
+    name = next((name for name, count in counts.items() if count > 1), None)
+    if accelerator.num_processes > 1 or name is None:
+        return
+    if name == SLURM_COUNT:
+        advice = f"srun one task a machine, with `accelerate launch` in it, or unset {name} if these are runs apart"
+    elif args.cpu or torch.accelerator.is_available():
+        advice = "start them by `accelerate launch` or torchrun"
+    else:
+        advice = "there is no GPU here, so give the script --cpu to train together on CPUs, or start one process"
+    raise ValueError(
+        f"{counts[name]} processes were launched ({name}={counts[name]}) that do not know of each other, and each "
+        f"would train alone into one folder: {advice}"
+    )
+
+
+def _check_output_dir(args: argparse.Namespace) -> None:
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise OSError(f"--output_dir {folder} is a file; give a folder")
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and not (args.overwrite_output_dir or args.resume_from_checkpoint):
+        kept = list_checkpoints(folder)
+        go_on = f"--resume_from_checkpoint latest to go on from {kept[-1].name}, " if kept else ""
+        raise ValueError(
+            f"--output_dir {folder} is not empty{'' if kept else ' and has no checkpoint to go on from'}: give "
+            f"{go_on}--overwrite_output_dir to start over, or another folder"
+        )
+    resumed = args.resume_from_checkpoint
+    if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
+        raise ValueError(
+            f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
+            "resumed run would replace the log and the best weights there; give an empty folder, or the checkpoint's"
+        )
+
+
+def _make_output_dir(output_dir: str) -> list[Path]:
+    """Makes the folder, and tries whether it can be written to; nothing in it is removed. Returns what is new."""
+    folder, made = Path(output_dir), []
+    try:
+        made = make_folders(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        remove_empty_folders(made)
+        raise OSError(
+            f"--output_dir {folder} cannot be written to ({error.strerror}); give a folder that can"
+        ) from error
+    return made
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    kept = list_checkpoints(args.output_dir)
+    if not kept:
+        return f"no checkpoint is in {args.output_dir} (--checkpointing_steps saves some)"
+    instead = " in place of --overwrite_output_dir" if args.overwrite_output_dir else ""
+    return (
+        f"the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
+        f"--resume_from_checkpoint latest{instead}"
+    )
+
+
+def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Gives DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
+
+    Args:
+        args: Reads `per_device_train_batch_size`, `max_grad_norm`, `gradient_accumulation_steps`.
+        config: Of accelerate's plugin; changed in place.
+
+    Raises:
+        ValueError: Gradients are to be accumulated; DeepSpeed would step after each batch.
+    """
+    if args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "--gradient_accumulation_steps: under DeepSpeed only 1; give a larger --per_device_train_batch_size, or "
+            "launch with accelerate_configs/fsdp2.yaml"
+        )
+    config["gradient_accumulation_steps"] = 1
+    config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+    config["gradient_clipping"] = args.max_grad_norm
+
+
+def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistory:
+    """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
+
+    Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
+    nothing. The trackers get the run's arguments, its Hub token left out.
+
+    Returns:
+        How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
+        source is cleared. Empty on all but the main process.
+    """
+    is_source = _is_own_source(args)
+    is_resumed, history = is_source and bool(args.resume_from_checkpoint), ModelHistory()
+    if accelerator.is_main_process:
+        history = source_history(args.model_name_or_path, is_resumed)
+    for problem in history.problems:
+        logger.warning("the model card will not tell all of the model's history: %s", problem)
+    _started.add(accelerator)
+    if args.overwrite_output_dir and accelerator.is_main_process:
+        if is_source:
+            write_history(Path(args.output_dir), history)  # before what it was read from is removed
+        outputs.remove_earlier_run(args.output_dir, is_source)
+    accelerator.wait_for_everyone()
+    if args.with_tracking:
+        values = {
+            k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
+        }
+        accelerator.init_trackers("hf_attn_variants", values)
+    return history
+
+
+def _is_own_source(args: argparse.Namespace) -> bool:
+    source = args.model_name_or_path
+    return source is not None and Path(source).resolve() == Path(args.output_dir).resolve()

@@ -1,0 +1,160 @@
+"""How many tokens and FLOPs a run's batches cost, and what a device could do: tokens per second, and MFU.
+
+Model FLOPs utilisation (arXiv:2204.02311, appendix B) is the share of the peak that goes into the model's own
+arithmetic: a forward pass and twice that for the gradients; padding, recomputed activations and a teacher do not
+count. Letters: b examples, n tokens of an example, t target tokens of a decoder.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ...registration import variant_model_class
+
+__all__ = ["TrainingCost", "matmul_flops_per_second", "utilization"]
+
+logger = logging.getLogger(__name__)
+
+MATMUL_REPEATS = 5
+
+
+class TrainingCost:
+    """Counts the tokens and the training FLOPs of batches.
+
+    Args:
+        model: The model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
+        head: A head that is given the counted items of a batch alone (masked tokens); None: all tokens.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module | None = None):
+        config = getattr(model, "config", None)
+        self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.stacks = _coefficients(model, config)
+        # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
+        # frozen head counts as if the gradient went through it.
+        self.passes = 2 + _trained_share(model, config)
+        self.head = sum(2 * each.weight.numel() for each in _linears(head)) if self.stacks and head is not None else 0
+        if self.head:
+            stack = next(iter(self.stacks))  # a masked-LM model has one
+            per_token, per_attended = self.stacks[stack]
+            self.stacks[stack] = per_token - self.head, per_attended
+
+    def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
+        """Returns the tokens of a batch, without padding, and the FLOPs of training on it.
+
+        Args:
+            batch: "input_ids" [b, n] or "attention_mask" [b, n]; "labels" [b, t] of a decoder, negative at padding.
+            items: The objective's count of it.
+        """
+        lengths = _lengths(batch)
+        if not lengths:
+            return 0, 0
+        labels = batch.get("labels")
+        own_targets = self.is_encoder_decoder and labels is not None and labels.ndim == 2
+        targets = (labels >= 0).sum(-1).tolist() if own_targets and labels is not None else lengths
+        tokens = sum(lengths) + (sum(targets) if own_targets else 0)
+        flops = self.head * items
+        for n, t in zip(lengths, targets, strict=True):
+            if "encoder" in self.stacks:
+                per_token, per_attended = self.stacks["encoder"]
+                flops += n * (per_token + per_attended[0] * n + per_attended[1] * n)
+            if "decoder" in self.stacks:
+                per_token, per_attended = self.stacks["decoder"]
+                flops += t * (per_token + per_attended[0] * t + per_attended[1] * n)
+        return tokens, round(self.passes * flops)
+
+
+def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Of each stack: FLOPs a token, and those for each token that it attends to in its own and in the source."""
+    from ...inspection.costs.table import flops_per_token, variant_config
+
+    if config is None:
+        return {}
+    try:
+        # FSDP2 makes a class of this prefix for a model it shards.
+        model_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
+        with torch.device("meta"):
+            twin = model_class(variant_config(config.to_dict()))
+    except ValueError:
+        return {}
+    none, own, source = (flops_per_token(twin, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
+    return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
+
+
+def _trained_share(model: nn.Module, config: Any) -> float:
+    """The share of a pass through the model's matrices that goes through trained ones."""
+    from ...inspection.costs.table import module_runs
+
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    runs = trained = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            size = module.weight.numel() * (module_runs(name.removeprefix(prefix), config) if config else 1)
+            runs += size
+            trained += size if module.weight.requires_grad else 0
+    return trained / max(runs, 1)
+
+
+def _linears(module: nn.Module) -> Iterable[nn.Linear]:
+    return (each for each in module.modules() if isinstance(each, nn.Linear))
+
+
+def _lengths(batch: dict[str, Tensor]) -> list[int]:
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum(-1).tolist()
+    ids = batch.get("input_ids")
+    return [] if ids is None else [ids.shape[-1]] * len(ids)
+
+
+def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
+    """Says how well a run used its devices.
+
+    Args:
+        accelerator: Has the device, the precision and the number of processes.
+        flops: What training took, over all processes.
+        seconds: The time in training steps.
+        peak_tflops: Of one device; None: what a large matrix product reaches now.
+
+    Returns:
+        "train_tflops_per_second" of all processes, "train_mfu", "peak_tflops"; nothing where no FLOPs were counted, or
+        the device could not be measured.
+    """
+    if not (flops and seconds):
+        return {}
+    if peak_tflops is None:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+        try:
+            peak_tflops = matmul_flops_per_second(accelerator.device, dtype) / 1e12
+        except RuntimeError as error:  # no memory left for it
+            logger.warning("no train_mfu: the device's speed could not be measured (%s)", error)
+            return {}
+    used = flops / seconds / 1e12
+    figures = {
+        "train_tflops_per_second": used,
+        "train_mfu": used / (peak_tflops * accelerator.num_processes),
+        "peak_tflops": peak_tflops,
+    }
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Measures the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
+
+    A device's data sheet promises more; this is what a program gets. It takes about a second, or less.
+    """
+    size = 1024 if device.type == "cpu" else 8192  # enough work to fill it
+    # Of its own, so that nothing else that is random changes.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(MATMUL_REPEATS):
+        start = time.perf_counter()
+        # Looking at a number waits for the device.
+        (left @ right)[0, 0].item()
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,151 @@
+"""What a run shows and leaves behind: progress bars, the loss log, result files, the PNG of its curves, trackers."""
+
+import argparse
+import io
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+
+from ... import progress
+from .checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
+
+__all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
+
+# Arguments that are a folder or a Hub id.
+HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
+
+
+def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
+    """Makes a bar of `hf_attn_variants.progress`, on the main process only."""
+    return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
+
+
+class RunLog:
+    """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
+
+    Args:
+        accelerator: Knows the main process and the trackers.
+        output_dir: Folder of the log.
+        bar: Progress bar that shows the last loss, and the dev scores above it; None shows none.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
+        self.accelerator = accelerator
+        self.path = Path(output_dir) / LOG_FILE
+        self.bar = bar
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Logs one record; it has a "step", and a "loss" or "eval_*" values."""
+        if not self.accelerator.is_main_process:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(record)) + "\n")
+        except OSError as error:
+            last = last_good_checkpoint(self.path.parent)
+            raise OSError(f"could not write {self.path} ({type(error).__name__}: {error}){last}") from error
+        values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+        # trackio keeps "time" for its own.
+        tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
+        self.accelerator.log(tracked, step=record["step"])
+        if self.bar is not None and not self.bar.disable:
+            self._show(record["step"], values)
+
+    def _show(self, step: int, values: dict[str, float]) -> None:
+        # Beside dev scores, 80 columns have no room for the bar.
+        if "loss" in values:
+            self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
+        scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
+        if scores:
+            listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            self.bar.write(f"step {step}, dev: {listed}", file=sys.stderr)
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """Reads the records of a `train_log.jsonl`; none where there is no file."""
+    path = Path(path)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN.
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("hf-attn-variants", "torch", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def save_results(path: str | Path, results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
+    arguments = {key: value for key, value in vars(args).items() if key != "hub_token"}
+    for name in HUB_IDS:
+        given = arguments.get(name)
+        if given is not None and not Path(given).is_absolute() and Path(given).is_dir():
+            arguments[name] = f"./{given}"  # "runs/bert" would read like a Hub id elsewhere
+    record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": library_versions()}
+    atomic_write(path, json.dumps(_finite(record), indent=2, default=str) + "\n")
+
+
+def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
+    """Draws the training loss and the dev metrics against the step.
+
+    Args:
+        records: Of `read_log`.
+        metrics: Names of the dev metrics to draw, without "eval_".
+        path: The PNG.
+        title: Above the plot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    records = list(records)
+    losses = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.plot(
+        [step for step, _ in losses],
+        [loss for _, loss in losses],
+        ".-" if len(losses) < 50 else "-",
+        label="train",
+        color="tab:blue",
+    )
+    dev = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    left.plot([step for step, _ in dev], [loss for _, loss in dev], "o--", label="dev", color="tab:orange")
+    left.set(xlabel="optimiser step", ylabel="loss", title="loss")
+    left.legend()
+    for name in metrics:
+        points = [(r["step"], r[f"eval_{name}"]) for r in records if r.get(f"eval_{name}") is not None]
+        right.plot([step for step, _ in points], [value for _, value in points], "o-", label=name)
+    right.set(xlabel="optimiser step", title="dev metrics")
+    if metrics:
+        right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    atomic_write(path, image.getvalue())

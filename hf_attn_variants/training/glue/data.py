@@ -1,0 +1,282 @@
+"""Reads GLUE from a folder of TSVs or from the Hub, and tokenises it."""
+
+import hashlib
+import json
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from datasets.table import InMemoryTable
+from transformers import PreTrainedTokenizerBase
+
+from .tasks import TASKS, GlueTask, parse_label
+
+__all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
+
+logger = logging.getLogger(__name__)
+HUB_DATASET = "nyu-mll/glue"
+
+
+@dataclass
+class GlueSplit:
+    """The rows of one split.
+
+    Attributes:
+        name: The Hub's name of the split ("train", "validation_matched", "test", ...).
+        source: Where it was read: a file, or a Hub id.
+        data: Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
+    """
+
+    name: str
+    source: str
+    data: Dataset
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def first(self, count: int | None) -> "GlueSplit":
+        """The split's first `count` rows (all of them with None)."""
+        if count is None or count >= len(self.data):
+            return self
+        return GlueSplit(self.name, self.source, self.data.select(range(count)))
+
+
+def make_rows(columns: dict[str, list]) -> Dataset:
+    """Makes rows in memory, of columns of one length.
+
+    Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
+    in a folder that is not named site-packages.
+    """
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
+
+
+def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
+    """A short hash of a split's texts and labels, in their order.
+
+    Args:
+        split: The rows.
+        chunk: Rows in memory at a time.
+    """
+    columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
+    data = split.data.select_columns(columns)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(data), chunk):
+        rows = data[start : start + chunk]
+        digest.update(json.dumps([rows[name] for name in columns]).encode())
+    return digest.hexdigest()
+
+
+def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
+    """Reads one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
+
+    Args:
+        path: The file.
+        task: Says which columns hold the texts and the label.
+        has_labels: False for a test file, whose label column is neither needed nor read.
+
+    Returns:
+        Columns `text1`, `text2` (pairs only), `label` (int, or float for STS-B; not for test files) and `index`.
+
+    Raises:
+        OSError: The file is not there.
+        ValueError: It is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8; the
+            message names the file and the row (counted from 1, a header included).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise OSError(f"{path}: no such file")
+    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    # str.splitlines would also split at U+0085 and U+2028, which occur inside sentences.
+    rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
+    if not rows:
+        raise ValueError(f"{path}: the file is empty")
+    header, rows = _split_header(path, rows, task, has_labels)
+    if not rows:
+        raise ValueError(f"{path}: the file has a header and no rows")
+    text_at = [_find(header, names) for names in task.text_columns]
+    label_at = _find(header, task.label_columns) if has_labels else None
+    index_at = None if has_labels else _find(header, ("index", "id"))
+    columns: dict[str, list] = {"index": [], **{f"text{i + 1}": [] for i in range(len(text_at))}}
+    if has_labels:
+        columns["label"] = []
+    broken = 0
+    for position, (number, cells) in enumerate(rows):
+        if len(cells) != len(header):
+            if task.may_have_broken_rows:
+                broken += 1
+                continue
+            raise ValueError(
+                f"{path}, row {number}: {len(cells)} columns where there should be {len(header)} ({', '.join(header)})"
+            )
+        for i, at in enumerate(text_at):
+            columns[f"text{i + 1}"].append(cells[at])
+        columns["index"].append(cells[index_at] if index_at is not None else str(position))
+        if label_at is not None:
+            try:
+                columns["label"].append(parse_label(task, cells[label_at].strip()))
+            except ValueError as error:
+                raise ValueError(f"{path}, row {number}: {error}") from None
+    if broken:
+        logger.warning("%s: %d of %d rows are cut by a line break and were left out", path, broken, len(rows))
+    return make_rows(columns)
+
+
+def _decode(path: Path, number: int, line: bytes) -> list[str]:
+    try:
+        return line.decode("utf-8").rstrip("\r").split("\t")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, row {number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _find(header: list[str], names: tuple[str, ...]) -> int | None:
+    lowered = [cell.strip().lower() for cell in header]
+    return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
+
+
+def _split_header(
+    path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    first = rows[0][1]
+    wanted = [*task.text_columns, *([task.label_columns] if has_labels else [])]
+    missing = [names for names in wanted if _find(first, names) is None]
+    if not missing:
+        return first, rows[1:]
+    layouts = task.headerless if has_labels else task.headerless_test
+    # A row that names some of the columns is a header that lacks the others, not a sentence.
+    if len(missing) == len(wanted) and len(first) in layouts:
+        return list(layouts[len(first)]), rows
+    expected = " and ".join("|".join(names) for names in missing)
+    raise ValueError(
+        f"{path}, row 1: no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}], and this is no "
+        f"{task.folder} layout without a header ({', '.join(map(str, layouts)) or 'none is known'} columns)"
+    )
+
+
+def _file_splits(
+    task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
+) -> dict[str, Path]:
+    folder = Path(data_dir) if data_dir is not None else None
+    if folder is not None and not folder.is_dir():
+        raise OSError(f"--data_dir {folder}: no such folder")
+    names = {"train": "train.tsv", **task.eval_splits, **task.test_splits}
+    found = {split: folder / name for split, name in names.items() if folder is not None and (folder / name).is_file()}
+    first_eval, first_test = next(iter(task.eval_splits)), next(iter(task.test_splits))
+    for split, key in (("train", "train_file"), (first_eval, "validation_file"), (first_test, "test_file")):
+        if files.get(key):
+            found[split] = Path(files[key])
+    for split in (*(["train"] if with_train else []), first_eval):
+        if split not in found:
+            hint = ""
+            if folder is not None and (folder / task.folder).is_dir():
+                hint = f"; did you mean --data_dir {folder / task.folder}?"
+            raise OSError(f"{folder / names[split] if folder is not None else names[split]}: no such file{hint}")
+    return {split: path for split, path in found.items() if with_train or split != "train"}
+
+
+def load_glue(
+    task: GlueTask,
+    data_dir: str | None = None,
+    files: dict[str, str | None] | None = None,
+    hub_dataset: str = HUB_DATASET,
+    with_train: bool = True,
+) -> dict[str, GlueSplit]:
+    """Reads every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
+
+    Args:
+        task: The task.
+        data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test
+            files; these and `dev_mismatched.tsv` may be missing.
+        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other
+            names are not read.
+        hub_dataset: Hub id read without a folder.
+        with_train: False: the training split is neither read nor needed.
+
+    Returns:
+        Split name -> rows, train first.
+
+    Raises:
+        OSError: The train or dev file is missing, or the Hub cannot be reached.
+        ValueError: A file is wrong; see `read_tsv`.
+    """
+    files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
+    if data_dir is not None or any(files.values()):
+        paths = _file_splits(task, data_dir, files, with_train)
+        return {
+            split: GlueSplit(split, str(path), read_tsv(path, task, has_labels=split not in task.test_splits))
+            for split, path in paths.items()
+        }
+    try:
+        loaded = load_dataset(hub_dataset, task.name)
+    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+        raise OSError(
+            f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
+            "give a folder of GLUE TSVs with --data_dir"
+        ) from error
+    splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
+    return {split: _hub_split(task, split, loaded[split], hub_dataset) for split in splits if split in loaded}
+
+
+def _hub_split(task: GlueTask, split: str, data: Dataset, hub_dataset: str) -> GlueSplit:
+    renamed = {}
+    for i, names in enumerate(task.text_columns):
+        at = _find(data.column_names, names)
+        if at is None:
+            raise ValueError(
+                f"{hub_dataset}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
+            )
+        renamed[data.column_names[at]] = f"text{i + 1}"
+    data = data.rename_columns(renamed)
+    if "idx" in data.column_names:
+        data = data.rename_column("idx", "index")
+    if split in task.test_splits:
+        data = data.remove_columns([name for name in ("label",) if name in data.column_names])
+    return GlueSplit(split, f"{hub_dataset} ({task.name}, {split})", data)
+
+
+def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> GlueSplit | None:
+    """Reads the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
+
+    Returns:
+        Its rows, or None where a folder was given and the file is not in it.
+    """
+    task = TASKS["ax"]
+    if data_dir is None:
+        return _hub_split(task, "test", load_dataset(hub_dataset, "ax", split="test"), hub_dataset)
+    for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
+        for name in ("AX.tsv", "diagnostic.tsv"):
+            if (folder / name).is_file():
+                return GlueSplit("test", str(folder / name), read_tsv(folder / name, task, has_labels=False))
+    return None
+
+
+def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """Tokenises a split without padding; that is done per batch.
+
+    Args:
+        split: The rows.
+        tokenizer: Encodes `text1`, or `text1` and `text2` as a pair.
+        max_length: Tokens an example may have; the longer text of a pair is cut first.
+
+    Returns:
+        The tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
+    """
+    pair = "text2" in split.data.column_names
+
+    def encode(rows: dict) -> dict:
+        texts = (rows["text1"], rows["text2"]) if pair else (rows["text1"],)
+        encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length, padding=False))
+        encoded["length"] = [len(ids) for ids in encoded["input_ids"]]
+        return encoded
+
+    unused = [name for name in split.data.column_names if name != "label"]
+    # A longer name than this leaves no room for the bar in 80 columns.
+    shown = f"{split.name.replace('validation', 'dev')} tokens"
+    data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
+    full = sum(length == max_length for length in data["length"])
+    if full:
+        logger.info(
+            "%s: %d of %d examples fill --max_length %d and may have been cut", split.name, full, len(data), max_length
+        )
+    return data

@@ -1,0 +1,222 @@
+"""T5's pretraining (arXiv:1910.10683, section 3.1.4): spans of text are left out, and are what is to be generated.
+
+Each span is replaced by a sentinel in the inputs; the targets are the sentinels, each followed by its span. Letters: b
+examples, n input tokens, t target tokens.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from ..engine.dataloaders import IGNORED_LABEL
+from ..engine.tracking import progress_bar
+from ..seq2seq.evaluation import target_logits
+from .masked_lm import attention_zeroed, gate_results
+
+__all__ = [
+    "SpanCorruption",
+    "SpanCorruptionEvaluator",
+    "block_length",
+    "corrupted_lengths",
+    "noise_counts",
+    "noise_spans",
+]
+
+# What random numbers are for; the first are `text_data`'s and `masked_lm`'s.
+SPANS = 4
+
+
+def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """How many tokens of a block are left out, and in how many spans.
+
+    Args:
+        length: Tokens of the block.
+        density: The share of them that is left out.
+        mean_span: Mean length of a span.
+    """
+    noise = min(max(round(length * density), 1), max(length - 1, 1))
+    # Text stands before each span, so that no two touch.
+    return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
+
+
+def corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """Tokens of the inputs and of the targets that a block becomes, sentinels and end tokens included."""
+    noise, spans = noise_counts(length, density, mean_span)
+    return length - noise + spans + 1, noise + spans + 1
+
+
+def block_length(max_length: int, density: float, mean_span: float) -> int:
+    """The longest block whose inputs have at most `max_length` tokens: 568 for 512 inputs, with 114 targets.
+
+    Raises:
+        ValueError: None has.
+    """
+    length = 1
+    if corrupted_lengths(length, density, mean_span)[0] > max_length:
+        raise ValueError(f"--max_length {max_length} is too short for a sentinel, an end token and text")
+    while corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
+        length += 1
+    return length
+
+
+def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+    """Draws the spans of a block: text and spans alternate, text first, every division of either as likely as another.
+
+    Returns:
+        The beginning and the end of each span [spans, 2].
+    """
+    noise, spans = noise_counts(length, density, mean_span)
+    lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
+    ends = lengths.ravel().cumsum().reshape(-1, 2)
+    return ends
+
+
+def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
+    # Into parts of at least one item each (none, where there is no item).
+    cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
+    return np.diff([0, *cuts, items])
+
+
+class SpanCorruption:
+    """Makes an example of a block of tokens, padded to one length of inputs and one of targets.
+
+    Args:
+        tokenizer: Has sentinels (<extra_id_0>, ...), an end and a padding token.
+        max_length: n.
+        seed: The run's seed.
+        density, mean_span: See `noise_counts`.
+
+    Raises:
+        ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
+    """
+
+    needs_other = False
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        seed: int,
+        density: float = 0.15,
+        mean_span: float = 3.0,
+    ):
+        self.eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        if self.eos_id is None or self.pad_id is None:
+            raise ValueError("the tokenizer has no end or no padding token: span corruption needs both")
+        self.separator = self.eos_id
+        self.density, self.mean_span, self.seed = density, mean_span, seed
+        self.block_length = block_length(max_length, density, mean_span)
+        self.input_length, self.target_length = corrupted_lengths(self.block_length, density, mean_span)
+        needed = noise_counts(self.block_length, density, mean_span)[1]
+        vocabulary = tokenizer.get_vocab()
+        sentinels = [vocabulary.get(f"<extra_id_{i}>") for i in range(needed)]
+        if None in sentinels:
+            raise ValueError(
+                f"the tokenizer has {sentinels.index(None)} sentinels (<extra_id_0>, ...); --max_length {max_length} "
+                f"needs {needed}"
+            )
+        self.sentinels = np.array(sentinels, dtype=np.int64)
+
+    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Corrupts a block.
+
+        Args:
+            block: Token ids, at most `block_length`.
+            key: (epoch, number in the epoch), of which alone, with the seed, the spans are a function.
+
+        Returns:
+            "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
+        """
+        generator = np.random.default_rng((self.seed, SPANS, *key))
+        inputs, targets = [], []
+        behind = 0
+        spans = noise_spans(len(block), self.density, self.mean_span, generator)
+        for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
+            inputs += [block[behind:begin], [sentinel]]
+            targets += [[sentinel], block[begin:end]]
+            behind = end
+        ids = np.concatenate([*inputs, block[behind:], [self.eos_id]]).astype(np.int64)
+        labels = np.concatenate([*targets, [self.eos_id]]).astype(np.int64)
+        return {
+            "input_ids": _padded(ids, self.input_length, self.pad_id),
+            "attention_mask": (np.arange(self.input_length) < len(ids)).astype(np.int64),
+            # T5's decoder starts with padding.
+            "decoder_input_ids": _padded(
+                np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id
+            ),
+            "labels": _padded(labels, self.target_length, IGNORED_LABEL),
+        }
+
+    def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Puts the inputs' words into another order; sentinels, the end and padding stay where they are.
+
+        Returns:
+            The batch, the same for the same examples.
+        """
+        ids = batch["input_ids"].clone()
+        special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
+        for row in ids:
+            words = (~torch.isin(row, special)).nonzero()[:, 0]
+            generator = torch.Generator().manual_seed(int(row.sum()))
+            row[words] = row[words[torch.randperm(len(words), generator=generator).to(words.device)]]
+        return batch | {"input_ids": ids}
+
+
+def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
+    return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
+
+
+class SpanCorruptionEvaluator:
+    """The dev loss in nats a target token, accuracy, and the loss without word order or attention."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, loader: DataLoader, prepare: SpanCorruption, quiet: bool
+    ):
+        self.accelerator, self.model, self.loader, self.prepare = accelerator, model, loader, prepare
+        self.quiet = quiet
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def __call__(self) -> dict[str, float]:
+        """Metrics of the dev text."""
+        start = time.perf_counter()
+        loss, accuracy, tokens = self.score()
+        perplexity = float(np.exp(min(loss, 700.0)))  # exp overflows above
+        self.metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "target_tokens": tokens}
+        self.seconds = time.perf_counter() - start
+        return dict(self.metrics)
+
+    @torch.no_grad()
+    def score(
+        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    ) -> tuple[float, float, int]:
+        """Loss, accuracy and number of target tokens of the dev text, each batch first changed by `change`."""
+        self.model.eval()
+        gathered = []
+        bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
+        for batch in bar:
+            logits, labels = target_logits(self.model, change(batch) if change is not None else batch)
+            losses = functional.cross_entropy(
+                logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+            )  # [b, t]
+            right = logits.argmax(-1) == labels
+            sums = [part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)]
+            # Rows, and not sums over batches: the last batch repeats some to give every process one.
+            gathered.append(self.accelerator.gather_for_metrics(torch.stack(sums, dim=-1)).cpu().double())
+        loss, right, tokens = torch.cat(gathered).sum(0).tolist()
+        return loss / max(tokens, 1), right / max(tokens, 1), int(tokens)
+
+    def gate(self) -> dict[str, Any]:
+        """Evaluates twice more, without word order in the inputs and without attention; see `gate_results`."""
+        shuffled = self.score(self.prepare.shuffle_text)[0]
+        with attention_zeroed(self.accelerator.unwrap_model(self.model)):
+            zeroed = self.score()[0]
+        return gate_results(self.metrics["loss"], shuffled, zeroed)

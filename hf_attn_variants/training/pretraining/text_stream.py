@@ -1,0 +1,366 @@
+"""Streams of packed token blocks from text of any size, in an order that a run can enter in the middle.
+
+Text is read article by article, tokenised and cut into blocks of one length, none of its tokens lost. Shards are
+shuffled by (seed, epoch), blocks within windows of some thousand. A window is found again from the place in the text
+where its first block begins, which every batch carries: a resumed run opens that shard there.
+"""
+
+import gzip
+import hashlib
+import itertools
+import re
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from ..engine.dataloaders import IGNORED_LABEL
+
+__all__ = [
+    "DatasetRows",
+    "Place",
+    "TextFile",
+    "TextSource",
+    "TextStream",
+    "check_text_files",
+    "hash_files",
+    "pack_blocks",
+    "read_blocks",
+    "stack_rows",
+]
+
+# Longer articles are cut at the next line end, so that a file without empty lines is a stream as well.
+MAX_ARTICLE_BYTES = 2**18
+# Texts handed to the tokenizer at a time.
+TOKENIZER_BATCH = 32
+# Bytes at either end of a file that stand for its content.
+HASHED_BYTES = 2**16
+# What random numbers are for, so that no two uses share them.
+SHARD_ORDER, WINDOW_ORDER = 0, 1
+
+
+class TextSource(Protocol):
+    """A shard of text that can be read from the middle."""
+
+    name: str
+
+    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yields each article from `offset` on, with the offset that it begins at."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A UTF-8 text file, plain or .gz, articles separated by empty lines; offsets are in bytes of text."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yields each article from `offset` on, with the offset that it begins at.
+
+        Raises:
+            OSError: The file cannot be read, is no whole gzip file or is not UTF-8; the message names the file and
+                where in its text.
+        """
+        begin, lines, size = offset, [], 0
+        try:
+            with self._open() as file:
+                file.seek(offset)
+                for line in file:
+                    blank = not line.strip()
+                    if not blank:
+                        lines.append(line)
+                    size += len(line)
+                    if blank or size >= MAX_ARTICLE_BYTES:
+                        if lines:
+                            yield begin, _decode(lines, begin)
+                        begin, lines, size = begin + size, [], 0
+                if lines:
+                    yield begin, _decode(lines, begin)
+        except UnicodeDecodeError as error:
+            raise OSError(f"{self.path}: not UTF-8 text ({error.reason} in the article at byte {begin})") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise OSError(f"{self.path}: cannot be read beyond byte {begin + size} of its text ({error})") from error
+
+    def _open(self) -> IO[bytes]:
+        return gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+
+
+def _decode(lines: list[bytes], offset: int) -> str:
+    return b"".join(lines).decode("utf-8" if offset else "utf-8-sig")
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """A shard of a streamed split of a `datasets` source, one article a row; offsets are row numbers in the shard."""
+
+    name: str
+    rows: datasets.IterableDataset
+    column: str = "text"
+    shard: int = 0
+
+    def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
+        """Yields each row's text from `offset` on, with the row's number.
+
+        Raises:
+            OSError: The shard cannot be read; the message says beyond which row. Formats that are read in blocks fail
+                before the first row of the block.
+            ValueError: A row has no such column, or no text in it.
+        """
+        rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
+        for number in itertools.count(offset):
+            try:
+                row = next(rows, None)
+            except Exception as error:  # every file format has errors of its own
+                # Arrow counts rows from the block that it reads.
+                reason = re.sub(r" in row \d+$", "", f"{type(error).__name__}: {error}")
+                raise OSError(f"{self.name}: cannot be read beyond row {number} ({reason})") from error
+            if row is None:
+                return
+            text = row.get(self.column)
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{self.name}, row {number}: no text in the column {self.column!r}; it has {', '.join(row)}: give "
+                    "another --text_column"
+                )
+            yield number, text
+
+
+class Place(NamedTuple):
+    """Where a block begins: in which shard of the epoch's order, at which article, after how many of its tokens."""
+
+    shard: int = 0
+    offset: int = 0
+    token: int = 0
+
+
+TEXT_BEGIN = Place()
+
+
+def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
+    """Opens text files and reads the first article of each.
+
+    Raises:
+        OSError: One is not there, or cannot be read.
+        ValueError: One holds no text.
+    """
+    files = [TextFile(Path(path)) for path in paths]
+    for file in files:
+        if file.path.is_dir():
+            raise OSError(f"{file.path} is a folder; give its files, {file.path}/*.txt.gz for example")
+        # A byte-order mark alone is an article without a character.
+        if not any(text.strip() for _, text in file.articles()):
+            raise ValueError(f"{file.path} holds no text")
+    return files
+
+
+def hash_files(files: Iterable[TextFile]) -> str:
+    """Hashes the files' names, sizes, beginnings and ends: a corpus is too large to be read for it."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.path.stat().st_size
+        with file.path.open("rb") as stream:
+            ends = stream.read(HASHED_BYTES)
+            stream.seek(max(0, size - HASHED_BYTES))
+            ends += stream.read()
+        digest.update(f"{file.path.name}:{size}:".encode() + hashlib.sha256(ends).digest())
+    return digest.hexdigest()[:16]
+
+
+def pack_blocks(
+    sources: Sequence[TextSource],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    separator: int,
+    start: Place = TEXT_BEGIN,
+) -> Iterator[tuple[np.ndarray, Place]]:
+    """Cuts the tokens of all articles into blocks of one length; the last one is shorter.
+
+    Args:
+        sources: Shards in the order they are read.
+        tokenizer: A fast tokenizer; no special tokens are added, and those that the text spells out are left out.
+        length: Tokens a block.
+        separator: The token that ends each article.
+        start: Where the first block begins.
+
+    Yields:
+        A block's token ids [length], and the place where it begins.
+    """
+    reserved = _reserved_ids(tokenizer)
+    rest = np.empty(0, dtype=np.int64)
+    # Where in `rest` each article begins, and which place of the text that is.
+    begins: list[tuple[int, Place]] = []
+    for shard, source in itertools.islice(enumerate(sources), start.shard, None):
+        first = start.offset if shard == start.shard else 0
+        for offset, tokens in _tokenized(source, tokenizer, first, separator, reserved):
+            skipped = start.token if (shard, offset) == start[:2] else 0
+            begins.append((len(rest), Place(shard, offset, skipped)))
+            rest = np.concatenate([rest, tokens[skipped:]])
+            whole = len(rest) // length
+            for i in range(whole):
+                yield rest[i * length : (i + 1) * length], _place_at(begins, i * length)
+            if whole:
+                begins = _without(begins, whole * length)
+                rest = rest[whole * length :]
+    if len(rest):
+        yield rest, _place_at(begins, 0)
+
+
+def _tokenized(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
+    articles = source.articles(offset)
+    while batch := list(itertools.islice(articles, TOKENIZER_BATCH)):
+        encoded = tokenizer(
+            [" ".join(text.split()) for _, text in batch],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # articles are longer than the model: no warning
+        )["input_ids"]
+        for (begin, _), ids in zip(batch, encoded, strict=True):
+            tokens = np.asarray(ids, dtype=np.int64)
+            tokens = tokens[~np.isin(tokens, reserved)]
+            if len(tokens):
+                yield begin, np.append(tokens, separator)
+
+
+def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Token ids that text may not hold: special tokens, but the unknown one, and sentinels.
+
+    Not `all_special_ids`: some tokenizers count punctuation among them.
+    """
+    ids = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
+    ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids |= {i for token, i in tokenizer.get_vocab().items() if "<extra_id_" in token}
+    return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
+
+
+def _place_at(begins: list[tuple[int, Place]], index: int) -> Place:
+    begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
+    return place._replace(token=place.token + index - begin)
+
+
+def _without(begins: list[tuple[int, Place]], cut: int) -> list[tuple[int, Place]]:
+    # The article that the cut falls into goes on at index 0.
+    later = [(begin - cut, place) for begin, place in begins if begin > cut]
+    return [(0, _place_at(begins, cut)), *later]
+
+
+def read_blocks(
+    sources: Sequence[TextSource],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    separator: int,
+    limit: int | None = None,
+) -> list[np.ndarray]:
+    """Reads the first `limit` blocks of a text (None: all) into memory, in order; see `pack_blocks`.
+
+    Raises:
+        ValueError: The tokenizer makes no token of the text.
+    """
+    blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
+    if not blocks:
+        more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
+        raise ValueError(f"{sources[0].name}{more} holds no text that the tokenizer makes a token of")
+    return blocks
+
+
+class TextStream(IterableDataset):
+    """Batches of prepared blocks, the same on any number of processes and from wherever a run resumes.
+
+    Every process reads all of the text and prepares its own rows of each batch; one that a last batch is too small
+    for gets a row with nothing to predict. `start_epoch` and `seek` come before iteration, as `TrainingLoop` calls
+    them.
+
+    Args:
+        sources: Shards.
+        tokenizer: A fast tokenizer.
+        length: Tokens a block, before `prepare`.
+        separator: The token that ends each article.
+        prepare: (token ids, (epoch, number of the block in it)) -> arrays of one shape for every block; anything
+            random in it must be drawn from those two numbers.
+        batch_size: Blocks of one process.
+        seed: The run's seed.
+        window: Blocks that are shuffled among themselves; they are held in memory.
+        process_index, num_processes: Which rows are this process's.
+        with_other: Hand `prepare` another block of the same window as well, as a third argument; None where the window
+            has one block alone.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TextSource],
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        separator: int,
+        prepare: Callable[[np.ndarray, tuple[int, int]], dict[str, np.ndarray]],
+        batch_size: int,
+        seed: int,
+        window: int = 4096,
+        process_index: int = 0,
+        num_processes: int = 1,
+        with_other: bool = False,
+    ):
+        self.with_other = with_other
+        self.sources, self.tokenizer, self.length, self.separator = list(sources), tokenizer, length, separator
+        self.prepare, self.batch_size, self.seed, self.window = prepare, batch_size, seed, window
+        self.process_index, self.num_processes = process_index, num_processes
+        self.start_epoch(0)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Selects the epoch that `__iter__` yields, from its beginning."""
+        self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_BEGIN]
+
+    def seek(self, batches: int, position: list[int]) -> None:
+        """Goes to the batch after the first `batches` ones of the epoch; `position` is the last one's."""
+        self._used, self._position = batches * self.batch_size * self.num_processes, position
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yields tensors [b, ...] of what `prepare` makes; "position", which `seek` takes; and "examples", b or 0."""
+        rows = self._numbered_blocks()
+        while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
+            share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
+            # Every process must take the step: without a row of its own, with a copy of the last one.
+            taken = [batch[i] for i in share] or batch[-1:]
+            prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
+            if not len(share):
+                prepared = [{key: _nothing_to_predict(key, value) for key, value in prepared[0].items()}]
+            counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
+            yield stack_rows(prepared) | counts
+
+    def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
+        order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
+        sources = [self.sources[i] for i in order]
+        window, number, *place = self._position
+        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, Place(*place))
+        while found := list(itertools.islice(blocks, self.window)):
+            position = [window, number, *found[0][1]]
+            shuffled = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window)).permutation(len(found))
+            for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
+                other = found[following][0] if len(found) > 1 else None
+                if number >= self._used:
+                    yield number, found[i][0], position, (other,) if self.with_other else ()
+                number += 1
+            window += 1
+
+
+def _nothing_to_predict(key: str, value: np.ndarray) -> np.ndarray:
+    return np.full_like(value, IGNORED_LABEL) if "label" in key else value
+
+
+def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Stacks prepared blocks into a batch of tensors [b, ...]."""
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

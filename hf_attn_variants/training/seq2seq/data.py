@@ -1,0 +1,199 @@
+"""Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are `seq2seq_tasks`'."""
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from ...text_files import (
+    column_names,
+    column_value,
+    has_text,
+    read_columns,
+    read_lines,
+    read_pairs,
+)
+from ..engine.arguments import only_evaluates
+from ..engine.models import too_long
+from .metrics import TEXT_METRICS, score_texts
+
+__all__ = ["Seq2SeqData", "Seq2SeqSplit", "check_seq2seq_lengths", "load_seq2seq_data", "warn_of_cuts"]
+
+logger = logging.getLogger(__name__)
+# Rows that are looked at to say how many are cut.
+COUNTED_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class Seq2SeqSplit:
+    """The rows of one split.
+
+    Attributes:
+        name: "train", "dev" or "test".
+        sources: What the encoder reads, prefix included.
+        references: The texts that are right for each source, the first of them the one to train on; None: unknown.
+    """
+
+    name: str
+    sources: list[str]
+    references: list[tuple[str, ...]] | None
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def first(self, count: int | None) -> "Seq2SeqSplit":
+        """The split's first `count` rows (all of them with None)."""
+        references = self.references[:count] if self.references is not None else None
+        return Seq2SeqSplit(self.name, self.sources[:count], references)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(source, target) of each row, the target empty where none is known."""
+        if self.references is None:
+            return [(source, "") for source in self.sources]
+        return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
+
+
+@dataclass(frozen=True)
+class Seq2SeqData:
+    """What is trained on, evaluated and predicted.
+
+    Attributes:
+        splits: By name, those that there are of "train", "dev" and "test".
+        score: (predictions, references) -> metrics of a split.
+        metric_names: What `score` returns.
+        main_metric: The one that the best weights are told by.
+        results: Further entries of the results.
+    """
+
+    splits: dict[str, Seq2SeqSplit]
+    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]]
+    metric_names: tuple[str, ...]
+    main_metric: str
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+def load_seq2seq_data(args: argparse.Namespace) -> Seq2SeqData:
+    """Reads what the flags name: parallel text, tables, or a `datasets` source.
+
+    Args:
+        args: Of `seq2seq_arguments.parse_args`.
+
+    Raises:
+        OSError: A file or the Hub's dataset cannot be read.
+        ValueError: It holds something else, has no row, or lacks a column.
+    """
+    splits = {}
+    for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
+        if name == "train" and only_evaluates(args):
+            continue
+        rows = _read_split(args, name, prefix)
+        if rows is not None:
+            sources = [args.source_prefix + row[0] for row in rows]
+            references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
+            splits[name] = Seq2SeqSplit(name, sources, references)
+    if "test" in splits and splits["test"].references is None and args.test_source_file is None:
+        logger.warning("test: its first row has no text in column %r: it is not scored", args.target_column)
+    metrics = tuple(args.metrics)
+    names = tuple(value for name in metrics for value in TEXT_METRICS[name].names)
+    return Seq2SeqData(
+        splits, lambda predictions, references: score_texts(metrics, predictions, references), names, names[0]
+    )
+
+
+def _read_split(args: argparse.Namespace, name: str, prefix: str) -> list[tuple[str, ...]] | None:
+    source, target = getattr(args, f"{prefix}source_file"), getattr(args, f"{prefix}target_file")
+    table = getattr(args, f"{prefix or 'train_'}file")
+    columns: tuple[str, ...] = (args.source_column, args.target_column)
+    if source is not None and target is not None:
+        return read_pairs(source, target)
+    # Where there are only sources, predictions stay beside them: a blank one is a row too.
+    if source is not None:
+        return [(line,) for line in read_lines([source], keep_blank=True)]
+    if table is not None:
+        if only_sources := name == "test" and not has_text(table[0], args.target_column):
+            columns = columns[:1]
+        return read_columns(table, columns, "--source_column and --target_column", keep_blank=only_sources)
+    return _read_dataset(args, name, columns) if args.dataset_name is not None else None
+
+
+def _read_dataset(args: argparse.Namespace, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
+    try:
+        splits = load_dataset(args.dataset_name, args.dataset_config_name)
+    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+        raise OSError(
+            f"cannot load --dataset_name {args.dataset_name} ({type(error).__name__}: {error}); give files instead"
+        ) from error
+    split = {"dev": "validation"}.get(name, name)
+    if split not in splits:
+        return None
+    if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
+        columns = columns[:1]  # its targets are not public, as those of many test splits
+    rows = []
+    for number, row in enumerate(_rows(splits[split])):
+        texts = tuple(column_value(row, column) for column in columns)
+        if not all(isinstance(text, str) for text in texts):
+            missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
+            raise ValueError(
+                f"{args.dataset_name} ({split}), row {number}: no text in column {missing!r}; its columns are "
+                f"{', '.join(column_names(row))}: give others with --source_column and --target_column"
+            )
+        if len(columns) == 1 or all(text.strip() for text in texts):
+            rows.append(texts)
+    if not any(text.strip() for texts in rows for text in texts):
+        raise ValueError(f"{args.dataset_name} ({split}) has no row of text")
+    return rows
+
+
+def _rows(data: Dataset) -> Any:
+    return (data[i] for i in range(len(data)))
+
+
+def check_seq2seq_lengths(
+    args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Checks that sources and targets of the lengths asked for fit the model, and leave room for text.
+
+    Raises:
+        ValueError: A length is too long or too short, or the model is no encoder-decoder.
+    """
+    if not config.is_encoder_decoder:
+        raise ValueError(
+            f"{args.model_name_or_path} ({config.model_type}) is an encoder; text to text needs an encoder-decoder"
+        )
+    if config.decoder_start_token_id is None:
+        raise ValueError(f"{args.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
+    special = tokenizer.num_special_tokens_to_add()
+    for name in ("max_length", "max_target_length"):
+        value = getattr(args, name)
+        if value < special + 1:
+            raise ValueError(f"--{name} must be at least {special + 1} ({special} special tokens), got {value}")
+        if message := too_long(value, config, tokenizer):
+            raise ValueError(f"--{name} {value} is too long: {message}")
+
+
+def warn_of_cuts(
+    split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
+) -> dict[str, int]:
+    """Warns of sources and targets that have more tokens than they may.
+
+    Returns:
+        How many of the split's first 10,000 rows are cut: "sources" and "targets".
+    """
+    rows = split.pairs()[:COUNTED_ROWS]
+    found = {}
+    limits = {"max_length": max_length, "max_target_length": max_target_length}
+    for side, (flag, limit), texts in zip(
+        ("sources", "targets"), limits.items(), zip(*rows, strict=True), strict=True
+    ):
+        ids = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+        found[side] = sum(len(row) > limit for row in ids)
+        if found[side]:
+            logger.warning(
+                "%s: %d of %d %s have more than --%s %d tokens and are cut (the longest has %d)",
+                split.name, found[side], len(rows), side, flag, limit, max(map(len, ids)),
+            )  # fmt: skip
+    return found

@@ -1,0 +1,159 @@
+"""GLUE and SQuAD as text to text, worded as T5 does (arXiv:1910.10683, appendix D)."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..engine.arguments import only_evaluates
+from ..glue.data import GlueSplit, load_glue
+from ..glue.metrics import compute_metrics
+from ..glue.tasks import TASKS, GlueTask, get_task
+from ..squad.data import Question, check_unanswerable, load_squad_hub, read_squad
+from ..squad.metrics import METRIC_NAMES, score_answer
+from .data import Seq2SeqData, Seq2SeqSplit
+
+__all__ = ["TEXT_TASKS", "format_glue", "format_label", "format_squad", "load_task", "parse_texts"]
+
+SQUAD = "squad"
+TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
+# What T5 calls a task's texts, in its order (the second text first in MNLI); elsewhere the column's name.
+WORDS: dict[str, tuple[tuple[int, str], ...]] = {
+    "mnli": ((1, "hypothesis"), (0, "premise")),
+    "mrpc": ((0, "sentence1"), (1, "sentence2")),
+}
+# T5 rounds scores to fifths, so that they are texts which occur often enough to be learned.
+SCORE_STEPS = 5
+
+
+def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
+    """Words an example: "qnli question: ... sentence: ..."."""
+    words = WORDS.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
+    return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
+
+
+def format_label(task: GlueTask, label: float) -> str:
+    """Words a label: a class name, or a score rounded to 0.2."""
+    if task.labels is None:
+        return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
+    return task.labels[int(label)]
+
+
+def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+    """Reads generated texts as predictions.
+
+    Args:
+        task: The task.
+        texts: Generated.
+        labels: The true ones: a text that is no class name counts as another class than the true one.
+
+    Returns:
+        Class ids, or scores (-1 where a text is no number), one a text.
+    """
+    if task.labels is None:
+        return np.array([_parse_score(text) for text in texts])
+    names = {name: i for i, name in enumerate(task.labels)}
+    wrong = (np.asarray(labels) + 1) % len(names)
+    return np.array([names.get(text.strip(), other) for text, other in zip(texts, wrong, strict=True)])
+
+
+def _parse_score(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
+
+
+def format_squad(question: Question) -> str:
+    """Words an example: "question: ... context: ..."."""
+    return f"question: {question.question} context: {question.context}"
+
+
+def load_task(args: argparse.Namespace) -> Seq2SeqData:
+    """Reads the task that `--task_name` names.
+
+    Args:
+        args: Reads `task_name`, `data_dir`, `train_file`, `validation_file`, `test_file`; and `max_train_steps` and
+            `num_train_epochs`: a run that only evaluates needs no training split, and none is read.
+
+    Raises:
+        OSError: A file or the Hub's dataset cannot be read.
+        ValueError: There is no such task, or a file is wrong.
+    """
+    files = {f"{name}_file": _one_file(args, name) for name in ("train", "validation", "test")}
+    data = _load_squad(args, files) if args.task_name.lower() == SQUAD else _load_glue(args, files)
+    if args.source_prefix:
+        data.splits.update(
+            {
+                name: replace(split, sources=[args.source_prefix + source for source in split.sources])
+                for name, split in data.splits.items()
+            }
+        )
+    return data
+
+
+def _one_file(args: argparse.Namespace, name: str) -> str | None:
+    given = getattr(args, f"{name}_file")
+    if given is not None and len(given) > 1:
+        raise ValueError(f"--{name}_file: --task_name {args.task_name} has one file, got {len(given)}")
+    return given[0] if given else None
+
+
+def _load_glue(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2SeqData:
+    task = get_task(args.task_name)
+    loaded = load_glue(task, args.data_dir, files, with_train=not only_evaluates(args))
+    dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
+    sources = {"train": "train", "dev": dev, "test": test}
+    splits = {name: _glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded}
+    labels = np.asarray(loaded[dev].data["label"])
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        # A score's own value, and not the one it is worded as, is what it is compared with.
+        true = labels[: len(texts)]
+        return compute_metrics(task.metrics, parse_texts(task, texts, true), true)
+
+    names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
+    return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
+
+
+def _glue_split(task: GlueTask, name: str, split: GlueSplit) -> Seq2SeqSplit:
+    columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
+    sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
+    if "label" not in split.data.column_names:
+        return Seq2SeqSplit(name, sources, None)
+    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]])
+
+
+def _load_squad(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2SeqData:
+    if args.data_dir is not None:
+        raise ValueError("--data_dir is for GLUE; --task_name squad reads --train_file and --validation_file")
+    splits = {}
+    for name, flag, hub_split in (
+        ("train", "train", "train"),
+        ("dev", "validation", "validation"),
+        ("test", "test", ""),
+    ):
+        path = files[f"{flag}_file"]
+        if path is None and (any(files.values()) or not hub_split):
+            continue
+        if name == "train" and only_evaluates(args):
+            continue
+        questions = (
+            read_squad(path, has_answers=name != "test") if path else load_squad_hub(hub_split, version_2=False)
+        )
+        if name != "test":
+            check_unanswerable(path or f"{SQUAD} ({hub_split})", questions, version_2=False)
+        splits[name] = Seq2SeqSplit(
+            name,
+            [format_squad(question) for question in questions],
+            [tuple(answer.text for answer in q.answers) for q in questions] if name != "test" else None,
+        )
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
+        return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
+
+    return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})

@@ -1,0 +1,145 @@
+"""The objective of extractive question answering, and its evaluation by SQuAD's official metrics.
+
+Letters: b windows, n tokens a window.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from ..engine.loop import Objective
+from ..engine.tracking import progress_bar
+from .answers import Prediction, find_predictions
+from .data import Question
+from .metrics import compute_squad
+from .windows import Window
+
+__all__ = ["QuestionSet", "SpanSettings", "SquadEvaluator", "span_objective"]
+
+POSITIONS = ("start_positions", "end_positions")
+
+
+@dataclass(frozen=True)
+class SpanSettings:
+    """How spans are chosen; the fields are the flags of the same names.
+
+    Attributes:
+        null_score_diff_threshold: For v2.0; None: every question is answered (v1.1).
+    """
+
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    null_score_diff_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """A split to evaluate or predict: its windows are run longest first, `order` says which window came when."""
+
+    name: str
+    questions: list[Question]
+    windows: list[Window]
+    loader: DataLoader
+    order: list[int]
+
+
+def span_objective() -> Objective:
+    """The mean of the cross-entropies of the answer's first and of its last token, summed over windows."""
+
+    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
+        return _losses(_span_logits(model, batch), labels).sum()
+
+    return Objective(loss_sum=loss_sum, count=lambda batch: len(batch["input_ids"]))
+
+
+def _span_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits [b, n, 2] of each token to be the first, and the last, of the answer; padding cannot be either."""
+    inputs = {key: value for key, value in batch.items() if key not in POSITIONS}
+    config = getattr(model, "module", model).config
+    if config.is_encoder_decoder:
+        inputs["use_cache"] = False
+    outputs = model(**inputs)
+    logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).float()
+    return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    # [b, n, 2] and [b, 2] -> [b]
+    return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
+
+
+class SquadEvaluator:
+    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
+
+    Args:
+        accelerator, model: The run's.
+        data: The dev split.
+        max_length: The longest window.
+        settings: How spans are chosen.
+        quiet: No progress bar.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        data: QuestionSet,
+        max_length: int,
+        settings: SpanSettings,
+        quiet: bool = False,
+    ):
+        self.accelerator, self.model, self.data = accelerator, model, data
+        self.max_length, self.settings, self.quiet = max_length, settings, quiet
+        self.predictions: list[Prediction] = []
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def __call__(self) -> dict[str, float]:
+        """Metrics of the dev split: the official ones, and the "loss" of its windows (by the first answers)."""
+        start = time.perf_counter()
+        self.predictions, loss = self.predict(self.data)
+        threshold = self.settings.null_score_diff_threshold
+        texts = {p.id: p.text for p in self.predictions}
+        if threshold is None:
+            values = compute_squad(self.data.questions, texts)
+        else:
+            odds = {p.id: p.null_odds for p in self.predictions}
+            values = compute_squad(self.data.questions, texts, odds, threshold)
+        self.metrics = {**values, "loss": loss}
+        self.seconds = time.perf_counter() - start
+        return dict(self.metrics)
+
+    @torch.no_grad()
+    def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
+        """The predictions of a split, in its questions' order, and the mean loss of its windows."""
+        self.model.eval()
+        gathered, losses = [], []
+        bar = progress_bar(
+            self.accelerator, self.quiet, iterable=data.loader, desc=f"Running {data.name}", leave=False
+        )
+        for batch in bar:
+            logits = _span_logits(self.model, batch)  # [b, n, 2]
+            labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
+            losses.append(self.accelerator.gather_for_metrics(_losses(logits, labels)).cpu())
+            padding = (0, 0, 0, self.max_length - logits.shape[1])
+            padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
+            gathered.append(self.accelerator.gather_for_metrics(padded).cpu())
+        logits = torch.cat(gathered).numpy()
+        restored = np.empty_like(logits)
+        restored[data.order] = logits
+        found = find_predictions(
+            data.questions,
+            data.windows,
+            restored[..., 0],
+            restored[..., 1],
+            self.settings.n_best_size,
+            self.settings.max_answer_length,
+        )
+        return found, float(torch.cat(losses).mean())

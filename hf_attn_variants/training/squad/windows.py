@@ -1,0 +1,220 @@
+"""Windows of tokens over SQuAD's questions and contexts, and where in them the answers stand.
+
+A context that is too long is cut into windows that overlap by a stride; the question stands before each of them.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..engine.models import check_max_length
+from .data import Answer, Question
+
+__all__ = ["NO_ANSWER", "Window", "WindowRows", "check_squad_lengths", "make_windows", "window_collator"]
+
+logger = logging.getLogger(__name__)
+# The token that stands for "no answer": the first one, which is [CLS] in BERT and ALBERT.
+NO_ANSWER = 0
+# Questions handed to the tokenizer at a time.
+TOKENIZER_BATCH = 256
+# Which part of an example a token belongs to, in a fast tokenizer's numbering.
+CONTEXT = 1
+NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """One pass of the model over a part of a context.
+
+    Attributes:
+        question: The question's number.
+        input_ids, token_type_ids: Token ids and types [n]; types None where the tokenizer gives none.
+        context_begin: The context's first token in the window.
+        offsets: Characters of the context at which its tokens begin and end [tokens, 2].
+        start, end: The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
+    """
+
+    question: int
+    input_ids: np.ndarray
+    token_type_ids: np.ndarray | None
+    context_begin: int
+    offsets: np.ndarray
+    start: int = NO_ANSWER
+    end: int = NO_ANSWER
+
+
+def check_squad_lengths(
+    args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Checks that windows of the lengths asked for fit the model, and that each has room to move on.
+
+    Args:
+        args: Reads `max_length`, `doc_stride`, `max_query_length`.
+        config: The model's.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        ValueError: A length does not fit, or the tokenizer cannot say where its tokens stand in the text.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in the text; a fast tokenizer (with a "
+            "tokenizer.json) does"
+        )
+    check_max_length(args.max_length, config, tokenizer, pair=True)
+    room = args.max_length - tokenizer.num_special_tokens_to_add(pair=True) - args.max_query_length
+    if room <= args.doc_stride:
+        raise ValueError(
+            f"--max_length {args.max_length} leaves {max(room, 0)} tokens for the context beside a question of "
+            f"--max_query_length {args.max_query_length}; --doc_stride {args.doc_stride} must be less than that"
+        )
+
+
+def make_windows(
+    questions: Sequence[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    doc_stride: int,
+    max_query_length: int,
+    token_types: bool = True,
+    for_training: bool = False,
+) -> list[Window]:
+    """Cuts all questions' contexts into windows.
+
+    Args:
+        questions: With answers, their first one is looked for.
+        tokenizer: A fast tokenizer.
+        max_length: Tokens of a window, the question's and special ones included.
+        doc_stride: Tokens of a context that two windows share.
+        max_query_length: Tokens of a question; a longer one is cut.
+        token_types: Whether the model tells question and context by token types; ALBERT's tokenizer gives them only
+            when asked.
+        for_training: Leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
+
+    Returns:
+        The windows, in the questions' order.
+    """
+    windows: list[Window] = []
+    cut = 0
+    for begin in range(0, len(questions), TOKENIZER_BATCH):
+        batch = questions[begin : begin + TOKENIZER_BATCH]
+        texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
+        cut += shortened
+        encoded = tokenizer(
+            texts,
+            [q.context for q in batch],
+            truncation="only_second",
+            max_length=max_length,
+            stride=doc_stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            return_token_type_ids=token_types,
+            padding=False,
+        )
+        rows = encoded["overflow_to_sample_mapping"]
+        types = encoded.get("token_type_ids")
+        for i, row in enumerate(rows):
+            window = _window(
+                begin + row,
+                np.array(encoded["input_ids"][i], dtype=np.int32),
+                np.array(types[i], dtype=np.int8) if types is not None else None,
+                encoded.sequence_ids(i),
+                encoded["offset_mapping"][i],
+            )
+            if batch[row].answers:
+                is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
+                window = _with_answer(window, batch[row].answers[0], is_first, is_last)
+            windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
+    if cut:
+        long = "%d of %d questions have more than --max_query_length %d tokens and are cut"
+        logger.warning(long, cut, len(questions), max_query_length)
+    return windows
+
+
+def _cut_questions(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, max_query_length: int
+) -> tuple[list[str], int]:
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = encoded["offset_mapping"]
+    long = [len(row) > max_query_length for row in offsets]
+    kept = [
+        text[: row[max_query_length - 1][1]] if is_long else text
+        for text, row, is_long in zip(texts, offsets, long, strict=True)
+    ]
+    return kept, sum(long)
+
+
+def _window(
+    question: int,
+    input_ids: np.ndarray,
+    token_type_ids: np.ndarray | None,
+    sequence_ids: Sequence[int | None],
+    offsets: Sequence[tuple[int, int]],
+) -> Window:
+    inside = [i for i, part in enumerate(sequence_ids) if part == CONTEXT]
+    if not inside:  # an empty context
+        return Window(question, input_ids, token_type_ids, len(input_ids), NO_OFFSETS)
+    first, last = inside[0], inside[-1]
+    return Window(question, input_ids, token_type_ids, first, np.array(offsets[first : last + 1], dtype=np.int32))
+
+
+def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+    """Mark the answer, unless the window's edge cuts it; `is_first`, `is_last`: of the context's windows."""
+    begins, ends = window.offsets[:, 0], window.offsets[:, 1]
+    # Tokens that share a character with the answer; one that is empty (SentencePiece's lone space) shares none.
+    filled = np.flatnonzero(ends > begins)
+    inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
+    if not len(inside):
+        return window
+    # Spaces, soft hyphens and accents of their own may belong to no token: only at an edge are characters cut off.
+    spaces = len(answer.text) - len(answer.text.lstrip())
+    behind = answer.start + len(answer.text.rstrip())
+    if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
+        return window
+    if not is_last and inside[-1] == filled[-1] and ends[inside[-1]] < behind:
+        return window
+    first, last = (int(window.context_begin + i) for i in (inside[0], inside[-1]))
+    return replace(window, start=first, end=last)
+
+
+class WindowRows(Dataset):
+    """Windows by index."""
+
+    def __init__(self, windows: Sequence[Window]):
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Window:
+        return self.windows[index]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        return [len(window.input_ids) for window in self.windows]
+
+
+def window_collator(
+    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None
+) -> Callable[[list[Window]], dict[str, Tensor]]:
+    """Makes the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
+
+    def collate(windows: list[Window]) -> dict[str, Tensor]:
+        rows: dict[str, list] = {"input_ids": [window.input_ids.tolist() for window in windows]}
+        if windows[0].token_type_ids is not None:
+            rows["token_type_ids"] = [window.token_type_ids.tolist() for window in windows]
+        batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
+        return {
+            **batch,
+            "start_positions": torch.tensor([window.start for window in windows]),
+            "end_positions": torch.tensor([window.end for window in windows]),
+        }
+
+    return collate

@@ -1,0 +1,244 @@
+"""How far a student is from its teacher: hidden states, attention outputs, logits, sentence embeddings."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ...inspection.sentence_similarity import mean_pooled
+from .trainable import named_attentions
+
+__all__ = [
+    "ActivationRecorder",
+    "Activations",
+    "Teacher",
+    "Term",
+    "check_teacher",
+    "embedding_distance",
+    "layer_error",
+    "logits_divergence",
+    "token_cross_entropy",
+]
+
+# Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
+Term = tuple[Tensor, Tensor]
+ENCODER, DECODER = "encoder", "decoder"
+PADDING_LOGIT = -1e4
+LAYER_KINDS = ("hidden_states", "attention_outputs")
+
+
+@dataclass
+class Activations:
+    """What a forward pass leaves to compare.
+
+    Attributes:
+        logits: [b, n, vocabulary] or [b, labels]; None for a model without such a head.
+        span_logits: Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
+            be either.
+        hidden_states: Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
+        attention_outputs: Side -> the output projection of each attention [b, n, D].
+    """
+
+    logits: Tensor | None = None
+    span_logits: Tensor | None = None
+    hidden_states: dict[str, list[Tensor]] = field(default_factory=dict)
+    attention_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+class ActivationRecorder:
+    """Runs a model and keeps what `Activations` holds.
+
+    Args:
+        model: Its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
+        attention_outputs: Whether to keep the attentions' outputs.
+
+    Raises:
+        ValueError: The attentions of this architecture are not known.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
+        self.is_encoder_decoder = model.config.is_encoder_decoder
+        self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
+        if attention_outputs:
+            for site, path, module in named_attentions(model):
+                is_decoder = self.is_encoder_decoder and path.startswith(DECODER)
+                self._keep_output(module.get_submodule(site.output), DECODER if is_decoder else ENCODER)
+
+    def _keep_output(self, module: nn.Module, side: str) -> None:
+        def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
+            # Gradient checkpointing calls again in the backward pass.
+            if self._outputs is not None:
+                self._outputs.setdefault(side, []).append(output)  # ALBERT's layers share one attention
+
+        module.register_forward_hook(keep)
+
+    def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
+        """Runs `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
+        self._outputs = {}
+        options = {"use_cache": False} if self.is_encoder_decoder else {}
+        outputs = model(**inputs, output_hidden_states=hidden_states, **options)
+        kept, self._outputs = self._outputs, None
+        states = {}
+        if hidden_states and self.is_encoder_decoder:
+            states = {ENCODER: outputs.encoder_hidden_states, DECODER: outputs.decoder_hidden_states}
+        elif hidden_states:
+            states = {ENCODER: outputs.hidden_states}
+        # The first entry is the embeddings.
+        layers = {side: list(values[1:]) for side, values in states.items()}
+        return Activations(getattr(outputs, "logits", None), _span_logits(inputs, outputs), layers, kept)
+
+
+def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
+    # A T5 that answers questions scores the tokens of its decoder, which here reads a target.
+    if getattr(outputs, "start_logits", None) is None or "decoder_input_ids" in inputs:
+        return None
+    logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
+    # No weight is left of it, at any temperature that is used, and half precision holds it.
+    return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
+
+
+class Teacher:
+    """A frozen model whose activations a student is compared with; it belongs to no checkpoint.
+
+    Args:
+        model: The teacher; put into evaluation mode and frozen.
+        hidden_states, attention_outputs: What is to be compared.
+        autocast: The context that it runs in, for mixed precision.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        hidden_states: bool = False,
+        attention_outputs: bool = False,
+        autocast: Any = nullcontext,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.hidden_states, self.attention_outputs, self._autocast = hidden_states, attention_outputs, autocast
+        self.recorder = ActivationRecorder(model, attention_outputs)
+        self.variances: dict[tuple[str, str], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def run(self, inputs: dict[str, Tensor]) -> Activations:
+        """Returns the teacher's activations on a batch of model inputs."""
+        context: AbstractContextManager = self._autocast()
+        with context:
+            return self.recorder.run(self.model, inputs, self.hidden_states)
+
+    def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+        """Measures the variance of each layer's activations over tokens, by which errors are divided.
+
+        Args:
+            batches: Model inputs, and the mask [b, n] of real tokens of each side.
+        """
+        moments: dict[tuple[str, str], list[_Moments]] = {}
+        for inputs, masks in batches:
+            activations = self.run(inputs)
+            for kind in LAYER_KINDS:
+                for side, layers in getattr(activations, kind).items():
+                    found = moments.setdefault((kind, side), [_Moments() for _ in layers])
+                    for moment, states in zip(found, layers, strict=True):
+                        moment.add(states[masks[side].bool()])
+        self.variances = {key: [moment.variance() for moment in found] for key, found in moments.items()}
+
+
+class _Moments:
+    """Running first and second moments of vectors."""
+
+    def __init__(self) -> None:
+        self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, states: Tensor) -> None:
+        """Takes vectors [n, D] in."""
+        states = states.cpu().double()
+        self.count += len(states)
+        self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
+
+    def variance(self) -> Tensor:
+        """The mean variance of a coordinate, a scalar."""
+        mean = self.sum / self.count
+        variance = (self.squares / self.count - mean.square()).mean().float()
+        return variance.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that always gives the same vector
+
+
+def layer_error(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
+) -> Term:
+    """Squared error of each token's vectors as a share of their variance, averaged over layers.
+
+    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere.
+
+    Args:
+        student, teacher: One tensor [b, n, D] a layer.
+        variances: The teacher's, a scalar a layer.
+        mask: [b, n], 1 for a real token.
+    """
+    errors = torch.zeros(mask.shape, device=mask.device)
+    for mine, other, variance in zip(student, teacher, variances, strict=True):
+        errors = errors + (mine.float() - other.float()).square().mean(-1) / variance  # [b, n]
+    mask = mask.to(errors.dtype)
+    return (errors * mask).sum(-1) / len(student), mask.sum(-1)
+
+
+def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats (arXiv:1503.02531).
+
+    Args:
+        student, teacher: Logits [b, n, classes], or [b, classes].
+        mask: [b, n], 1 where it counts; None for logits [b, classes].
+        temperature: Divides the logits; the result is multiplied by its square, so that gradients keep their size.
+    """
+    if mask is None:
+        student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
+        mask = torch.ones(student.shape[:2], device=student.device)
+    chosen = mask.bool()  # [b, n]; the vocabulary is large, so only what counts is computed
+    log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
+    log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
+    divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
+    return _sums(divergence * temperature**2, chosen), chosen.sum(-1)
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
+    """Cross-entropy of the labels that are not -100, in nats a token; logits [b, n, vocabulary], labels [b, n]."""
+    chosen = labels >= 0
+    losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
+    return _sums(losses, chosen), chosen.sum(-1)
+
+
+def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
+    """1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
+    mine, other = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
+    return 1 - functional.cosine_similarity(mine, other, dim=-1), torch.ones_like(mask[:, 0])
+
+
+def _sums(values: Tensor, chosen: Tensor) -> Tensor:
+    # Of the values of each example; `chosen` [b, n] says where they come from.
+    return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
+
+
+def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
+    """Checks from their configurations that a teacher and a student can be compared.
+
+    Args:
+        student, teacher: Configurations.
+        hidden_states, attention_outputs, embedding: What is compared, beyond logits.
+
+    Raises:
+        ValueError: They differ in something that has to be the same; the message names it.
+    """
+    rules = {"vocab_size": "the teacher reads the student's token ids"}
+    if hidden_states or attention_outputs or embedding:
+        rules["hidden_size"] = "--hidden_states_weight, --attention_outputs_weight and embeddings compare vectors"
+    if hidden_states or attention_outputs:
+        rules["num_hidden_layers"] = "--hidden_states_weight and --attention_outputs_weight compare layer by layer"
+        rules["num_decoder_layers"] = rules["num_hidden_layers"]
+    rules["is_encoder_decoder"] = "both get the same inputs"
+    for name, reason in rules.items():
+        mine, other = getattr(student, name, None), getattr(teacher, name, None)
+        if mine != other:
+            raise ValueError(f"--teacher has {name} {other} and the model has {mine}; they must be the same: {reason}")

@@ -1,0 +1,245 @@
+"""What uptraining minimises: a task's loss and terms that draw a model towards its teacher."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from ...modeling.configuration_attn_variants import can_cache
+from ..engine.loop import Objective
+from ..engine.tracking import progress_bar
+from .distillation import (
+    DECODER,
+    ENCODER,
+    LAYER_KINDS,
+    ActivationRecorder,
+    Activations,
+    Teacher,
+    Term,
+    embedding_distance,
+    layer_error,
+    logits_divergence,
+    token_cross_entropy,
+)
+
+__all__ = ["TermWeights", "UptrainingEvaluator", "UptrainingObjective", "translation_bleu"]
+
+
+# Each term, by its name among the metrics -> the weight that it is multiplied by.
+TERMS = {
+    "cross_entropy": "cross_entropy",
+    "embedding_distance": "embedding_distance",
+    "logits_divergence": "logits",
+    **{f"{side}_{kind}_error": kind for side in (ENCODER, DECODER) for kind in LAYER_KINDS},
+}
+
+
+@dataclass(frozen=True)
+class TermWeights:
+    """What each term of the loss is multiplied by; 0 leaves it out.
+
+    Attributes:
+        cross_entropy: Of the labels: masked tokens, or target tokens.
+        embedding_distance: 1 - cosine of the sentence embeddings.
+        hidden_states, attention_outputs: Error of each layer, see `layer_error`.
+        logits: Divergence of the output distributions, see `logits_divergence`.
+        temperature: Of that divergence.
+    """
+
+    cross_entropy: float = 0.0
+    embedding_distance: float = 0.0
+    hidden_states: float = 0.0
+    attention_outputs: float = 0.0
+    logits: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def need_hidden_states(self) -> bool:
+        return self.hidden_states > 0 or self.embedding_distance > 0
+
+
+class UptrainingObjective:
+    """The weighted sum of terms, each the mean over its own items (tokens, or sentences) of the batch.
+
+    A batch counts by its labels, where it has some (masked tokens, or targets), by its sentences, where only their
+    embeddings are compared, and by its tokens otherwise.
+
+    Args:
+        model: The student, not yet wrapped.
+        weights: Of the terms.
+        teacher: For all terms but the cross-entropy.
+    """
+
+    def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
+        self.weights, self.teacher = weights, teacher
+        self.is_encoder_decoder = model.config.is_encoder_decoder
+        self.recorder = ActivationRecorder(model, weights.attention_outputs > 0)
+
+    def as_objective(self) -> Objective:
+        """What the training loop takes."""
+        return Objective(loss_sum=self.loss_sum, count=self.count)
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        """Number of items of a batch."""
+        if "labels" in batch:
+            return int((batch["labels"] >= 0).sum())
+        weights = self.weights
+        if not (weights.hidden_states or weights.attention_outputs or weights.logits):
+            return len(batch["input_ids"])
+        return int(batch["attention_mask"].sum())
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The loss, times `count`."""
+        return self.total(self.terms(model, batch)) * self.count(batch)
+
+    def total(self, terms: dict[str, Term]) -> Tensor:
+        """The weighted sum of the terms' means."""
+        weights = asdict(self.weights)
+        losses = [
+            weights[TERMS[name]] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()
+        ]
+        return torch.stack(losses).sum()
+
+    def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
+        """Computes each term, example by example.
+
+        Args:
+            model: The student, perhaps wrapped.
+            batch: Of one of the collators of `uptraining_data`.
+            evaluating: Also those that cost nothing more but have no weight: cross-entropy and embedding distance.
+        """
+        weights, labels = self.weights, batch.get("labels")
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        # With a teacher, evaluation looks at embeddings whatever the terms are.
+        embeds = self.teacher is not None and not self.is_encoder_decoder and self.teacher.hidden_states
+        student = self.recorder.run(model, inputs, hidden_states=weights.need_hidden_states or (evaluating and embeds))
+        terms: dict[str, Term] = {}
+        if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
+            terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
+        if self.teacher is not None:
+            terms |= self._teacher_terms(student, self.teacher.run(inputs), batch, embeds and evaluating)
+        return terms
+
+    def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The masks of real tokens [b, n] of each side."""
+        masks = {ENCODER: batch["attention_mask"]}
+        return masks | {DECODER: (batch["labels"] >= 0).long()} if self.is_encoder_decoder else masks
+
+    def _teacher_terms(
+        self, student: Activations, teacher: Activations, batch: dict[str, Tensor], embeds: bool
+    ) -> dict[str, Term]:
+        weights, masks, terms = self.weights, self.masks(batch), {}
+        for kind in LAYER_KINDS:
+            if not getattr(weights, kind):
+                continue
+            for side, layers in getattr(student, kind).items():
+                variances = self.teacher.variances[kind, side]
+                terms[f"{side}_{kind}_error"] = layer_error(
+                    layers, getattr(teacher, kind)[side], variances, masks[side]
+                )
+        if weights.logits and (student.span_logits is None) != (teacher.span_logits is None):
+            raise ValueError(
+                "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
+            )
+        if weights.logits and student.span_logits is not None:
+            mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
+            logits = student.span_logits, teacher.span_logits
+            terms["logits_divergence"] = logits_divergence(*logits, mask, weights.temperature)
+        elif weights.logits:
+            _check_logits(student.logits, teacher.logits)
+            mask = None
+            if student.logits.dim() == 3:
+                mask = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
+            terms["logits_divergence"] = logits_divergence(student.logits, teacher.logits, mask, weights.temperature)
+        if weights.embedding_distance or embeds:
+            states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
+            terms["embedding_distance"] = embedding_distance(*states, masks[ENCODER])
+        return terms
+
+
+def _check_logits(student: Tensor | None, teacher: Tensor | None) -> None:
+    shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
+    if shapes[0] is None or shapes[0] != shapes[1] or shapes[0][-1] < 2:
+        found = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
+        raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
+
+
+class UptrainingEvaluator:
+    """Evaluates held-out rows: the loss, each of its terms and, where asked for, BLEU.
+
+    Args:
+        accelerator, model, objective: The run's.
+        loader: Held-out batches, prepared by the accelerator.
+        quiet: No progress bar.
+        tokenizer, references, max_target_length: For BLEU: the targets in the loader's order, and the most tokens to
+            generate; without `references` none are generated.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        objective: UptrainingObjective,
+        loader: DataLoader,
+        quiet: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        references: list[str] | None = None,
+        max_target_length: int = 0,
+    ):
+        self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
+        self.quiet, self.tokenizer, self.references = quiet, tokenizer, references
+        self.max_target_length = max_target_length
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Metrics by name: "loss", the terms, "embedding_cosine" for that distance, "bleu"."""
+        start = time.perf_counter()
+        self.model.eval()
+        sums: dict[str, list[Tensor]] = {}
+        generated: list[str] = []
+        bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Evaluating", leave=False)
+        for batch in bar:
+            terms = self.objective.terms(self.model, batch, evaluating=True)
+            # Rows repeated to fill the last batch of each process are left out again.
+            for name, pair in self.accelerator.gather_for_metrics(terms).items():
+                gathered = torch.stack([part.cpu().double() for part in pair]).sum(-1)
+                sums.setdefault(name, []).append(gathered)
+            if self.references is not None:
+                generated += self._generate(batch)
+        totals = {name: torch.stack(parts).sum(0) for name, parts in sums.items()}
+        self.metrics = {"loss": float(self.objective.total({name: (t[0], t[1]) for name, t in totals.items()}))}
+        for name, (total, items) in totals.items():
+            value = float(total / items.clamp(min=1))
+            self.metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
+        if self.references is not None:
+            self.metrics["bleu"] = translation_bleu(generated, self.references)
+        self.seconds = time.perf_counter() - start
+        return dict(self.metrics)
+
+    def _generate(self, batch: dict[str, Tensor]) -> list[str]:
+        model = self.accelerator.unwrap_model(self.model)
+        ids = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=self.max_target_length,
+            do_sample=False,
+            num_beams=1,
+            **({} if can_cache(model.config) else {"use_cache": False}),
+        )
+        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
+        ids = self.accelerator.gather_for_metrics(ids)
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def translation_bleu(predictions: list[str], references: list[str]) -> float:
+    """Corpus BLEU of sacrebleu with its default settings, from 0 to 100."""
+    import sacrebleu
+
+    return sacrebleu.corpus_bleu(predictions, [references]).score

@@ -1,0 +1,112 @@
+"""Which parameters of a model are trained: its attention's, all, or low-rank updates of its attention."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...modeling.variant_mixins import AttentionSite
+from ...registration import variant_model_class
+
+__all__ = [
+    "TRAINABLE",
+    "add_lora",
+    "check_trainable",
+    "freeze_unused",
+    "merge_lora",
+    "named_attentions",
+    "select_trainable",
+]
+
+TRAINABLE = ("attention", "all", "lora")
+
+
+def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    """Yields each attention of a model, ours or upstream's, with its site and its path inside the base model.
+
+    Raises:
+        ValueError: The architecture is none of this package's.
+    """
+    # FSDP2 makes a class of this prefix for a model it shards.
+    sites = variant_model_class(type(model).__name__.removeprefix("FSDP")).attention_sites
+    for path, module in model.base_model.named_modules():
+        for site in sites:
+            if re.fullmatch(site.module, path):
+                yield site, path, module
+
+
+def check_trainable(trainable: str) -> None:
+    """Checks that what `--trainable` names can be trained here.
+
+    Raises:
+        ValueError: It is "lora", and peft is not installed.
+    """
+    if trainable == "lora" and importlib.util.find_spec("peft") is None:
+        raise ValueError("--trainable lora needs peft: `pip install peft`")
+
+
+def select_trainable(model: PreTrainedModel, trainable: str) -> None:
+    """Leaves only some parameters of a model with `requires_grad`.
+
+    Args:
+        model: The model.
+        trainable: "attention" (every parameter of the attention modules) or "all"; "lora" freezes all of them.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(trainable == "all")
+    if trainable == "attention":
+        for _, _, module in named_attentions(model):
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
+    """Adds trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
+
+    Args:
+        model: A model whose parameters are frozen.
+        rank: Of the updates.
+        alpha: They are scaled by alpha / rank.
+
+    Returns:
+        peft's model around it, for `merge_lora`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = {id(module): name for name, module in model.named_modules()}
+    targets = [
+        names[id(module.get_submodule(path))]
+        for site, _, module in named_attentions(model)
+        for path in (site.query, site.key, site.value, site.output)
+    ]
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
+
+
+def merge_lora(peft_model: Any) -> PreTrainedModel:
+    """Adds the low-rank updates to the weights that they belong to and returns the plain model."""
+    return peft_model.merge_and_unload()
+
+
+def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
+    """Freezes the trainable parameters that a loss does not depend on (a pooler, a head that it does not look at).
+
+    Data-parallel training would wait for their gradients.
+
+    Args:
+        model: In evaluation mode, so that nothing random is drawn.
+        loss: Computes the loss of one batch.
+
+    Returns:
+        The names of the parameters frozen.
+    """
+    loss().backward()
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    for name in unused:
+        model.get_parameter(name).requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    return unused
