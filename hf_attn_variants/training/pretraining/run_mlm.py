@@ -9,7 +9,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrain
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
-from ...cli import HelpFormatter, parse_with_checkpoint, program_name
+from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
 from ..engine import arguments
 from ..engine.models import (
     check_max_length,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ...cli import HelpFormatter, parse_with_checkpoint, program_name
+from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
 from ..engine import arguments
 from ..engine.new_model import add_scratch_arguments, check_scratch_arguments
 from .metrics import TEXT_METRICS, check_text_metrics

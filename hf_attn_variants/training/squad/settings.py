@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from ...cli import HelpFormatter, parse_with_checkpoint, program_name
+from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
 from ..engine import arguments
 from .metrics import METRIC_NAMES
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedConfig
 
-from ...cli import HelpFormatter, parse_with_checkpoint, program_name
+from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
 from ..engine import arguments
 from .objective import TermWeights
 from .trainable import TRAINABLE, check_trainable
