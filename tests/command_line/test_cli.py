@@ -4,17 +4,20 @@ import importlib
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 
+import attn_variants
+import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, cli
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
 
 
@@ -26,9 +29,9 @@ def source(tmp_path):
 
 def test_the_installed_command_is_this_one():
     found = [each for each in entry_points(group="console_scripts") if each.name == "attn-variants"]
-    if not found:
+    if not found or not found[0].value.startswith("attn_variants:"):
         pytest.skip("the package was installed before it had this command; pip install -e . again")
-    assert found[0].load() is cli.main
+    assert found[0].load() is attn_variants.main
 
 
 def test_help_names_every_command_and_version_is_the_packages(capsys):
@@ -42,12 +45,43 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
     assert "hf_attn_variants 0." in capsys.readouterr().out
 
 
-def test_the_module_is_the_command_too(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "hf_attn_variants.cli")
-    monkeypatch.setattr(sys, "argv", ["cli.py", "--version"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("hf_attn_variants.cli", run_name="__main__")
-    assert stopped.value.code == 0 and "hf_attn_variants 0." in capsys.readouterr().out
+@pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants", "hf_attn_variants.cli"])
+def test_the_module_is_the_command_too(module):
+    ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), ended.stderr
+
+
+def test_without_a_command_it_prints_the_help(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: attn-variants ")
+
+
+def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch):
+    shown = {}
+    for width in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit):
+            cli.main(["inspect", "--help"])
+        shown[width] = capsys.readouterr().out
+        assert "  attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024\n" in shown[width]
+    narrow, wide = (text.partition("Reads config.json")[2] for text in shown.values())
+    assert max(map(len, narrow.splitlines())) <= 60 and narrow.split() == wide.split()
+    assert len(wide.splitlines()) == 1
+
+
+def test_the_literals_of_convert_are_those_of_the_conversion():
+    from hf_attn_variants.commands import convert
+    from hf_attn_variants.conversion import METHODS, Calibration
+    from hf_attn_variants.conversion.calibration.fitting import FIT_DEFAULTS
+    from hf_attn_variants.conversion.calibration.texts import CALIBRATION_SIZE
+    from hf_attn_variants.conversion.convert import DTYPES
+
+    assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
+    assert convert.DEFAULTS == {
+        "calibration_size": CALIBRATION_SIZE,
+        "max_length": Calibration.max_length,
+        "fit_steps": FIT_DEFAULTS["fit_steps"],
+    }
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -79,26 +113,78 @@ def test_an_unknown_command_is_refused(capsys):
     assert stopped.value.code == 2 and "conver" in capsys.readouterr().err
 
 
-def test_nothing_heavier_than_the_package_is_imported_to_start():
+def test_nothing_heavier_than_the_package_is_imported_with_it():
     code = f"""
 import sys
 from transformers import BertModel, T5ForConditionalGeneration  # some versions of which import scikit-learn
 upstream = set(sys.modules)
 import hf_attn_variants
-before = set(sys.modules)
-from hf_attn_variants.cli import main
-try:
-    main(["--help"])
-except SystemExit:
-    pass
-new = set(sys.modules) - before
-print("NEW", sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
 print("HEAVY", [name for name in {HEAVY!r} if name in set(sys.modules) - upstream])
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "NEW ['hf_attn_variants.cli']" in result.stdout, result.stdout
-    assert "HEAVY []" in result.stdout, result.stdout
+    assert "HEAVY []" in run_python("-c", code)
+
+
+# Commands of the training room are parsed by it until it has settings without torch.
+STARTED_AT_ONCE = [name for name, (module, _) in cli.COMMANDS.items() if ".commands." in module]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--version"],
+        ["--help"],
+        [],
+        ["nothing"],
+        *([name, "--help"] for name in STARTED_AT_ONCE),
+        ["convert", "--method", "median"],
+        ["scripts/convert_checkpoint.py", "--help"],
+        ["scripts/quickstart.py", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_mistyped_flags_wait_for_no_import(argv):
+    """Neither torch nor transformers nor numpy: with them, each would take seconds."""
+    code = f"""
+import runpy, sys
+argv = {argv!r}
+try:
+    if argv and argv[0].endswith(".py"):
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        from attn_variants import main
+        main(argv)
+except SystemExit:
+    pass
+third_party = {{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
+print("IMPORTED", sorted(name for name in third_party if not name.startswith("_")))
+"""
+    printed = run_python("-S", "-c", code)
+    assert printed.splitlines()[-1] == "IMPORTED ['attn_variants', 'hf_attn_variants']"
+
+
+def test_a_command_has_the_same_public_names():
+    code = """
+import sys
+import attn_variants
+attn_variants.is_command = sys.argv[1] == "command"
+import hf_attn_variants
+print("torch" in sys.modules, hf_attn_variants.__version__)
+print(sorted(hf_attn_variants.__all__), set(hf_attn_variants.__all__) <= set(dir(hf_attn_variants)))
+from hf_attn_variants import *
+print(AttnVariantBertModel, convert.__module__)
+from transformers import AutoConfig
+print(AutoConfig.for_model("attn_variant_bert", num_key_value_heads=1).num_key_value_heads)
+"""
+    library, command = (run_python("-c", code, kind).splitlines() for kind in ("library", "command"))
+    assert library[0].startswith("True ") and command[0] == library[0].replace("True", "False")
+    assert command[1:] == library[1:] and library[1].endswith("] True")
+
+
+def run_python(*argv):
+    ended = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
 
 
 def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
