@@ -201,8 +201,8 @@ def _check_source(source: str, heads: int) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the task, the folder of its data (None: the Hub), and its rows: text1, text2 (pairs only) and label."""
+    from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.data import load_glue
-    from hf_attn_variants.training.glue.tasks import get_task
 
     embedded = args.task in (SIMILARITY, "stsb")
     task = get_task("stsb" if embedded else args.task)

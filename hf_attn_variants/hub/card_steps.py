@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..training.glue.tasks import TASKS, GlueTask
+from ..glue_tasks import TASKS, GlueTask
 
 __all__ = [
     "chain_sentence",

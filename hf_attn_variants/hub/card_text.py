@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..training.glue.tasks import GlueTask
+from ..glue_tasks import GlueTask
 from .card_steps import Step, chain_sentence, last_training
 
 if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it

@@ -29,7 +29,7 @@ from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
 
 from hf_attn_variants import cli
-from hf_attn_variants.training.glue.tasks import get_task
+from hf_attn_variants.glue_tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {

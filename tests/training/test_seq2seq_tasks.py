@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fixtures.squad import write_questions
 
-from hf_attn_variants.training.glue.tasks import TASKS
+from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.training.seq2seq.settings import parse_args
 from hf_attn_variants.training.seq2seq.worded_tasks import (
     TEXT_TASKS,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from ...glue_tasks import GlueTask
 from ..engine.loop import Objective
 from ..engine.models import LabelMap
 from ..engine.tracking import progress_bar
 from .data import GlueSplit
 from .metrics import compute_metrics
-from .tasks import GlueTask
 
 __all__ = ["EvalSet", "GlueEvaluator", "classification_objective"]
 

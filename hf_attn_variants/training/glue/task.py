@@ -15,6 +15,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
 from ...command_line import HelpFormatter, parse_with_checkpoint, program_name
+from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
 from ..engine import arguments, outputs
 from ..engine.dataloaders import create_eval_dataloader, prepare_train_dataloader
 from ..engine.loop import TrainingLoop
@@ -32,7 +33,6 @@ from ..engine.optimization import prepare_training
 from ..engine.session import open_session, start_run
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from .evaluation import EvalSet, GlueEvaluator, classification_objective
-from .tasks import TASKS, GlueTask, format_prediction, get_task
 
 __all__ = ["main", "parse_args"]
 

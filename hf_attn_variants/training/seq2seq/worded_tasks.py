@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...glue_tasks import TASKS, GlueTask, get_task
 from ..engine.arguments import only_evaluates
 from ..glue.data import GlueSplit, load_glue
 from ..glue.metrics import compute_metrics
-from ..glue.tasks import TASKS, GlueTask, get_task
 from ..squad.data import Question, check_unanswerable, load_squad_hub, read_squad
 from ..squad.metrics import METRIC_NAMES, score_answer
 from .data import Seq2SeqData, Seq2SeqSplit
