@@ -3,9 +3,7 @@
 Importing the package registers its classes with transformers' Auto factories.
 """
 
-import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # In the process of a command (`attn_variants.py`) the classes are imported when they are first asked for: they take
@@ -25,8 +23,9 @@ def __getattr__(name: str) -> Any:
 
         return convert
     if _IS_COMMAND and name == "__version__":
-        source = Path(__file__).parent / "modeling/configuration_attn_variants.py"
-        return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        from .command_line import package_version
+
+        return package_version()
     # Python asks for a submodule's name here, too, before it imports that.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
         from . import public

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import HelpFormatter
+from .command_line import HelpFormatter, package_version
 from .errors import run_script
 from .interrupts import unwind_on_interrupt
 
@@ -86,9 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
         formatter_class=HelpFormatter,
     )
-    from . import __version__
-
-    parser.add_argument("--version", action="version", version=f"hf_attn_variants {__version__}")
+    parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
     return parser

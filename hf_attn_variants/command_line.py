@@ -4,8 +4,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["HelpFormatter", "add_checkpoint_argument", "parse_with_checkpoint", "program_name"]
+__all__ = ["HelpFormatter", "add_checkpoint_argument", "package_version", "parse_with_checkpoint", "program_name"]
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -64,6 +65,12 @@ def parse_with_checkpoint(
             "--model_name_or_path"
         )
     return args
+
+
+def package_version() -> str:
+    """Return the package's version: read from the file that says it, whose import takes seconds."""
+    source = Path(__file__).parent / "modeling/configuration_attn_variants.py"
+    return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
 def program_name(script: str) -> str:
