@@ -1,26 +1,15 @@
 """The sentences and tables of a model card, each from the values that it is about."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..glue_tasks import GlueTask
+from ..inspection.costs.table import CostTable
+from ..registration import supported_model_types, variant_config_class
 from .card_steps import Step, chain_sentence, last_training
 
-if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it
-    from ..inspection.costs.table import CostTable
-
-__all__ = [
-    "PIPELINE_TAGS",
-    "licence_text",
-    "limits",
-    "papers",
-    "size_rows",
-    "summary",
-    "usage_snippet",
-]
+__all__ = ["PIPELINE_TAGS", "licence_text", "limits", "papers", "size_rows", "summary", "usage_snippet"]
 
 # The task on the Hub that a head is for; an encoder-decoder's depends on what it was trained on.
 PIPELINE_TAGS = {
@@ -48,11 +37,7 @@ PAPERS = {
 
 
 def summary(
-    variant: Any,
-    kv_heads: Mapping[str, int],
-    architecture: str,
-    base_model: str | None,
-    steps: Sequence[Step],
+    variant: Any, kv_heads: Mapping[str, int], architecture: str, base_model: str | None, steps: Sequence[Step]
 ) -> str:
     """Return what the model is, in a sentence or two; `kv_heads` as for `heads_diagram`."""
     made = "A checkpoint"
@@ -69,9 +54,12 @@ def summary(
 def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
     now = table.current
+    counts = {"num_attention_heads": variant.num_attention_heads, **kv_heads}
+    if variant.talking_heads is not None:
+        counts |= {name: getattr(variant, name) for name in ("num_softmax_heads", "num_value_heads")}
     made = [
         (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(value))
-        for name, value in _head_counts(variant, kv_heads).items()
+        for name, value in counts.items()
     ]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
@@ -153,17 +141,17 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
         )
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
-    if table is not None and table.current.name.startswith(("MQA", "GQA")):
-        if caches:
-            found.append(
-                "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
-                "short texts."
-            )
-        elif not decodes:
-            found.append(
-                "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
-                "attention time."
-            )
+    shares = table is not None and table.current.name.startswith(("MQA", "GQA"))
+    if shares and caches:
+        found.append(
+            "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
+            "short texts."
+        )
+    elif shares and not decodes:
+        found.append(
+            "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
+            "attention time."
+        )
     if decodes and not caches:
         found.append("It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.")
     if variant is not None and variant.talking_heads is not None:
@@ -223,15 +211,7 @@ def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
     return " and ".join(parts)
 
 
-def _head_counts(variant: Any, kv_heads: Mapping[str, int]) -> dict[str, int]:
-    names = ["num_softmax_heads", "num_value_heads"] if variant.talking_heads is not None else []
-    own = {name: getattr(variant, name) for name in names}
-    return {"num_attention_heads": variant.num_attention_heads, **kv_heads, **own}
-
-
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
-    from ..registration import supported_model_types, variant_config_class
-
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
