@@ -139,21 +139,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     whole = {"model": "multi-head", **_size(job.source), "converted": [job.score(job.source, run / "scores")]}
     print(f"     {job.metric}: {whole['converted'][0]:.4f}", flush=True)
 
-    heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
-    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
-    for seed in args.seeds:
-        texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
-        for way, row in rows.items():
-            folder = run / f"{way}-{seed}"
-            _convert(job, way, heads, texts, seed, folder)
-            row |= _size(folder)
-            row["converted"].append(job.score(folder, run / "scores"))
-            _distil(job, args, way, seed, folder, run)
-            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
-            scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
-            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
-
+    rows = _convert_and_distil(args, job, run)
     table = [whole, *rows.values()]
     results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -171,6 +157,25 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     return table
+
+
+def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
+    """Return the row of each way to convert, with a score of each seed."""
+    heads = args.num_key_value_heads
+    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
+    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
+    for seed in args.seeds:
+        texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
+        for way, row in rows.items():
+            folder = run / f"{way}-{seed}"
+            _convert(job, way, heads, texts, seed, folder)
+            row |= _size(folder)
+            row["converted"].append(job.score(folder, run / "scores"))
+            _distil(job, args, way, seed, folder, run)
+            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
+            scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
+            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
+    return rows
 
 
 def _embedded_model() -> Path:
@@ -286,20 +291,10 @@ def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Pat
     if not train_file.exists():
         rows = (json.dumps(dict(zip(columns, text, strict=True))) for text in job.texts)
         train_file.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    flags = {
-        "model_name_or_path": folder,
-        "teacher": job.source,
-        "objective": job.objective,
-        "trainable": "all",
-        "learning_rate": 1e-4,
-        "max_train_steps": args.distillation_steps,
-        "eval_steps": args.distillation_steps,
-        "per_device_train_batch_size": 32,
-        "train_file": train_file,
-        "max_length": 128,
-        "seed": seed,
-        "output_dir": _distilled(folder),
-    }
+    flags = {"model_name_or_path": folder, "teacher": job.source, "objective": job.objective, "trainable": "all"}
+    flags |= {"train_file": train_file, "max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-4}
+    flags |= {"max_train_steps": args.distillation_steps, "eval_steps": args.distillation_steps, "seed": seed}
+    flags |= {"output_dir": _distilled(folder)}
     with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         options = ["--group_by_length", "--disable_tqdm", "--text_columns", *columns]
         uptrain.main(uptrain.parse_args([*_argv(flags), *options]))
@@ -353,13 +348,8 @@ def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
     ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
     header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
     body = [
-        [
-            row["model"],
-            f"{row['parameters'] / 1e6:.2f} M",
-            f"{row['projection_flops'] / 1e6:.2f}",
-            _shown(row["converted"]),
-            _shown(row.get("distilled")),
-        ]
+        [row["model"], f"{row['parameters'] / 1e6:.2f} M", f"{row['projection_flops'] / 1e6:.2f}"]
+        + [_shown(row.get(key)) for key in ("converted", "distilled")]
         for row in rows
     ]
     print_table(f"{metric} on the dev set{ranges}; higher is better", header, body)

@@ -50,35 +50,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
     )
-    calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
-    calibration.add_argument(
-        "--calibration_file",
-        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
-        ".gz too",
-    )
-    calibration.add_argument(
-        "--calibration_columns",
-        nargs="+",
-        metavar="COLUMN",
-        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
-    )
-    calibration.add_argument(
-        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
-    )
-    calibration.add_argument("--calibration_target_column", help="T5: the table's column of targets")
-    calibration.add_argument(
-        "--calibration_size",
-        type=int,
-        help=f"examples drawn from the file by --seed (default: {DEFAULTS['calibration_size']})",
-    )
-    calibration.add_argument(
-        "--max_length", type=int, help=f"tokens at which an example is cut (default: {DEFAULTS['max_length']})"
-    )
-    calibration.add_argument(
-        "--fit_steps",
-        type=int,
-        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
-        f"(default: {DEFAULTS['fit_steps']})",
+    _add_calibration_arguments(
+        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
     )
     parser.add_argument(
         "--talking_heads",
@@ -105,6 +78,38 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
     return parse_with_checkpoint(parser, argv)
+
+
+def _add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--calibration_file",
+        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
+        ".gz too",
+    )
+    group.add_argument(
+        "--calibration_columns",
+        nargs="+",
+        metavar="COLUMN",
+        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
+    )
+    group.add_argument(
+        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+    )
+    group.add_argument("--calibration_target_column", help="T5: the table's column of targets")
+    group.add_argument(
+        "--calibration_size",
+        type=int,
+        help=f"examples drawn from the file by --seed (default: {DEFAULTS['calibration_size']})",
+    )
+    group.add_argument(
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {DEFAULTS['max_length']})"
+    )
+    group.add_argument(
+        "--fit_steps",
+        type=int,
+        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
+        f"(default: {DEFAULTS['fit_steps']})",
+    )
 
 
 def main(args: argparse.Namespace) -> Any:

@@ -104,20 +104,14 @@ def model_card(
     title = options.title or repo_id.split("/")[-1]
     terms = history.metadata if options.license is None else {}
     data = ModelCardData(
-        base_model=options.base_model or hub_source(history.steps) or history.metadata.get("base_model"),
-        datasets=options.datasets or _datasets(history.steps),
-        eval_results=scores or None,
-        language=options.language or history.metadata.get("language"),
         library_name="sentence-transformers" if is_sentence_model else "transformers",
-        license=options.license or terms.get("license"),
-        license_name=terms.get("license_name"),
-        license_link=terms.get("license_link"),
-        model_name=title if scores else None,
         pipeline_tag=task,
         tags=_tags(variant, kv_heads) + _source_tags(history.metadata.get("tags", []), task, is_sentence_model),
+        eval_results=scores or None,
+        model_name=title if scores else None,
+        **_origins(options, history, terms),
         ignore_metadata_errors=False,
     )
-    own_terms = terms.get("license_link") or terms.get("license_name")
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -128,12 +122,11 @@ def model_card(
         sizes=size_rows(table, variant, kv_heads) if variant is not None else [],
         usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps)),
         needs_code=bool(config.get("auto_map")),
-        transformers_range="5.15 or newer, below 6",
         steps=step_lines(steps, origin),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
         metrics=scores,
         limits=limits(variant, table, steps),
-        licence=licence_text(data.license, own_terms, bool(terms.get("license"))),
+        licence=licence_text(data.license, terms),
         papers=papers(variant, kv_heads),
     )
     return _signed(card.content)
@@ -143,6 +136,19 @@ def architecture_head(architecture: str) -> str:
     """Return upstream's class name without the model's: "ForMaskedLM", "Model", "LMHeadModel"."""
     match = re.search(r"(For[A-Z]\w+|LMHeadModel|EncoderModel|Model)$", architecture)
     return match[1] if match else ""
+
+
+def _origins(options: CardOptions, history: ModelHistory, terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the card's metadata say of what the model was made from; a licence given replaces its `terms`."""
+    source = history.metadata
+    return {
+        "base_model": options.base_model or hub_source(history.steps) or source.get("base_model"),
+        "datasets": options.datasets or _datasets(history.steps),
+        "language": options.language or source.get("language"),
+        "license": options.license or terms.get("license"),
+        "license_name": terms.get("license_name"),
+        "license_link": terms.get("license_link"),
+    }
 
 
 def _signed(text: str) -> ModelCard:

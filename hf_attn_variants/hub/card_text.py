@@ -162,20 +162,20 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
     return found
 
 
-def licence_text(license_id: str | list[str] | None, own_terms: str | None, is_the_sources: bool) -> str:
+def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) -> str:
     """Return the licence's sentence.
 
     Args:
         license_id: its id on the Hub, or several; "other" for one that has none.
-        own_terms: the name, or a link to the text, of a licence that has no id.
-        is_the_sources: whether the README of the model it was made from says so.
+        source: the metadata of what the model was made from; none where another licence replaces its terms.
     """
     code = " The code files are Apache-2.0."
     if license_id == "other":
+        own_terms = source.get("license_link") or source.get("license_name")
         return f"{own_terms or 'One that is not on the list of the Hub: ask those who made this checkpoint'}.{code}"
     if license_id:
         names = license_id if isinstance(license_id, str) else ", ".join(license_id)
-        return f"{names}{', as the model it was made from' if is_the_sources else ''}.{code}"
+        return f"{names}{', as the model it was made from' if source.get('license') else ''}.{code}"
     return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
 
 

@@ -50,14 +50,7 @@ def _width(queries: list[str], keys: list[str]) -> int:
 
 def _chain(config: Any) -> str:
     heads, softmax_heads, value_heads = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
-    chain = f"logits of {heads} heads"
-    if config.talking_heads in ("logits", "both"):
-        chain += f" --P_l [{heads} x {softmax_heads}]-->"
-    else:
-        chain += " -->"
-    chain += f" softmax of {softmax_heads} heads"
-    if config.talking_heads in ("weights", "both"):
-        chain += f" --P_w [{softmax_heads} x {value_heads}]-->"
-    else:
-        chain += " -->"
-    return f"{chain} weights of {value_heads} heads"
+    first = f"--P_l [{heads} x {softmax_heads}]" if config.talking_heads in ("logits", "both") else ""
+    second = f"--P_w [{softmax_heads} x {value_heads}]" if config.talking_heads in ("weights", "both") else ""
+    softmax = f"softmax of {softmax_heads} heads"
+    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {value_heads} heads"

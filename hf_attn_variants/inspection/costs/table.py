@@ -22,6 +22,7 @@ from ...registration import variant_config_class, variant_model_class
 __all__ = [
     "CostTable",
     "VariantCost",
+    "attention_projection_flops",
     "cost_table",
     "flops_per_token",
     "kv_cache_bytes_per_token",
@@ -31,6 +32,7 @@ __all__ = [
     "variant_name",
 ]
 
+ROLES = ("query", "key", "value", "output")
 # Linear maps that run once a sequence, whatever its length.
 ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
 
@@ -93,14 +95,11 @@ class CostTable:
         """What `row` saves against the checkpoint as it is; a negative number is what it costs more."""
         now, size = self.current, getattr(torch, self.dtype).itemsize
         cache = None if row.kv_cache_bytes is None else now.kv_cache_bytes - row.kv_cache_bytes
-        return {
-            "weight_bytes": (now.parameters - row.parameters) * size,
-            "kv_cache_bytes": cache,
-            **{
-                f"{stack}_flops_per_token": flops - row.flops_per_token[stack]
-                for stack, flops in now.flops_per_token.items()
-            },
+        saved = {"weight_bytes": (now.parameters - row.parameters) * size, "kv_cache_bytes": cache}
+        flops = {
+            f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in now.flops_per_token.items()
         }
+        return saved | flops
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the fields, and each row with its `savings`."""
@@ -239,9 +238,8 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
     for site, path, module in model.named_attentions():
         runs, stack = module_runs(path, config), _stack(model, site)
         memory_stack = "encoder" if site.name == "cross" else stack
-        for role, where in (("query", stack), ("output", stack), ("key", memory_stack), ("value", memory_stack)):
-            name = f"{path}.{getattr(site, role)}"
-            flops[where] += 2 * runs * linears.pop(name).weight.numel()
+        for role, where in zip(ROLES, (stack, memory_stack, memory_stack, stack), strict=True):
+            flops[where] += 2 * runs * linears.pop(f"{path}.{getattr(site, role)}").weight.numel()
         attended = length if site.name in ("self", "decoder") else source_length
         query_dim, memory_dim = (module.get_submodule(name).in_features for name in (site.query, site.key))
         flops[stack] += 2 * runs * attended * config.attention_head_dim * config.num_attention_heads
@@ -256,6 +254,25 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
             where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
             flops[where] += 2 * module_runs(name, config) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
+
+
+def attention_projection_flops(model: AttnVariantModelMixin) -> int:
+    """Return the floating-point operations a token that the query, key, value and output maps of all layers take.
+
+    What depends on the sequence length is not in it.
+
+    Args:
+        model: a variant model; the multi-head one counts as upstream's does.
+    """
+    return sum(
+        2 * module_runs(path, model.config) * linear.weight.numel()
+        for site, path, module in model.named_attentions()
+        for linear in _projections(site, module)
+    )
+
+
+def _projections(site: AttentionSite, module: nn.Module) -> list[Any]:
+    return [module.get_submodule(getattr(site, role)) for role in ROLES]
 
 
 def _stack(model: AttnVariantModelMixin, site: AttentionSite) -> str:
@@ -282,8 +299,7 @@ def _once_a_sequence(model: nn.Module, name: str) -> bool:
 def _attention_parameters(model: AttnVariantModelMixin) -> int:
     total = 0
     for site, _, module in model.named_attentions():
-        maps = [module.get_submodule(getattr(site, role)) for role in ("query", "key", "value", "output")]
-        total += sum(parameter.numel() for each in maps for parameter in each.parameters())
+        total += sum(parameter.numel() for each in _projections(site, module) for parameter in each.parameters())
         total += sum(parameter.numel() for parameter in module.get_submodule(site.mixes).parameters(recurse=False))
     return total
 
