@@ -68,6 +68,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         if isinstance(command, str):
             logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
             logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+            logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
         from .registration import register  # only now: a mistyped flag does not wait for these imports
 
         register()
