@@ -17,11 +17,11 @@ from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
+from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import sharded_layer_names
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
-from hf_attn_variants.training.glue.task import main, parse_args
-from hf_attn_variants.training.uptraining import task as uptrain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -119,7 +119,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
 torch.set_num_threads(1)
-script = importlib.import_module(f"hf_attn_variants.training.{sys.argv[1]}")
+script = importlib.import_module(f"hf_attn_variants.commands.{sys.argv[1]}")
 script.main(script.parse_args(sys.argv[2:]))
 """
 

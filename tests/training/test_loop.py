@@ -296,9 +296,9 @@ def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
     looked = []
 
     class Watched(TrainingLoop):
-        def _look_at_loss(self):
+        def _check_last_loss(self):
             looked.append(self._pending and self._pending[0])
-            super()._look_at_loss()
+            super()._check_last_loss()
 
     loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
     loop.__class__ = Watched

@@ -31,21 +31,15 @@ from hf_attn_variants import (
     AttnVariantBertForMaskedLM,
     AttnVariantBertForPreTraining,
 )
+from hf_attn_variants.commands.pretrain import main, parse_args
 from hf_attn_variants.training.engine import throughput
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.models import vocabulary_size
+from hf_attn_variants.training.engine.masking import MaskedLMPreparation, word_starts
 from hf_attn_variants.training.engine.new_model import new_config
-from hf_attn_variants.training.pretraining.masked_lm import (
-    MaskedLMPreparation,
-    attention_zeroed,
-    find_head,
-    gate_results,
-    masked_lm_objective,
-    shuffle_positions,
-    word_starts,
-)
-from hf_attn_variants.training.pretraining.run_mlm import main, parse_args
+from hf_attn_variants.training.engine.tokenizers import vocabulary_size
+from hf_attn_variants.training.pretraining.context_check import attention_zeroed, context_results, shuffle_positions
+from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
@@ -133,7 +127,7 @@ def test_masks_are_a_function_of_seed_epoch_and_number(tokenizer, blocks):
 @pytest.mark.parametrize("task", ["nsp", "sop"])
 def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task=task)
-    assert prepare.block_length == 61 and prepare.needs_other is (task == "nsp")
+    assert prepare.block_length == 61 and prepare.takes_other_block is (task == "nsp")
     changed, cuts = 0, set()
     for i, block in enumerate(blocks * 4):
         other = blocks[(i + 7) % len(blocks)]
@@ -322,7 +316,7 @@ def test_shuffling_keeps_tokens_and_their_labels():
     ("shuffled", "zeroed", "passed"), [(3.31, 3.31, True), (3.31, 3.2, False), (3.2, 9.0, False), (2.0, 9.0, False)]
 )
 def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
-    assert gate_results(3.0, shuffled, zeroed)["gate_passed"] is passed
+    assert context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
 
 
 def test_a_new_albert_variant_trains_and_loads(run, tokenizer):

@@ -7,11 +7,11 @@ from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import copy_left_sided
 from transformers import AutoTokenizer
 
+from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine import outputs
 from hf_attn_variants.training.squad.data import read_squad
 from hf_attn_variants.training.squad.metrics import compute_squad
-from hf_attn_variants.training.squad.task import main, parse_args
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """A `datasets` folder as text: a shard for each file, its changes seen, errors that name the file and the row."""
 
-import argparse
 import gzip
 import json
 
 import pytest
 
 from hf_attn_variants.training.pretraining import text_sources
+from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
 from hf_attn_variants.training.pretraining.text_sources import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]
@@ -22,13 +22,13 @@ def open_folder(tmp_path):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
         return open_text_sources(
-            argparse.Namespace(
-                train_file=None,
-                validation_file=None,
+            MaskedLMSettings(
                 dataset_name=str(tmp_path),
-                dataset_config_name=None,
-                text_column="text",
-                **{"metric_for_best_model": None, "early_stopping_patience": None, "eval_steps": None} | flags,
+                model_type="bert",
+                tokenizer_name="bert",
+                output_dir="out",
+                max_train_steps=1,
+                **flags,
             )
         )
 
