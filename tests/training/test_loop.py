@@ -272,7 +272,7 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
-        best = {"keep_best": True, "metric_for_best_model": "a", "greater_is_better": True}
+        best = {"keep_best": True, "metric_for_best_model": "a"}
         found = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
         loop.run()

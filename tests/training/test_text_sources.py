@@ -57,11 +57,14 @@ def test_changed_files_are_another_text(open_folder):
     assert open_folder({"validation.jsonl": as_lines(ROWS[1:])}).dev_fingerprint != second.dev_fingerprint
 
 
-@pytest.mark.parametrize("flag", ["metric_for_best_model", "early_stopping_patience", "eval_steps"])
+EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 1, "eval_steps": 1}
+
+
+@pytest.mark.parametrize("flag", EVALUATION_FLAGS)
 def test_an_evaluation_needs_a_split(open_folder, flag):
     with pytest.raises(ValueError, match=f"--{flag} needs --validation_file: .* has no split 'validation'"):
-        open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: 1})
-    assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: 1}).dev
+        open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
+    assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 
 
 def test_a_revision_on_the_hub_is_another_text():

@@ -200,7 +200,7 @@ class NewModelSettings(ModelSettings):
                     "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
                 )
             return
-        for name in NewModelSettings.__annotations__.keys() - {"title"}:
+        for name in (name for name in NewModelSettings.__annotations__ if name != "title"):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"--{name} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has "

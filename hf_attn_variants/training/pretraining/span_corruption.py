@@ -98,7 +98,7 @@ class SpanCorruption:
         ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
     """
 
-    needs_other = False
+    takes_other_block = False
 
     def __init__(
         self,
