@@ -106,7 +106,6 @@ def test_no_module_imports_itself_through_others():
     assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
 
 
-@UNTIL_ALL_ROOMS_ARE_MERGED
 def test_no_room_imports_one_above_it():
     assert not arrows_upward(IMPORTS), "\n".join(arrows_upward(IMPORTS))
 
@@ -125,15 +124,12 @@ def test_the_checks_find_what_is_wrong(tmp_path):
     )
 
 
-UNTIL_SETTINGS_ARE_LIGHT = pytest.mark.xfail(strict=False, reason="training's settings are being typed")
-
-
 def light_modules():
     """What runs before a command line is checked, and so imports neither torch nor transformers at its top."""
     names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_line", "errors"))]
     names += [name for name in MODULES if name.startswith(f"{PACKAGE}.commands.")]
     settings = [name for name in MODULES if re.search(r"\.training\..*\bsettings$", name)]
-    return [pytest.param(names, id="commands"), pytest.param(settings, id="settings", marks=UNTIL_SETTINGS_ARE_LIGHT)]
+    return [pytest.param(names, id="commands"), pytest.param(settings, id="settings")]
 
 
 @pytest.mark.parametrize("names", light_modules())

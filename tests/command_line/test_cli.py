@@ -124,10 +124,6 @@ print("HEAVY", [name for name in {HEAVY!r} if name in set(sys.modules) - upstrea
     assert "HEAVY []" in run_python("-c", code)
 
 
-# Commands of the training room are parsed by it until it has settings without torch.
-STARTED_AT_ONCE = [name for name, (module, _) in cli.COMMANDS.items() if ".commands." in module]
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -135,10 +131,10 @@ STARTED_AT_ONCE = [name for name, (module, _) in cli.COMMANDS.items() if ".comma
         ["--help"],
         [],
         ["nothing"],
-        *([name, "--help"] for name in STARTED_AT_ONCE),
+        *([name, "--help"] for name in cli.COMMANDS),
         ["convert", "--method", "median"],
-        ["scripts/convert_checkpoint.py", "--help"],
-        ["scripts/quickstart.py", "--help"],
+        ["glue", "--learning_rat", "1"],
+        *([f"scripts/{path.name}", "--help"] for path in sorted((ROOT / "scripts").glob("*.py"))),
     ],
     ids=" ".join,
 )
