@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
+from ...files import atomic_write
 from ..engine import arguments, outputs
-from ..engine.checkpoints import atomic_write
 from ..engine.dataloaders import create_eval_dataloader, prepare_train_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
