@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_attn_variants.conversion.checkpoint.io import SafetensorsWriter, TensorEntry, write_index
+from hf_attn_variants.conversion.checkpoint.entries import TensorEntry
+from hf_attn_variants.conversion.checkpoint.writing import SafetensorsWriter, write_index
 from hf_attn_variants.conversion.report import package_versions
 from hf_attn_variants.files import atomic_write
 
@@ -38,7 +39,7 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-import hf_attn_variants.conversion as conversion
+import hf_attn_variants.conversion.conversions
 from hf_attn_variants.commands.convert import main, parse_args
 imported = anonymous()
 start = time.perf_counter()

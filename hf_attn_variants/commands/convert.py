@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Sequence
 
 from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..conversion.calibration.calibrate import Calibration
-from ..conversion.calibration.fitting import FIT_DEFAULTS
-from ..conversion.calibration.texts import CALIBRATION_SIZE, read_calibration
-from ..conversion.convert import DTYPES, convert_checkpoint
-from ..conversion.methods import METHODS, CalibratedMethod
+from ..conversion.calibration.texts import read_calibration
+from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
+from ..conversion.conversions import DTYPES, convert_checkpoint
+from ..conversion.methods import METHODS
+from ..conversion.methods.base import CalibratedMethod
 from ..conversion.next_steps import next_steps
 from ..conversion.report import ConversionReport
 from ..progress import no_progress_bars

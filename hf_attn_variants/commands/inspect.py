@@ -84,7 +84,8 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         OSError: if there is none.
         ValueError: if it is no configuration of transformers.
     """
-    from ..conversion.checkpoint.source import CONFIG_NAME, local_folder, read_config
+    from ..conversion.checkpoint.source import local_folder, read_config
+    from ..files import CONFIG_NAME
 
     folder = local_folder(checkpoint)
     if folder is None:

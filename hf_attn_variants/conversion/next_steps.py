@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..model_history import RESULTS_NAME
+from ..files import RESULTS_NAME, load_json
 from ..registration import PREFIX
 from ..text_files import is_table
 from .checkpoint.source import cached_folder
@@ -131,8 +130,7 @@ def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
 def _task_of_source(args: argparse.Namespace) -> str | None:
     """Return the task of GLUE that the source was tuned on by this package; None where nothing says it."""
     try:
-        results = json.loads((Path(args.model_name_or_path).expanduser() / RESULTS_NAME).read_text("utf-8"))
-        name = results["task_name"]
+        name = load_json(Path(args.model_name_or_path).expanduser() / RESULTS_NAME)["task_name"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if isinstance(name, str) else None

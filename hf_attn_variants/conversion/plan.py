@@ -3,25 +3,23 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..errors import as_value_error
 from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
-from .checkpoint.io import TensorEntry
+from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
-from .methods import AttentionTensors, ConversionMethod, LayerContext
-from .methods.base import pool_key_value
+from .methods.base import ConversionMethod, LayerContext
+from .projections import ROLES, AttentionTensors, pool_key_value
 
-__all__ = ["AttentionModule", "ConversionPlan", "make_plan", "new_projection", "seeded_generator"]
-
-ROLES = ("query", "key", "value", "output")
+__all__ = ["AttentionModule", "ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,10 @@ class AttentionModule:
     tensors: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     projections: dict[str, tuple[int, ...]]
+
+    def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+        """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
+        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class ConversionPlan:
             return tensors
         if change == "expand":
             # Lossless, whatever the method: there is nothing to choose.
-            return AttentionTensors(**(vars(tensors) | pool_key_value(tensors, module.heads, repeat_heads)))
+            return pool_key_value(tensors, module.heads, repeat_heads)
         generator = seeded_generator(self.seed, module.name)
         layer = LayerContext(module.name, module.site.name, generator, initializer_std(self.config))
         pooled = self.method.pool(tensors, module.heads, layer)
@@ -152,11 +154,12 @@ def make_plan(
         raise ValueError(
             f"the source's configuration is wrong: a {architecture} has no `model_type` {config['model_type']!r}."
         )
-    with _source_errors(config_file, ValueError, StrictDataclassError):
+    wrong = "the source's configuration is wrong" + ("" if config_file is None else f" ({os.fspath(config_file)})")
+    with as_value_error(wrong, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
-    with _source_errors(config_file):
+    with as_value_error(wrong):
         new_config = _converted_config(config_class, source_config, dict(config), given)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
@@ -189,29 +192,6 @@ def initializer_std(config: Any) -> float:
     if hasattr(config, "initializer_range"):
         return config.initializer_range
     return config.initializer_factor * config.d_model**-0.5
-
-
-@contextmanager
-def _source_errors(config_file: str | os.PathLike | None, *explained: type[Exception]) -> Iterator[None]:
-    """Turn what a wrong value in a configuration raises anywhere in transformers or torch into a ValueError.
-
-    Args:
-        config_file: the file with the values, or None.
-        explained: errors that are the source's and whose messages say all; any other ValueError or OSError passes.
-    """
-    where = "" if config_file is None else f" ({os.fspath(config_file)})"
-    try:
-        yield
-    except explained as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the source's configuration is wrong{where}: {reason}") from error
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ValueError(
-            f"the source's configuration is wrong{where}: {type(error).__name__}: {first_line}"
-        ) from error
 
 
 def _talking_fields(config_class: type) -> list[str]:

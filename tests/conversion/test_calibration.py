@@ -14,7 +14,7 @@ from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration import calibrate as calibrating
 from hf_attn_variants.conversion.calibration import fitting
-from hf_attn_variants.conversion.calibration.calibrate import _batches
+from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.methods import calibrated
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
@@ -340,7 +340,7 @@ def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held)
     given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
     model.config.max_position_embeddings = 1200
-    parts = _batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     rows = [
         [tuple(row[: int(sum(mask))].tolist()) for b in part for row, mask in zip(*b.values(), strict=True)]
         for part in parts

@@ -21,8 +21,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.checkpoint.source import resolve_source
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.conversion.report import REPORT_NAME
-from hf_attn_variants.files import staged_folder
+from hf_attn_variants.files import REPORT_NAME, staged_folder
 from hf_attn_variants.modeling.variant_mixins import projection_std
 
 LAYER = "bert.encoder.layer.1.attention"

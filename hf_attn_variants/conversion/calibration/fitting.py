@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
+from ..projections import ROLES, AttentionTensors
 from .recording import AttentionInputs, attend
 
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
-    from .calibrate import Calibration
-
-__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error", "rounded"]
+__all__ = ["fit", "refit_output", "relative_error", "rounded"]
 
 RIDGE = 1e-6
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
-FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
 def fit(
@@ -78,26 +75,20 @@ def refit_output(
     targets: Sequence[torch.Tensor],
 ) -> AttentionTensors:
     """Change the output projection by linear regression of what is missing from the targets on the heads' outputs."""
-    with_bias = tensors.output_bias is not None
     moment: Any = 0.0
     cross: Any = 0.0
     for batch, target in zip(inputs, targets, strict=True):
         output, context = attend(tensors, batch, heads.query)
         context, missing = context[batch.valid], (target - output)[batch.valid]
-        if with_bias:
+        if tensors.output_bias is not None:
             context = _with_one(context)
         moment = moment + (context.T @ context).double()
         cross = cross + (missing.T @ context).double()
     ridge = RIDGE * moment.diagonal().mean().clamp_min(1e-30)
     moment.diagonal().add_(ridge)
     change = torch.linalg.solve(moment, cross.T).T.to(tensors.output_weight.dtype)
-    if not with_bias:
-        return replace(tensors, output_weight=tensors.output_weight + change)
-    return replace(
-        tensors,
-        output_weight=tensors.output_weight + change[:, :-1],
-        output_bias=tensors.output_bias + change[:, -1],
-    )
+    parts = tensors.parted("output", change)
+    return replace(tensors, **{name: getattr(tensors, name) + part for name, part in parts.items()})
 
 
 @torch.no_grad()
@@ -142,11 +133,9 @@ class _Whitened:
             "context": _whitening(contexts, tensors.output_bias is not None),
         }
         self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
-        self._weights = {}
-        for role, what in self._reads.items():
-            weight, bias = getattr(tensors, f"{role}_weight"), getattr(tensors, f"{role}_bias")
-            joined = weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
-            self._weights[role] = (joined @ self._maps[what][1]).requires_grad_()
+        self._weights = {
+            role: (tensors.joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
+        }
         self.parameters = list(self._weights.values())
 
     def whitened(self, batch: AttentionInputs) -> AttentionInputs:
@@ -157,28 +146,23 @@ class _Whitened:
 
     def tensors(self) -> AttentionTensors:
         """Return the projections of `whitened` inputs, and the output projection of plain ones."""
-        changed = {f"{role}_weight": self._weights[role] for role in ("query", "key", "value")}
-        return replace(
-            self._original, query_bias=None, key_bias=None, value_bias=None, **changed, **self._plain("output")
-        )
+        changed: dict[str, Any] = self._plain("output")
+        for role in ("query", "key", "value"):
+            changed |= {f"{role}_weight": self._weights[role], f"{role}_bias": None}
+        return replace(self._original, **changed)
 
     @torch.no_grad()
     def unwhitened(self) -> AttentionTensors:
         """Return the projections of plain inputs."""
-        parts = [self._plain(role) for role in self._reads]
-        return replace(
-            self._original, **{name: tensor.contiguous() for part in parts for name, tensor in part.items()}
-        )
+        plain = {name: tensor for role in ROLES for name, tensor in self._plain(role).items()}
+        return replace(self._original, **{name: tensor.contiguous() for name, tensor in plain.items()})
 
     def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
         into = self._maps[what][0]
         return (_with_one(states) if into.shape[0] > states.shape[-1] else states) @ into
 
     def _plain(self, role: str) -> dict[str, torch.Tensor]:
-        joined = self._weights[role] @ self._maps[self._reads[role]][0].T
-        if getattr(self._original, f"{role}_bias") is None:
-            return {f"{role}_weight": joined}
-        return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
+        return self._original.parted(role, self._weights[role] @ self._maps[self._reads[role]][0].T)
 
 
 def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:

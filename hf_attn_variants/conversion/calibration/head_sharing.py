@@ -7,16 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
-from ..grouping import HeadCounts, split_heads
+from ..grouping import HeadCounts, join_heads, split_heads
+from ..projections import AttentionTensors
 from .moments import head_moments, square_root
 from .recording import AttentionInputs
-
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +52,16 @@ def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Groups) 
     """
     order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
     share = heads.query // heads.key[0]
-    orders = {"query": order, "key": order[::share] // share, "value": order[::share] // share}
+    shared = order[::share] // share
     changed = {}
-    for role, rows in orders.items():
-        for part in ("weight", "bias"):
-            projection = getattr(tensors, f"{role}_{part}")
-            if projection is not None:
-                changed[f"{role}_{part}"] = split_heads(projection, len(rows))[rows].flatten(0, 1)
+    for role, rows in (("query", order), ("key", shared), ("value", shared)):
+        changed |= tensors.mapped(role, partial(_heads_in_order, order=rows))
     output = tensors.output_weight.unflatten(1, (heads.output, -1))[:, order].flatten(1)
     return replace(tensors, **changed, output_weight=output)
+
+
+def _heads_in_order(projection: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return join_heads(split_heads(projection, len(order))[order])
 
 
 @torch.no_grad()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ..grouping import HeadCounts
+from ..projections import AttentionTensors
 from .recording import AttentionInputs, attention_weights
-
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
 
 __all__ = ["centred_keys", "head_moments", "project", "pseudo_inverse", "queries_of", "square_root", "values_read"]
 
@@ -23,8 +19,7 @@ RANK_TOLERANCE = 1e-7
 
 def project(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
     """Return the queries, keys or values (`role`) of all heads, shared ones repeated: [b, n, D] to [b, n, h, d]."""
-    projected = nn.functional.linear(states, getattr(tensors, f"{role}_weight"), getattr(tensors, f"{role}_bias"))
-    projected = projected.unflatten(-1, (-1, heads.head_dim))
+    projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
     return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from transformers.masking_utils import eager_mask
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ...modeling.variant_mixins import AttentionSite
 from ...progress import progress_bar
-
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
+from ..projections import AttentionTensors
 
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
@@ -52,9 +50,7 @@ class AttentionInputs:
         memory = self.memory[index]
         states = memory if self.memory is self.states else self.states[index]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        return AttentionInputs(
-            states, memory, mask, self.position_bias, self.valid[index], self.scaling, self.is_causal
-        )
+        return replace(self, states=states, memory=memory, mask=mask, valid=self.valid[index])
 
     def memory_valid(self) -> torch.Tensor:
         """Return which keys and values some query may read, [b, m]."""
@@ -74,7 +70,7 @@ def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int)
         gradients, are arbitrary: read the valid ones alone.
     """
     context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
-    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context
+    return tensors.project("output", context), context
 
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
@@ -85,23 +81,12 @@ def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_
 def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
     """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    return [
-        nn.functional.linear(states, weight, bias).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        for states, weight, bias in (
-            (inputs.states, tensors.query_weight, tensors.query_bias),
-            (inputs.memory, tensors.key_weight, tensors.key_bias),
-            (inputs.memory, tensors.value_weight, tensors.value_bias),
-        )
-    ]
+    reads = (("query", inputs.states), ("key", inputs.memory), ("value", inputs.memory))
+    return [tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in reads]
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    return {
-        "mask": inputs.mask,
-        "position_bias": inputs.position_bias,
-        "scaling": inputs.scaling,
-        "is_causal": inputs.is_causal,
-    }
+    return {name: getattr(inputs, name) for name in ("mask", "position_bias", "scaling", "is_causal")}
 
 
 @torch.no_grad()

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
-from .calibrate import MIN_TEXTS, Calibration
+from ..calibration_settings import CALIBRATION_SIZE, MIN_TEXTS, Calibration
 
-__all__ = ["CALIBRATION_SIZE", "CalibrationLike", "as_calibration", "read_calibration"]
-
-CALIBRATION_SIZE = 2048
+__all__ = ["CalibrationLike", "as_calibration", "read_calibration"]
 
 CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str | os.PathLike
 

@@ -1,26 +1,17 @@
 """Models in memory as the converter reads and builds them, and what it reads of a checkpoint and a model alike."""
 
 import copy as copying
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...modeling.attention_variants import EAGER, SDPA
-from .io import TensorEntry, dtype_name
+from .entries import TensorEntry, dtype_name
+from .reading import CheckpointReader
 
 __all__ = ["ModelReader", "TensorSource", "assemble"]
-
-
-class TensorSource(Protocol):
-    """Tensors by name: of a folder or of a model in memory."""
-
-    entries: dict[str, TensorEntry]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor."""
-        ...
 
 
 class ModelReader:
@@ -45,6 +36,10 @@ class ModelReader:
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name].detach()
+
+
+# Both have `entries` and `read`.
+TensorSource = CheckpointReader | ModelReader
 
 
 def assemble(

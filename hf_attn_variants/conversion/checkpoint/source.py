@@ -1,6 +1,5 @@
 """Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
 
-import json
 import logging
 import os
 import shutil
@@ -9,11 +8,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ...model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME
-from .io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from ...files import (
+    CONFIG_NAME,
+    HISTORY_NAME,
+    INDEX_NAME,
+    PICKLE_INDEX_NAME,
+    PICKLE_SUFFIXES,
+    PICKLE_WEIGHTS_NAME,
+    RESULT_FILES,
+    SENTENCE_MODULES_NAME,
+    TRACKER_FOLDERS,
+    WEIGHTS_NAME,
+    load_json,
+)
 
 __all__ = [
-    "CONFIG_NAME",
     "cached_folder",
     "copy_side_files",
     "learned_tokens",
@@ -24,23 +33,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
-# What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
-TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
-TRACKER_FOLDERS = ("hf_attn_variants", "runs")
-# What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
-RESULT_FILES = (
-    RESULTS_NAME,
-    "train_log.jsonl",
-    "training_curves.png",
-    REPORT_NAME,
-    *TRAINING_LEFTOVERS,
-)
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -123,10 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
@@ -211,9 +204,9 @@ def _is_skipped_folder(name: str) -> bool:
 def _module_folders(folder: Path) -> set[str]:
     # sentence-transformers lists its modules, each in a folder of its own; the model itself has the path "".
     try:
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        modules = load_json(folder / SENTENCE_MODULES_NAME)
         return {Path(module["path"]).as_posix() for module in modules if module["path"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 
@@ -277,7 +270,7 @@ def _check_pickles(name: str, files: list[str]) -> None:
         for folder in folders
         if f"{folder}/{WEIGHTS_NAME}" not in files and not _is_skipped_folder(folder.split("/")[0])
     ]
-    if "modules.json" in files and lost:
+    if SENTENCE_MODULES_NAME in files and lost:
         logger.warning("the weights of %s are pickles and not copied (see --allow_pickle)", ", ".join(lost))
 
 

@@ -1,11 +1,10 @@
 """Mean-pooling of the heads that will share a key/value head (arXiv 2305.13245, section 2.1)."""
 
-from dataclasses import replace
-
 import torch
 
 from ..grouping import HeadCounts, group_heads, join_heads
-from .base import AttentionTensors, LayerContext, pool_key_value
+from ..projections import AttentionTensors, pool_key_value
+from .base import LayerContext
 
 __all__ = ["MeanPooling", "mean_heads"]
 
@@ -35,4 +34,4 @@ class MeanPooling:
     name = "mean"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        return replace(tensors, **pool_key_value(tensors, heads, mean_heads))
+        return pool_key_value(tensors, heads, mean_heads)

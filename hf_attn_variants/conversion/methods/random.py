@@ -1,11 +1,10 @@
 """New, randomly initialised key/value heads (the comparison of arXiv 2305.13245, section 3.3)."""
 
-from dataclasses import replace
-
 import torch
 
 from ..grouping import HeadCounts
-from .base import AttentionTensors, LayerContext, pool_key_value
+from ..projections import AttentionTensors, pool_key_value
+from .base import LayerContext
 
 __all__ = ["RandomHeads"]
 
@@ -25,4 +24,4 @@ class RandomHeads:
             )
             return drawn.to(projection)
 
-        return replace(tensors, **pool_key_value(tensors, heads, draw))
+        return pool_key_value(tensors, heads, draw)

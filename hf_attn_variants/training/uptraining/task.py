@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
-from ...conversion.checkpoint.io import open_checkpoint
+from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...errors import NonFiniteLossError
 from ..engine import arguments, outputs

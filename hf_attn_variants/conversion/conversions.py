@@ -16,17 +16,20 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..files import check_disk_space, check_output_dir, staged_folder
+from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..model_history import read_history, write_history
-from .calibration.calibrate import Calibration, calibrate, method_to_calibrate, why_not_calibrated
+from .calibration.calibrate import calibrate, method_to_calibrate, why_not_calibrated
 from .calibration.texts import CalibrationLike, as_calibration
+from .calibration_settings import Calibration
+from .checkpoint.entries import TensorEntry
 from .checkpoint.in_memory import ModelReader, assemble
-from .checkpoint.io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
-from .checkpoint.source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
-from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
-from .methods import CalibratedMethod, ConversionMethod, resolve_method
+from .checkpoint.reading import CheckpointReader, open_checkpoint
+from .checkpoint.source import copy_side_files, learned_tokens, read_config, resolve_source, side_files
+from .converted_tensors import converted_tensors, planned_entries, write_weights
+from .methods import resolve_method
+from .methods.base import CalibratedMethod, ConversionMethod
 from .plan import ConversionPlan, make_plan
-from .report import ConversionReport, added_projections, cache_bytes, count_parameters, package_versions
+from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
@@ -141,24 +144,19 @@ def convert_model(
         TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
-    calibration, asked = as_calibration(calibration, seed), method
+    calibration = as_calibration(calibration, seed)
     if calibration is not None and calibration.tokenizer is None:
         raise ValueError(
             "a model in memory has no tokenizer beside it, and a calibration needs the model's: give "
             "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
         )
-    method = resolve_method(method, calibration)
-    fields = {"num_key_value_heads": num_key_value_heads} | fields
-    config = model.config.to_dict()
-    plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
-    _warn_of_averaging(plan, asked)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
+    plan = request.plan(model.config.to_dict(), type(model).__name__, reader.entries)
     if to_calibrate := method_to_calibrate(plan, calibration):
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
         calibrate(plan, to_calibrate, calibrated_on, None, calibration)
-    with one_thread():
-        tensors = dict(converted_tensors(plan, reader))
-    return assemble(plan.model_class, plan.config, tensors, model, copy)
+    return assemble(plan.model_class, plan.config, converted_tensors(plan, reader), model, copy)
 
 
 def load_converted(
@@ -179,18 +177,13 @@ def load_converted(
     The model has one dtype, `dtype` or that of its config.json, as `from_pretrained` gives it; tensors of several ones
     stay as they are in a folder alone.
     """
-    calibration, asked = as_calibration(calibration, seed), method
-    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        fields = {"num_key_value_heads": num_key_value_heads} | fields
-        architecture, config_file = _architecture(config), folder / CONFIG_NAME
-        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
-        _warn_of_averaging(plan, asked)
-        _calibrate_from_folder(plan, reader, folder, calibration)
-        with one_thread():
-            tensors = dict(converted_tensors(plan, reader))
+        plan = request.plan(config, _architecture(config), reader.entries, folder / CONFIG_NAME)
+        _calibrate_from_folder(plan, reader, folder, request.calibration)
+        tensors = converted_tensors(plan, reader)
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
     if (generation := _generation_config(plan, folder)) is not None:
         model.generation_config = generation
@@ -221,8 +214,7 @@ def convert_checkpoint(
         The report, which the folder holds as conversion_report.json.
     """
     started = time.perf_counter()
-    calibration, asked = as_calibration(calibration, seed), method
-    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -230,47 +222,69 @@ def convert_checkpoint(
     for problem in history.problems:
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
-        fields = {"num_key_value_heads": num_key_value_heads} | fields
-        architecture, config_file = _architecture(config), folder / CONFIG_NAME
-        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
-        _warn_of_averaging(plan, asked)
+        plan = request.plan(config, _architecture(config), reader.entries, folder / CONFIG_NAME)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
-        new_entries = planned_entries(plan, reader)
-        size = sum(byte_size(entry) for entry in new_entries.values())
+        entries = planned_entries(plan, reader)
+        size = sum(entry.nbytes for entry in entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
-        calibrated = _calibrate_from_folder(plan, reader, folder, calibration)
+        calibrated = _calibrate_from_folder(plan, reader, folder, request.calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
-            layers = write_weights(plan, reader, new_entries, stage, size)
-            if reader.index_metadata is not None:
-                write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
-            if any(name.startswith(TOKENIZER_FILES) for name in copied):
-                _name_tokenizer_class(stage, config)
-            _write_config_and_code(plan, stage)
-            if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
-                generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
-            report = ConversionReport(
+            layers = write_weights(plan, reader, entries, stage, size)
+            _write_what_describes_it(plan, folder, config, copied, stage)
+            report = conversion_report(
+                plan,
+                layers,
+                reader.entries,
+                entries,
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,
                 output_dir=os.path.expanduser(output_dir),
-                method=method.name,
-                seed=seed,
-                dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-                architecture=plan.model_class.__name__,
-                heads=plan.heads,
-                talking_heads=added_projections(plan),
-                layers=layers,
-                parameters={"before": count_parameters(reader.entries), "after": count_parameters(new_entries)},
-                kv_cache_bytes_per_token=cache_bytes(plan, reader.entries, new_entries),
                 files_copied=copied,
                 files_left_out=left_out,
-                versions=package_versions(),
                 calibration=calibrated,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
             write_history(stage, history)
     return report
+
+
+class _Request:
+    """What a user asks of a conversion; all that can be checked without the source is."""
+
+    def __init__(
+        self,
+        num_key_value_heads: int | None,
+        method: str | ConversionMethod | None,
+        calibration: CalibrationLike | None,
+        dtype: torch.dtype | str | None,
+        seed: int,
+        fields: dict[str, Any],
+    ):
+        self.calibration = as_calibration(calibration, seed)
+        self.method = resolve_method(method, self.calibration)
+        self.dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        if self.dtype is not None and self.dtype not in DTYPES.values():
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+        self.seed, self.fields = seed, {"num_key_value_heads": num_key_value_heads} | fields
+        self._says_method = method is not None
+
+    def plan(
+        self,
+        config: dict[str, Any],
+        architecture: str | None,
+        entries: dict[str, TensorEntry],
+        config_file: Path | None = None,
+    ) -> ConversionPlan:
+        """Return the checked plan; warn where heads are averaged and nobody asked for that."""
+        plan = make_plan(config, architecture, entries, self.method, self.fields, self.seed, self.dtype, config_file)
+        if not self._says_method and plan.pooled and not isinstance(plan.method, CalibratedMethod):
+            if (reason := why_not_calibrated(plan)) is None:
+                logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
+            else:
+                logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
+        return plan
 
 
 def _calibrate_from_folder(
@@ -296,15 +310,6 @@ def _calibrate_from_folder(
     return None if calibration is None else calibration.settings(method)
 
 
-def _warn_of_averaging(plan: ConversionPlan, asked: str | ConversionMethod | None) -> None:
-    """Say what averaging costs where heads are averaged and nobody asked for that."""
-    if asked is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
-        if (reason := why_not_calibrated(plan)) is None:
-            logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
-        else:
-            logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
-
-
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
@@ -316,6 +321,27 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _write_what_describes_it(
+    plan: ConversionPlan, folder: Path, config: dict[str, Any], copied: list[str], stage: Path
+) -> None:
+    """Write the configuration, the code that reads it, how the model generates, and its tokenizer's class.
+
+    Args:
+        plan: the conversion.
+        folder: the source.
+        config: its config.json.
+        copied: the files of it that are in `stage` already.
+        stage: the folder to write into.
+    """
+    if any(name.startswith(TOKENIZER_FILES) for name in copied):
+        _name_tokenizer_class(stage, config)
+    plan.config.save_pretrained(stage)
+    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
+    custom_object_save(plan.model_class, stage)
+    if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
+        generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
+
+
 def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
     # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
     # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
@@ -324,12 +350,6 @@ def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
     name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
     if name is not None and settings.get("tokenizer_class") is None:
         path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:
-    plan.config.save_pretrained(stage)
-    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
-    custom_object_save(plan.model_class, stage)
 
 
 def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
@@ -347,10 +367,3 @@ def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig |
 def _architecture(config: dict[str, Any]) -> str | None:
     architectures = config.get("architectures") or [None]
     return architectures[0]
-
-
-def _resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if resolved is not None and resolved not in DTYPES.values():
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return resolved
