@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -43,12 +44,7 @@ AVERAGED = (
 )
 CALIBRATED = "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4."
 AVERAGING_MEANT = 'If averaging is meant, say method="mean" (--method mean).'
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 @overload
@@ -151,7 +147,7 @@ def convert_model(
             "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
         )
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
-    plan = request.plan(model.config.to_dict(), type(model).__name__, reader.entries)
+    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader.entries)
     if to_calibrate := method_to_calibrate(plan, calibration):
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
@@ -181,7 +177,7 @@ def load_converted(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = request.plan(config, _architecture(config), reader.entries, folder / CONFIG_NAME)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
         _calibrate_from_folder(plan, reader, folder, request.calibration)
         tensors = converted_tensors(plan, reader)
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
@@ -222,7 +218,7 @@ def convert_checkpoint(
     for problem in history.problems:
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = request.plan(config, _architecture(config), reader.entries, folder / CONFIG_NAME)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
         entries = planned_entries(plan, reader)
         size = sum(entry.nbytes for entry in entries.values())
@@ -250,36 +246,32 @@ def convert_checkpoint(
     return report
 
 
+@dataclass
 class _Request:
     """What a user asks of a conversion; all that can be checked without the source is."""
 
-    def __init__(
-        self,
-        num_key_value_heads: int | None,
-        method: str | ConversionMethod | None,
-        calibration: CalibrationLike | None,
-        dtype: torch.dtype | str | None,
-        seed: int,
-        fields: dict[str, Any],
-    ):
-        self.calibration = as_calibration(calibration, seed)
-        self.method = resolve_method(method, self.calibration)
-        self.dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    num_key_value_heads: int | None
+    asked_method: str | ConversionMethod | None
+    calibration: CalibrationLike | None
+    dtype: torch.dtype | str | None
+    seed: int
+    fields: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.calibration = as_calibration(self.calibration, self.seed)
+        self.method = resolve_method(self.asked_method, self.calibration)
+        asked = self.dtype
+        self.dtype = DTYPES.get(asked, asked) if isinstance(asked, str) else asked
         if self.dtype is not None and self.dtype not in DTYPES.values():
-            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-        self.seed, self.fields = seed, {"num_key_value_heads": num_key_value_heads} | fields
-        self._says_method = method is not None
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {asked!r}.")
 
     def plan(
-        self,
-        config: dict[str, Any],
-        architecture: str | None,
-        entries: dict[str, TensorEntry],
-        config_file: Path | None = None,
+        self, config: dict[str, Any], entries: dict[str, TensorEntry], config_file: Path | None = None
     ) -> ConversionPlan:
         """Return the checked plan; warn where heads are averaged and nobody asked for that."""
-        plan = make_plan(config, architecture, entries, self.method, self.fields, self.seed, self.dtype, config_file)
-        if not self._says_method and plan.pooled and not isinstance(plan.method, CalibratedMethod):
+        fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
+        plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
+        if self.asked_method is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
             if (reason := why_not_calibrated(plan)) is None:
                 logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
             else:
@@ -290,11 +282,7 @@ class _Request:
 def _calibrate_from_folder(
     plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
 ) -> dict[str, Any] | None:
-    """Calibrate on the model in a folder, where the method needs it; the model lives only as long.
-
-    Returns:
-        What the report says of the calibration; None where there was none.
-    """
+    """Calibrate on the model in a folder, where the method needs it; return what the report says of that."""
     method = method_to_calibrate(plan, calibration)
     if method is None:
         return None
@@ -303,10 +291,8 @@ def _calibrate_from_folder(
     # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
     config = deepcopy(plan.source_config)
     model = plan.model_class.from_pretrained(None, config=config, state_dict=source, dtype=torch.float32)
-    tokenizer = None
-    if calibration is None or calibration.tokenizer is None:
-        tokenizer = _load_tokenizer(folder)
-    calibrate(plan, method, model, tokenizer, calibration)
+    needs_tokenizer = calibration is None or calibration.tokenizer is None
+    calibrate(plan, method, model, _load_tokenizer(folder) if needs_tokenizer else None, calibration)
     return None if calibration is None else calibration.settings(method)
 
 
@@ -324,15 +310,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _write_what_describes_it(
     plan: ConversionPlan, folder: Path, config: dict[str, Any], copied: list[str], stage: Path
 ) -> None:
-    """Write the configuration, the code that reads it, how the model generates, and its tokenizer's class.
-
-    Args:
-        plan: the conversion.
-        folder: the source.
-        config: its config.json.
-        copied: the files of it that are in `stage` already.
-        stage: the folder to write into.
-    """
+    """Write the configuration, the code that reads it, how the model generates, and its tokenizer's class."""
     if any(name.startswith(TOKENIZER_FILES) for name in copied):
         _name_tokenizer_class(stage, config)
     plan.config.save_pretrained(stage)
@@ -362,8 +340,3 @@ def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig |
     found = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     own = GenerationConfig.from_model_config(plan.config).to_dict()
     return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
-
-
-def _architecture(config: dict[str, Any]) -> str | None:
-    architectures = config.get("architectures") or [None]
-    return architectures[0]

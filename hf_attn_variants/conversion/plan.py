@@ -4,7 +4,8 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,11 +69,11 @@ class ConversionPlan:
     method: ConversionMethod
     seed: int = 0
     dtype: torch.dtype | None = None
-    converted_names: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        names = frozenset(name for module in self.modules for name in module.tensors.values())
-        object.__setattr__(self, "converted_names", names)
+    @cached_property
+    def converted_names(self) -> frozenset[str]:
+        """The names of the attentions' tensors in the checkpoint."""
+        return frozenset(name for module in self.modules for name in module.tensors.values())
 
     @property
     def heads(self) -> dict[str, tuple[int, int]]:
@@ -103,9 +104,9 @@ class ConversionPlan:
         layer = LayerContext(module.name, module.site.name, generator, initializer_std(self.config))
         pooled = self.method.pool(tensors, module.heads, layer)
         for part, shape in module.shapes.items():
-            got = getattr(pooled, part)
-            if got is None or tuple(got.shape) != shape:
-                found = None if got is None else list(got.shape)
+            tensor = getattr(pooled, part)
+            found = None if tensor is None else list(tensor.shape)
+            if found != list(shape):
                 raise ValueError(
                     f"method {self.method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
                 )
@@ -114,15 +115,17 @@ class ConversionPlan:
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
-        return {
-            name: new_projection(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init, generator).to(dtype)
-            for name, shape in module.projections.items()
-        }
+        new = {}
+        for name, shape in module.projections.items():
+            # As a new model initialises it (`AttentionVariantMixin.init_projections`).
+            std = projection_std(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init)
+            drawn = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
+            new[name] = drawn.to(dtype)
+        return new
 
 
 def make_plan(
     config: Mapping[str, Any],
-    architecture: str | None,
     entries: Mapping[str, TensorEntry],
     method: ConversionMethod,
     fields: Mapping[str, Any],
@@ -133,8 +136,7 @@ def make_plan(
     """Settle what a conversion does and check that it can be done.
 
     Args:
-        config: the source's config.json.
-        architecture: the source's class, e.g. "BertForMaskedLM"; None takes the architecture's base model.
+        config: the source's config.json; without `architectures` the base model's class is taken.
         entries: every tensor of the source with its dtype and shape.
         method: how heads are pooled.
         fields: the configuration fields to change; a value of None is not given.
@@ -149,6 +151,7 @@ def make_plan(
     given = {name: value for name, value in fields.items() if value is not None}
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, dtype)
+    architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
     if model_class.config_class is not config_class:
         raise ValueError(
@@ -179,12 +182,6 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
     """Return random numbers that depend on the seed and on the layer's name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def new_projection(name: str, shape: tuple[int, ...], initialization: str, generator: torch.Generator) -> torch.Tensor:
-    """Return a talking-heads parameter as a new model initialises it (`AttentionVariantMixin.init_projections`)."""
-    std = projection_std(name, shape, initialization)
-    return torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def initializer_std(config: Any) -> float:

@@ -73,8 +73,7 @@ def calibrate(
     """Give a method the new projections of every attention that the plan pools.
 
     Args:
-        plan: the conversion.
-        method: the plan's, as `method_to_calibrate` returned it.
+        plan, method: the conversion and its method, as `method_to_calibrate` returned it.
         model: the source as this package's model with its own heads, in float32; only how it generates is changed.
         tokenizer: the one beside the checkpoint, if any.
         calibration: the text.
@@ -112,7 +111,7 @@ def calibrate(
                 layer = LayerContext(module.name, module.site.name, generator, std, uses, held, error, bar.update)
                 converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
                 details = _output_errors(tensors, converted, module.heads, layer)
-                method.remember(module.name, tensors, _on_cpu(replace(converted, details=details)))
+                method.remember(module.name, tensors, replace(converted, details=details))
                 errors.append(details["output_relative_error"])
                 bar.update(steps * len(errors) - bar.n)
                 if None not in errors:
@@ -146,12 +145,6 @@ def _tensors_of(attention: torch.nn.Module, module: AttentionModule) -> Attentio
         role, _, name = part.partition("_")
         tensors[part] = attention.get_submodule(getattr(module.site, role)).get_parameter(name).detach()
     return AttentionTensors(**tensors)
-
-
-def _on_cpu(tensors: AttentionTensors) -> AttentionTensors:
-    return AttentionTensors(
-        **{name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in vars(tensors).items()}
-    )
 
 
 def _recorded_together(

@@ -37,10 +37,8 @@ def fit(
     a step then changes the outputs by as much in all directions that the text takes.
 
     Args:
-        tensors: the projections to begin with.
-        heads: the head counts.
-        inputs: what the attention is called with, on text.
-        targets: the outputs to reach, [b, n, D] each.
+        tensors, heads: the projections to begin with.
+        inputs, targets: what the attention is called with, on text, and the outputs to reach, [b, n, D] each.
         calibration: the steps, their rate and size.
         generator: chooses each step's examples.
         on_step: called after each step.
@@ -69,10 +67,7 @@ def fit(
 
 @torch.no_grad()
 def refit_output(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Change the output projection by linear regression of what is missing from the targets on the heads' outputs."""
     moment: Any = 0.0
@@ -93,10 +88,7 @@ def refit_output(
 
 @torch.no_grad()
 def relative_error(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> float | None:
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
 
@@ -104,11 +96,9 @@ def relative_error(
     """
     if not inputs:
         return None
-    errors = [
-        (attend(tensors, batch, heads.query)[0] - target)[batch.valid]
-        for batch, target in zip(inputs, targets, strict=True)
-    ]
-    target = torch.cat([target[batch.valid] for batch, target in zip(inputs, targets, strict=True)])
+    pairs = list(zip(inputs, targets, strict=True))
+    errors = [(attend(tensors, batch, heads.query)[0] - target)[batch.valid] for batch, target in pairs]
+    target = torch.cat([target[batch.valid] for batch, target in pairs])
     spread = (target - target.mean(0)).double().square().sum()
     error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
     return error if math.isfinite(error) else None
@@ -125,11 +115,11 @@ class _Whitened:
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
         self._original = tensors
         contexts = (attend(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
+        states = (batch.states[batch.valid] for batch in inputs)
+        memories = (batch.memory[batch.memory_valid()] for batch in inputs)
         self._maps = {
-            "states": _whitening((batch.states[batch.valid] for batch in inputs), tensors.query_bias is not None),
-            "memory": _whitening(
-                (batch.memory[batch.memory_valid()] for batch in inputs), tensors.key_bias is not None
-            ),
+            "states": _whitening(states, tensors.query_bias is not None),
+            "memory": _whitening(memories, tensors.key_bias is not None),
             "context": _whitening(contexts, tensors.output_bias is not None),
         }
         self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}

@@ -53,12 +53,8 @@ def head_moments(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Return second moments in float64: what the closed form knows of the text.
 
-    Args:
-        groups: of query heads that will share a key/value head.
-
-    Returns:
-        Of each head's queries [h, d, d]; for each group, of its stacked centred keys [g*d, g*d]; and of its stacked
-        values as each of its heads reads them, [g, g*d, g*d].
+    Of each head's queries [h, d, d]; for each group of query heads that will share a key/value head, of its stacked
+    centred keys [g*d, g*d]; and of its stacked values as each of its heads reads them, [g, g*d, g*d].
     """
     d = heads.head_dim
     like = {"dtype": torch.float64, "device": tensors.query_weight.device}

@@ -94,16 +94,14 @@ def recorded_inputs(
     model: PreTrainedModel,
     paths: Sequence[str],
     batches: Sequence[Mapping[str, torch.Tensor]],
-    description: str = "reading the text",
 ) -> dict[str, list[AttentionInputs]]:
-    """Run a model over batches and return what its attentions were called with.
+    """Run a model over batches and return what its attentions were called with, {path: calls}.
 
     Args:
         model: one of this package's, with its own heads.
         paths: the attentions' paths inside the base model; one that is called several times in a pass (ALBERT's shared
             layers) has an entry for each call.
         batches: the model's arguments, with their attention masks.
-        description: of the progress bar.
     """
     recorder = _Recorder(model, paths)
     implementation = model.config._attn_implementation
@@ -111,7 +109,7 @@ def recorded_inputs(
     with recorder.hooked():
         model.set_attn_implementation(RECORDING)
         try:
-            for batch in progress_bar(batches, desc=description, unit="batch", leave=False):
+            for batch in progress_bar(batches, desc="reading the text", unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 with suppress(_AllRecorded):
                     model.base_model(**recorder.batch)

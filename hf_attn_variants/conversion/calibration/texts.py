@@ -17,16 +17,11 @@ CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str 
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return a calibration of what a user gave.
-
-    Args:
-        calibration: one; a list of texts, or of pairs of texts; the path of a text file or table, as
-            `read_calibration` takes it; or None.
-        seed: which examples of a file are drawn.
+    """Return a calibration of what a user gave: one, texts or pairs of texts, the path of a file of them, or None.
 
     Raises:
         TypeError: if it is anything else.
-        ValueError, OSError: as for `Calibration` and `read_calibration`.
+        ValueError, OSError: as for `Calibration` and `read_calibration`, which draws examples by the seed.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
@@ -103,5 +98,5 @@ def _read_examples(
         raise ValueError(f"{of_targets} is for a table; {path} is none.")
     if target_file is None:
         return read_lines([path]), None
-    pairs = read_pairs(path, target_file)
-    return [source for source, _ in pairs], [target for _, target in pairs]
+    texts, targets = zip(*read_pairs(path, target_file), strict=True)
+    return list(texts), list(targets)

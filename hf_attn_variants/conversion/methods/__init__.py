@@ -20,9 +20,7 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
     """Return the method of that name, or `method` itself where it is one already.
 
-    Args:
-        method: None is "calibrated" where there is a calibration, else "mean".
-        calibration: the calibration text, if any.
+    None is "calibrated" where there is a calibration, else "mean".
 
     Raises:
         ValueError: for an unknown name, a method without the calibration that it needs, one that looks at no text, or

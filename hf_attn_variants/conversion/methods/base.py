@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..calibration.recording import AttentionInputs
 from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
-from ..projections import AttentionTensors
+from ..projections import ROLES, AttentionTensors
 
 __all__ = ["CalibratedMethod", "ConversionMethod", "LayerContext"]
 
@@ -76,7 +76,8 @@ class CalibratedMethod(ABC):
 
     def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
         """Keep what a calibration made of an attention, and of which one."""
-        self.converted[module], self._sources[module] = converted, _digest(source)
+        on_cpu = {name: tensor for role in ROLES for name, tensor in converted.mapped(role, torch.Tensor.cpu).items()}
+        self.converted[module], self._sources[module] = replace(converted, **on_cpu), _digest(source)
 
     def steps(self, calibration: Calibration) -> int:
         """Return how many steps of one attention's work `LayerContext.on_step` tells of."""

@@ -76,18 +76,11 @@ class Calibrated(CalibratedMethod):
 
 @torch.no_grad()
 def closed_form(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Return the best shared heads in the least-squares sense: keys, then values, then the output projection.
 
-    Args:
-        tensors: the projections before.
-        heads: the head counts before and after.
-        inputs: what the attention is called with, on text.
-        targets: its outputs there, [b, n, D] each.
+    `inputs` are what the attention is called with on text, `targets` its outputs there, [b, n, D] each.
     """
     groups = consecutive_groups(heads.query, heads.key[1])
     queries, keys, values = head_moments(tensors, heads, inputs, groups)

@@ -10,16 +10,7 @@ __all__ = ["MeanPooling", "mean_heads"]
 
 
 def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Average each group of consecutive heads.
-
-    Args:
-        projection: weight [source*d, D] or bias [source*d].
-        source: heads before.
-        target: heads after; divides `source`.
-
-    Returns:
-        The projection [target*d, ...] in the same dtype.
-    """
+    """Average each group of consecutive heads: weight [source*d, D] -> [target*d, D], bias likewise, in one dtype."""
     pooled = [
         # float64 so that equal heads give themselves back; a group at a time so that no wide copy of the layer exists.
         group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)

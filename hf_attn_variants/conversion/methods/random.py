@@ -19,9 +19,7 @@ class RandomHeads:
             rows = projection.shape[0] // source * target
             if projection.ndim == 1:
                 return projection.new_zeros(rows)
-            drawn = torch.empty(rows, projection.shape[1]).normal_(
-                0.0, layer.initializer_std, generator=layer.generator
-            )
-            return drawn.to(projection)
+            drawn = torch.empty(rows, projection.shape[1])
+            return drawn.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
 
         return pool_key_value(tensors, heads, draw)
