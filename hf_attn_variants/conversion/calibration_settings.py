@@ -66,9 +66,10 @@ class Calibration:
         rows = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
         pairs = isinstance(rows[0], tuple)
-        wrong = [row for row in rows if not _is_example(row, pairs)]
-        if wrong:
-            raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {wrong[0]!r:.80}.")
+        for row in rows:
+            parts = row if pairs else [row]
+            if isinstance(row, tuple) is not pairs or not all(isinstance(text, str) for text in parts):
+                raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {row!r:.80}.")
         if pairs and any(len(pair) != 2 for pair in rows):
             raise ValueError("a pair of a calibration's `texts` has two strings.")
         if any(not text.strip() for row in rows for text in (row if pairs else [row])):
@@ -90,9 +91,9 @@ class Calibration:
 
     def _check_targets(self, targets: Sequence[str]) -> None:
         _check_is_list("target_texts", targets)
-        wrong = [text for text in targets if not isinstance(text, str)]
-        if wrong:
-            raise TypeError(f"`target_texts` of a calibration must be strings; got {wrong[0]!r:.80}.")
+        for text in targets:
+            if not isinstance(text, str):
+                raise TypeError(f"`target_texts` of a calibration must be strings; got {text!r:.80}.")
         if len(targets) != len(self.texts):
             raise ValueError(
                 f"a calibration has a target for each text: {len(self.texts)} texts, {len(targets)} targets."
@@ -110,18 +111,16 @@ class Calibration:
 
     def settings(self, method: Any) -> dict[str, Any]:
         """Return what a report says of it and of the `options` of a method, as JSON values; no text itself."""
-        kind = "pairs" if isinstance(self.texts[0], tuple) else "texts"
-        targets, held_out = self.target_texts is not None, self.held_out_count
-        said = {"count": len(self.texts), "kind": kind, "targets": targets, "held_out": held_out}
-        return said | {"max_length": self.max_length} | {name: self.fit_option(name) for name in method.options}
+        return {
+            "count": len(self.texts),
+            "kind": "pairs" if isinstance(self.texts[0], tuple) else "texts",
+            "targets": self.target_texts is not None,
+            "held_out": self.held_out_count,
+            "max_length": self.max_length,
+            **{name: self.fit_option(name) for name in method.options},
+        }
 
 
 def _check_is_list(name: str, value: Any) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"`{name}` of a calibration must be a list; got a {type(value).__name__}.")
-
-
-def _is_example(row: Any, is_pair: bool) -> bool:
-    if not is_pair:
-        return isinstance(row, str)
-    return isinstance(row, tuple) and all(isinstance(text, str) for text in row)

@@ -151,7 +151,7 @@ def convert_model(
     if to_calibrate := method_to_calibrate(plan, calibration):
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
-        calibrate(plan, to_calibrate, calibrated_on, None, calibration)
+        calibrate(plan, to_calibrate, reader, calibrated_on, None, calibration)
     return assemble(plan.model_class, plan.config, converted_tensors(plan, reader), model, copy)
 
 
@@ -292,7 +292,7 @@ def _calibrate_from_folder(
     config = deepcopy(plan.source_config)
     model = plan.model_class.from_pretrained(None, config=config, state_dict=source, dtype=torch.float32)
     needs_tokenizer = calibration is None or calibration.tokenizer is None
-    calibrate(plan, method, model, _load_tokenizer(folder) if needs_tokenizer else None, calibration)
+    calibrate(plan, method, reader, model, _load_tokenizer(folder) if needs_tokenizer else None, calibration)
     return None if calibration is None else calibration.settings(method)
 
 

@@ -39,20 +39,14 @@ def planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str,
     """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
     stored = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
-    added = {}
+    entries = {}
+    for name, entry in reader.entries.items():
+        dtype = stored if stored and entry.is_floating else entry.dtype
+        entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
-        beside = reader.entries[module.tensors["query_weight"]]
-        for name, shape in module.projections.items():
-            added[name] = TensorEntry(_safetensors_name(beside.file), stored or beside.dtype, shape)
-    kept = {
-        name: TensorEntry(
-            _safetensors_name(entry.file),
-            stored if stored and entry.is_floating else entry.dtype,
-            shapes.get(name, entry.shape),
-        )
-        for name, entry in reader.entries.items()
-    }
-    return kept | added
+        beside = entries[module.tensors["query_weight"]]
+        entries |= {name: TensorEntry(beside.file, beside.dtype, shape) for name, shape in module.projections.items()}
+    return entries
 
 
 def write_weights(
@@ -114,9 +108,8 @@ def _new_tensors(
     """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
     tensors = {}
     for part, name in module.tensors.items():
-        dtype = plan.dtype or getattr(before, part).dtype
-        tensor = getattr(after, part).to(getattr(before, part).device)
-        tensors[name] = tensor if tensor.dtype == dtype else cast(tensor, dtype, name)
+        stored = getattr(before, part)
+        tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
     added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
     return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
 

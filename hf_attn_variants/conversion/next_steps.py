@@ -1,7 +1,5 @@
 """What to do with a converted checkpoint: commands to paste, with the flags of the measured recipes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -39,12 +37,7 @@ MEANINGS = {
 
 
 def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
-    """Return lines that say what to do next, each command a line of its own.
-
-    Args:
-        report: of the conversion.
-        args: the arguments of `attn-variants convert`.
-    """
+    """Return lines that say what to do after `attn-variants convert` with `args`, each command a line of its own."""
     merged = any(layer.change == "pool" for layer in report.layers)
     if not merged and not report.talking_heads:
         return []
@@ -54,9 +47,8 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
     if merged and text is not None and not head.endswith(NOT_DISTILLED):
         commands.append(_uptrain(report, args, head, text, output))
         output = f"{output}-distilled"
-        steps.append(
-            "draw it towards its source" + (", which reads no labels" if _objective(head) == "distill" else "")
-        )
+        reads_labels = _objective(head) != "distill"
+        steps.append("draw it towards its source" + ("" if reads_labels else ", which reads no labels"))
     if (tuning := _fine_tune(args, head, text, output)) is not None:
         commands.append(tuning)
         steps.append("fine-tune it")
@@ -94,10 +86,8 @@ def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, 
     """Return the command that goes on with the model's own task; None where there is none, or it is not known."""
     name = next((task for suffix, task in TASKS.items() if head.endswith(suffix)), "glue")
     command = [name, "--model_name_or_path", model]
-    data: Sequence[str] = ()
+    data: Sequence[str] | None = ()
     if name == "seq2seq":
-        if text is None:
-            return None
         data = text
     elif name == "glue":
         task = _task_of_source(args)
@@ -106,7 +96,7 @@ def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, 
             return None
         name = task or ("stsb" if len(args.calibration_columns or ()) == 2 else "sst2")
         data = ["--task_name", name]
-    return _command(command, data, ["--output_dir", f"{model}-{name}"])
+    return None if data is None else _command(command, data, ["--output_dir", f"{model}-{name}"])
 
 
 def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:

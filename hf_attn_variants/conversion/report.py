@@ -34,6 +34,14 @@ __all__ = [
     "package_versions",
 ]
 
+# The properties of a report that are written beside its fields.
+MEANS = (
+    "mean_logits_relative_error",
+    "mean_value_relative_error",
+    "mean_output_relative_error",
+    "mean_output_relative_error_averaged",
+)
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -121,13 +129,7 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        means = {
-            "mean_logits_relative_error": self.mean_logits_relative_error,
-            "mean_value_relative_error": self.mean_value_relative_error,
-            "mean_output_relative_error": self.mean_output_relative_error,
-            "mean_output_relative_error_averaged": self.mean_output_relative_error_averaged,
-        }
-        return asdict(self) | means
+        return asdict(self) | {name: getattr(self, name) for name in MEANS}
 
     def save(self, folder: Path) -> None:
         """Write `conversion_report.json` into a folder."""
@@ -212,14 +214,7 @@ def conversion_report(
     after: dict[str, TensorEntry],
     **said: Any,
 ) -> ConversionReport:
-    """Return the report of a conversion.
-
-    Args:
-        plan: the conversion.
-        layers: one row an attention module.
-        before, after: all tensors stored.
-        said: the fields that none of these tell.
-    """
+    """Return the report of a conversion: what the plan, the layers and all tensors stored tell, and what is `said`."""
     added = {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
     return ConversionReport(
         method=plan.method.name,

@@ -1,7 +1,5 @@
 """Calibration: text through the source model, and new heads fitted to what its attentions make of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...progress import is_watched, progress_bar
 from ..calibration_settings import Calibration
+from ..checkpoint.in_memory import TensorSource
 from ..grouping import HeadCounts
 from ..methods.base import CalibratedMethod, LayerContext
 from ..methods.mean import MeanPooling
@@ -31,9 +30,8 @@ def why_not_calibrated(plan: ConversionPlan) -> str | None:
     """Return why no text can say how the plan's source is to be pooled; None where it can."""
     talking_heads = plan.source_config.talking_heads
     if talking_heads is not None:
-        return (
-            f"it fits heads whose weights sum to one; the source has talking heads ({talking_heads!r}), whose do not"
-        )
+        what = f"the source has talking heads ({talking_heads!r}), whose do not"
+        return f"it fits heads whose weights sum to one; {what}"
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.name == "cross" for module in plan.modules):
         return (
@@ -66,6 +64,7 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
 def calibrate(
     plan: ConversionPlan,
     method: CalibratedMethod,
+    reader: TensorSource,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     calibration: Calibration | None,
@@ -74,6 +73,7 @@ def calibrate(
 
     Args:
         plan, method: the conversion and its method, as `method_to_calibrate` returned it.
+        reader: the source's tensors.
         model: the source as this package's model with its own heads, in float32; only how it generates is changed.
         tokenizer: the one beside the checkpoint, if any.
         calibration: the text.
@@ -92,7 +92,6 @@ def calibrate(
     if model.can_generate():  # its own settings, beams or penalties, are for its users
         model.generation_config = GenerationConfig.from_model_config(model.config)
     used, held_out = make_batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
-    attentions = {path: module for _, path, module in model.named_attentions()}
     # A step each for the closed form, whose time no number of steps is known for; the estimate is of the mean so far.
     steps = 1 + method.steps(calibration)
     errors = []
@@ -101,7 +100,7 @@ def calibrate(
             calls = recorded_inputs(model, [module.name for module in group], used + held_out)
             for module in group:
                 bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}", refresh=is_watched())
-                tensors = _tensors_of(attentions[module.name], module)
+                tensors = module.read(lambda name: reader.read(name).float().to(device))
                 generator = seeded_generator(plan.seed, module.name)
                 inputs = calls.pop(module.name)
                 uses = max(1, len(inputs) // len(used + held_out))
@@ -132,19 +131,11 @@ def _output_errors(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> dict[str, Any]:
     """Return the method's details with the errors on held-out text: its own, and those that averaged heads have."""
-    details, name = dict(converted.details), "output_relative_error"
-    if name not in details:
-        details[name] = rounded(layer.held_out_error(converted))
+    details = dict(converted.details)
+    if "output_relative_error" not in details:
+        details["output_relative_error"] = rounded(layer.held_out_error(converted))
     averaged = MeanPooling().pool(tensors, heads, layer)
-    return details | {f"{name}_averaged": rounded(layer.held_out_error(averaged))}
-
-
-def _tensors_of(attention: torch.nn.Module, module: AttentionModule) -> AttentionTensors:
-    tensors = {}
-    for part in module.tensors:
-        role, _, name = part.partition("_")
-        tensors[part] = attention.get_submodule(getattr(module.site, role)).get_parameter(name).detach()
-    return AttentionTensors(**tensors)
+    return details | {"output_relative_error_averaged": rounded(layer.held_out_error(averaged))}
 
 
 def _recorded_together(

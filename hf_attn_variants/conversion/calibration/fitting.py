@@ -1,7 +1,5 @@
 """Fitting one attention to outputs recorded on text: by Adam in whitened coordinates, and by linear regression."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

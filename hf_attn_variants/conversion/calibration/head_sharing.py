@@ -1,7 +1,5 @@
 """Which heads should share a key/value head: chosen by what sharing loses on text, where a model's heads are free."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -91,9 +91,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
 
 @torch.no_grad()
 def recorded_inputs(
-    model: PreTrainedModel,
-    paths: Sequence[str],
-    batches: Sequence[Mapping[str, torch.Tensor]],
+    model: PreTrainedModel, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
     """Run a model over batches and return what its attentions were called with, {path: calls}.
 

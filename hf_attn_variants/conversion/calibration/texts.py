@@ -1,7 +1,5 @@
 """Calibration text as users have it: lists, files of lines, tables; a sample of it is drawn."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Sequence

@@ -63,19 +63,16 @@ def assemble(
         _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
     for name, buffer in model.named_buffers():
         _set_tensor(built, name, buffer.clone())
-    return _settle(built, model)
+    return _with_state(built, model)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor
+    (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[leaf] = tensor
 
 
-def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+def _with_state(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
     """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
     converted.train(model.training)
     for name, module in model.named_modules():
