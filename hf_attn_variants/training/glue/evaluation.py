@@ -1,6 +1,7 @@
 """The objective and the evaluation of sequence classification."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from ..engine.dataloaders import in_rows_order
 from ..engine.loop import Objective
 from ..engine.models import LabelMap
 from ..engine.tracking import progress_bar
@@ -44,8 +46,8 @@ class EvalSet:
     task: GlueTask
     split: GlueSplit
     loader: DataLoader
-    order: np.ndarray
-    labels: np.ndarray | None  # the task's numbering
+    order: Sequence[int]
+    labels: Sequence[float] | None  # in the task's numbering
 
 
 class GlueEvaluator:
@@ -86,17 +88,14 @@ class GlueEvaluator:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
             logits = self.model(**inputs).logits.float()
             gathered.append(self.accelerator.gather_for_metrics(logits).cpu())
-        logits = torch.cat(gathered).numpy()
-        restored = np.empty_like(logits)
-        restored[eval_set.order] = logits
-        return restored
+        return in_rows_order(torch.cat(gathered), eval_set.order)
 
     def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
         """Scores, or class ids in the task's numbering [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
-        labels = eval_set.labels
+        labels = np.asarray(eval_set.labels)
         if not eval_set.task.is_regression:
             labels = np.asarray(self.label_map.to_model)[labels]
         return float(_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels))) / len(labels)

@@ -6,36 +6,24 @@ Letters: b windows, n tokens a window.
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from ..engine.dataloaders import in_rows_order
 from ..engine.loop import Objective
 from ..engine.tracking import progress_bar
 from .answers import Prediction, find_predictions
 from .data import Question
 from .metrics import compute_squad
+from .settings import SquadSettings
 from .windows import Window
 
-__all__ = ["QuestionSet", "SpanSettings", "SquadEvaluator", "span_objective"]
+__all__ = ["QuestionSet", "SquadEvaluator", "span_objective"]
 
 POSITIONS = ("start_positions", "end_positions")
-
-
-@dataclass(frozen=True)
-class SpanSettings:
-    """How spans are chosen; the fields are the flags of the same names.
-
-    Attributes:
-        null_score_diff_threshold: For v2.0; None: every question is answered (v1.1).
-    """
-
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    null_score_diff_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +69,7 @@ class SquadEvaluator:
     Args:
         accelerator, model: The run's.
         data: The dev split.
-        max_length: The longest window.
-        settings: How spans are chosen.
-        quiet: No progress bar.
+        settings: The longest window, and how spans are chosen.
     """
 
     def __init__(
@@ -91,12 +77,9 @@ class SquadEvaluator:
         accelerator: Accelerator,
         model: nn.Module,
         data: QuestionSet,
-        max_length: int,
-        settings: SpanSettings,
-        quiet: bool = False,
+        settings: SquadSettings,
     ):
-        self.accelerator, self.model, self.data = accelerator, model, data
-        self.max_length, self.settings, self.quiet = max_length, settings, quiet
+        self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
@@ -105,7 +88,7 @@ class SquadEvaluator:
         """Metrics of the dev split: the official ones, and the "loss" of its windows (by the first answers)."""
         start = time.perf_counter()
         self.predictions, loss = self.predict(self.data)
-        threshold = self.settings.null_score_diff_threshold
+        threshold = self.settings.threshold
         texts = {p.id: p.text for p in self.predictions}
         if threshold is None:
             values = compute_squad(self.data.questions, texts)
@@ -122,18 +105,20 @@ class SquadEvaluator:
         self.model.eval()
         gathered, losses = [], []
         bar = progress_bar(
-            self.accelerator, self.quiet, iterable=data.loader, desc=f"Running {data.name}", leave=False
+            self.accelerator,
+            self.settings.disable_tqdm,
+            iterable=data.loader,
+            desc=f"Running {data.name}",
+            leave=False,
         )
         for batch in bar:
             logits = _span_logits(self.model, batch)  # [b, n, 2]
             labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
             losses.append(self.accelerator.gather_for_metrics(_losses(logits, labels)).cpu())
-            padding = (0, 0, 0, self.max_length - logits.shape[1])
+            padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
             padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
             gathered.append(self.accelerator.gather_for_metrics(padded).cpu())
-        logits = torch.cat(gathered).numpy()
-        restored = np.empty_like(logits)
-        restored[data.order] = logits
+        restored = in_rows_order(torch.cat(gathered), data.order)
         found = find_predictions(
             data.questions,
             data.windows,
