@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benchmarks/results/triton_resources.json"

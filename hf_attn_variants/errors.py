@@ -4,12 +4,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .interrupts import INTERRUPTED, is_first_process
 
-__all__ = ["NonFiniteLossError", "TerminatedError", "run_script"]
+__all__ = ["NonFiniteLossError", "TerminatedError", "as_value_error", "run_script"]
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -54,3 +55,22 @@ def _own_message(error: Exception) -> str:
     if re.match(r"Caught \w+ in DataLoader worker process", message):
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ?", message)[-1]
     return message
+
+
+@contextmanager
+def as_value_error(what: str, *explained: type[Exception]) -> Iterator[None]:
+    """Turn what a wrong value raises anywhere in transformers or torch into a ValueError.
+
+    Args:
+        what: what holds the value and that it is wrong: the message begins so.
+        explained: errors whose messages say all; any other ValueError or OSError passes as it is.
+    """
+    try:
+        yield
+    except explained as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"{what}: {type(error).__name__}: {first_line}") from error

@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: as for `convert_checkpoint`.
     """
-    from ..conversion.convert import convert_checkpoint
+    from ..conversion.conversions import convert_checkpoint
     from ..conversion.next_steps import next_steps
     from ..progress import no_progress_bars
 
@@ -137,7 +137,8 @@ def main(args: argparse.Namespace) -> Any:
 def _calibration(args: argparse.Namespace) -> Any:
     """Read the calibration text and draw its examples; None without any."""
     from ..conversion.calibration.texts import read_calibration
-    from ..conversion.methods import METHODS, CalibratedMethod
+    from ..conversion.methods import METHODS
+    from ..conversion.methods.base import CalibratedMethod
 
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):

@@ -71,9 +71,9 @@ def main(args: argparse.Namespace) -> Any:
     """
     from huggingface_hub import HfApi
 
+    from ..files import atomic_write
     from ..hub.card import CardOptions
     from ..hub.push import full_repo_id, plan_push, push_checkpoint
-    from ..training.engine.checkpoints import atomic_write
 
     if args.card is not None:
         given = [name for name in CARD_FLAGS if getattr(args, name) is not None]

@@ -21,8 +21,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from ..conversion.checkpoint.io import open_checkpoint
-from ..conversion.checkpoint.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
+from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.source import read_config
+from ..files import BEST_MODEL_FILE, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
 from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history, read_json
 from .card import CardOptions, is_untouched, model_card
 from .local_paths import without_local_paths
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 # What training leaves beside the model, by name or by the first folder of the path.
-TRAINING_FILES = ("checkpoint-*", "best_model.safetensors", *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
+TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")

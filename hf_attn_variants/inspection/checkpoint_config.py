@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from ..conversion.checkpoint.source import CONFIG_NAME, local_folder, read_config
+from ..conversion.checkpoint.source import local_folder, read_config
+from ..files import CONFIG_NAME
 
 __all__ = ["read_checkpoint_config"]
 

@@ -6,8 +6,7 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from ...conversion.grouping import relation
-from ...modeling.configuration_attn_variants import can_cache
+from ...errors import as_value_error
+from ...kv_cache import cache_bytes_per_token
 from ...modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
 from ...registration import variant_config_class, variant_model_class
 
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 ROLES = ("query", "key", "value", "output")
+WRONG_CONFIGURATION = "the configuration is wrong"
 # Linear maps that run once a sequence, whatever its length.
 ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
 
@@ -116,7 +117,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
     """
     if config.get("per_layer_config"):
         raise ValueError("a checkpoint with a `per_layer_config` (unequal layers) has no table of its own.")
-    with _configuration_errors():
+    with as_value_error(WRONG_CONFIGURATION):
         return variant_config_class(config.get("model_type", "")).from_upstream(dict(config), **fields)
 
 
@@ -165,7 +166,7 @@ def cost_table(
     rows = []
     for fields in variants:
         made = variant_config(config, **fields)
-        with _configuration_errors(), torch.device("meta"):
+        with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
         cache = kv_cache_bytes_per_token(model, itemsize)
         lengths = {"self": length, "decoder": length, "cross": source_length}
@@ -186,37 +187,13 @@ def cost_table(
     return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
 
 
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """Turn what a wrong value in a configuration raises anywhere in transformers or torch into a ValueError."""
-    try:
-        yield
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"the configuration is wrong: {type(error).__name__}: {first_line}") from error
-
-
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return what one token costs in each kind of cached attention, over all layers, in bytes.
-
-    Args:
-        model: a variant model, on the meta device too.
-        itemsize: bytes of one number.
-
-    Returns:
-        {site: bytes}: "self" or "decoder" for a generated token, "cross" for a token of the encoder; None for a model
-        without a cache, an encoder or one that `can_cache` refuses.
-    """
-    if not can_cache(model.config):
-        return None
-    sites: Counter[str] = Counter()
-    for site, _, module in model.named_attentions():
-        if _stack(model, site) == "decoder":
-            numbers = sum(module.get_submodule(path).out_features for path in (site.key, site.value))
-            sites[site.name] += numbers * itemsize
-    return dict(sites) or None
+    """Return `cache_bytes_per_token` of a variant model, on the meta device too, with `itemsize` bytes a number."""
+    sizes = (
+        (site, itemsize * sum(module.get_submodule(path).out_features for path in (site.key, site.value)))
+        for site, _, module in model.named_attentions()
+    )
+    return cache_bytes_per_token(model.config, sizes)
 
 
 def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: int) -> dict[str, int]:
@@ -306,7 +283,7 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
 
 def used_kv_heads_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
     """The fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
-    with _configuration_errors(), torch.device("meta"):
+    with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
     return tuple(name for name in config.kv_heads_fields() if name in used)
 
