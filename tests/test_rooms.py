@@ -101,7 +101,6 @@ def circles(imports):
 IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
-@UNTIL_ALL_ROOMS_ARE_MERGED
 def test_no_module_imports_itself_through_others():
     assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
 
@@ -147,15 +146,7 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(
-    "unwanted",
-    [
-        pytest.param("conversion.calibration", marks=UNTIL_ALL_ROOMS_ARE_MERGED),
-        pytest.param("conversion.methods", marks=UNTIL_ALL_ROOMS_ARE_MERGED),
-        "training",
-        "matplotlib",
-    ],
-)
+@pytest.mark.parametrize("unwanted", ["conversion.calibration", "conversion.methods", "training", "matplotlib"])
 @pytest.mark.parametrize("name", ["hub.push", "hub"])
 def test_a_push_loads_nothing_that_fits_trains_or_draws(name, unwanted, loaded_by):
     wanted = unwanted if unwanted == "matplotlib" else f"{PACKAGE}.{unwanted}"

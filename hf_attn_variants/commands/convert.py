@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
 
 __all__ = ["main", "parse_args"]
 
-# What help and checks of flags need of `conversion`, which takes seconds to import; a test compares them.
+# As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-DEFAULTS = {"calibration_size": 2048, "max_length": 64, "fit_steps": 400}
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
@@ -99,16 +99,16 @@ def _add_calibration_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--calibration_size",
         type=int,
-        help=f"examples drawn from the file by --seed (default: {DEFAULTS['calibration_size']})",
+        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
     )
     group.add_argument(
-        "--max_length", type=int, help=f"tokens at which an example is cut (default: {DEFAULTS['max_length']})"
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
     )
     group.add_argument(
         "--fit_steps",
         type=int,
         help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
-        f"(default: {DEFAULTS['fit_steps']})",
+        f"(default: {FIT_DEFAULTS['fit_steps']})",
     )
 
 
@@ -134,8 +134,8 @@ def main(args: argparse.Namespace) -> Any:
     return report
 
 
-def _calibration(args: argparse.Namespace) -> Any:
-    """Read the calibration text and draw its examples; None without any."""
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    """Read the calibration text and draw its examples."""
     from ..conversion.calibration.texts import read_calibration
     from ..conversion.methods import METHODS
     from ..conversion.methods.base import CalibratedMethod
