@@ -272,8 +272,7 @@ def cache_bytes(
     sites: dict[str, dict[str, int]] = {}
     for module in plan.modules:
         # The encoder's attention, or any attention of an encoder-only model, is computed once.
-        is_decoder = module.site.name == "self" and getattr(plan.config, "is_decoder", False)
-        if is_decoder or module.site.name in ("decoder", "cross"):
+        if module.site.stack_of(plan.config) == "decoder":
             site = sites.setdefault(module.site.name, {"before": 0, "after": 0})
             for i, (when, entries) in enumerate((("before", before), ("after", after))):
                 heads = module.heads.key[i] + module.heads.value[i]

@@ -262,10 +262,9 @@ def _tags(variant: Any, kv_heads: Mapping[str, int]) -> list[str]:
     tags = [package]
     if variant is None:
         return tags
-    counts = kv_heads.values()
-    if any(count == 1 < variant.num_attention_heads for count in counts):
+    if any(count == 1 < variant.query_heads(field) for field, count in kv_heads.items()):
         tags.append(multi_query)
-    if any(1 < count < variant.num_attention_heads for count in counts):
+    if any(1 < count < variant.query_heads(field) for field, count in kv_heads.items()):
         tags.append(grouped_query)
     if variant.talking_heads is not None:
         tags.append(talking_heads)

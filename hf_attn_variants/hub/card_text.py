@@ -195,7 +195,7 @@ def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the papers of what a variant does, (name, arXiv id)."""
     if variant is None:
         return []
-    counts = set(kv_heads.values()) - {variant.num_attention_heads}
+    counts = {count for field, count in kv_heads.items() if count != variant.query_heads(field)}
     found = [PAPERS["MQA"]] if 1 in counts else []
     found += [PAPERS["GQA"]] if counts else []
     return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
@@ -211,8 +211,9 @@ def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
 
 
 def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
-    heads, parts = variant.num_attention_heads, []
+    parts = []
     for name, count in kv_heads.items():
+        heads = variant.query_heads(name)
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
         kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
         shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"
@@ -224,9 +225,8 @@ def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
 
 
 def _head_counts(variant: Any, kv_heads: Mapping[str, int]) -> dict[str, int]:
-    names = ["num_softmax_heads", "num_value_heads"] if variant.talking_heads is not None else []
-    own = {name: getattr(variant, name) for name in names}
-    return {"num_attention_heads": variant.num_attention_heads, **kv_heads, **own}
+    absent = set(variant.kv_heads_fields()) - set(kv_heads)
+    return {name: getattr(variant, name) for name in variant.head_fields() if name not in absent}
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:

@@ -12,9 +12,13 @@ __all__ = [
     "checked_count",
     "checked_dynamic",
     "checked_kv_heads",
+    "checked_talking_heads",
     "nearest",
     "wrong_kinds_explained",
 ]
+
+TALKING_HEADS = (None, "logits", "weights", "both")
+TALKING_HEADS_INITS = ("identity", "random")
 
 # Each dynamic projection with the static projection that it is added to.
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
@@ -82,6 +86,42 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
     if value > MAX_HEADS:
         raise ValueError(f"`{field}` must be a whole number of heads, at most {MAX_HEADS}; got {value}.")
     return value
+
+
+def checked_talking_heads(
+    talking_heads: str | None, init: str, heads: int, softmax_heads: int | None, value_heads: int | None
+) -> tuple[int, int]:
+    """Return the numbers of softmax and value heads for `heads` query heads; None means as many as those before them.
+
+    Raises:
+        ValueError: for an unknown value, or head counts that need a projection which `talking_heads` does not have.
+    """
+    if talking_heads not in TALKING_HEADS:
+        raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.')
+    if init not in TALKING_HEADS_INITS:
+        raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {init!r}.')
+    softmax_heads = checked_count("num_softmax_heads", softmax_heads, heads)
+    default_value_heads = softmax_heads if talking_heads == "logits" else heads
+    value_heads = checked_count("num_value_heads", value_heads, default_value_heads)
+    if talking_heads in (None, "weights") and softmax_heads != heads:
+        raise ValueError(
+            "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
+            f'(`talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
+            f"talking_heads={talking_heads!r}."
+        )
+    if talking_heads in (None, "logits") and value_heads != softmax_heads:
+        raise ValueError(
+            "`num_value_heads` can differ from `num_softmax_heads` only with a weights projection "
+            f'(`talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
+            f"talking_heads={talking_heads!r}."
+        )
+    if talking_heads is not None and init == "identity" and not heads == softmax_heads == value_heads:
+        raise ValueError(
+            '`talking_heads_init="identity"` needs equal head counts: got '
+            f"num_attention_heads={heads}, num_softmax_heads={softmax_heads}, num_value_heads={value_heads}; "
+            'use "random" for rectangular projections.'
+        )
+    return softmax_heads, value_heads
 
 
 def checked_dynamic(value: list[str] | tuple[str, ...] | None, talking_heads: str | None) -> list[str]:

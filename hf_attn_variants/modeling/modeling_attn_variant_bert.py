@@ -39,7 +39,7 @@ PROJECTIONS = {
     "key": "self.key",
     "value": "self.value",
     "output": "output.dense",
-    "mixes": "self",
+    "core": "self",
 }
 
 
@@ -82,7 +82,9 @@ class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel)
     config_class = AttnVariantBertConfig
     attention_sites = (
         AttentionSite("self", r"encoder\.layer\.\d+\.attention", **PROJECTIONS),
-        AttentionSite("cross", r"encoder\.layer\.\d+\.crossattention", **PROJECTIONS),
+        AttentionSite(
+            "cross", r"encoder\.layer\.\d+\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
+        ),
     )
 
 

@@ -1,7 +1,6 @@
 """What the attention of a model costs, counted from its shapes."""
 
 from ...modeling.variant_mixins import AttnVariantModelMixin
-from .table import module_runs
 
 __all__ = ["attention_projection_flops"]
 
@@ -15,7 +14,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
         model: a variant model; the multi-head one counts as upstream's does.
     """
     return sum(
-        2 * module_runs(path, model.config) * module.get_submodule(linear).weight.numel()
+        2 * model.module_runs(model.config, path) * module.get_submodule(linear).weight.numel()
         for site, path, module in model.named_attentions()
-        for linear in (site.query, site.key, site.value, site.output)
+        for linear in site.projections.values()
     )

@@ -13,8 +13,7 @@ from .models import set_dropout, vocabulary_size
 
 __all__ = ["add_scratch_arguments", "check_scratch_arguments", "new_config", "new_model"]
 
-VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
-SCRATCH_FLAGS = ("model_type", "config_overrides", *VARIANT_FIELDS)
+SCRATCH_FLAGS = ("model_type", "config_overrides", "num_key_value_heads", "talking_heads")
 
 
 def add_scratch_arguments(parser: argparse.ArgumentParser, model_types: Sequence[str]) -> None:
@@ -63,8 +62,10 @@ def new_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         ValueError: A field is unknown, or a value breaks a rule.
     """
-    variant = {name: getattr(args, name) for name in VARIANT_FIELDS if getattr(args, name) is not None}
-    default = variant_config_class(args.model_type)() if variant else AutoConfig.for_model(args.model_type)
+    variant_class = variant_config_class(args.model_type)
+    given = {name: getattr(args, name, None) for name in variant_class.variant_fields()}
+    variant = {name: value for name, value in given.items() if value is not None}
+    default = variant_class() if variant else AutoConfig.for_model(args.model_type)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
