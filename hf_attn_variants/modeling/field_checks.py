@@ -3,10 +3,12 @@
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
+    "adds_talking_heads",
     "check_size",
     "check_value_groups",
     "checked_count",
@@ -180,3 +182,52 @@ def wrong_kinds_explained() -> Iterator[None]:
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
+
+
+def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
+
+    Args:
+        config_class: the model's.
+        source, config, kwargs: as `from_pretrained` gets them.
+
+    Raises:
+        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
+    """
+    kv_fields = config_class.kv_heads_fields()
+    shapes = {name for name in config_class.variant_fields() if name not in (*kv_fields, "talking_heads_init")}
+    wanted = {name: kwargs[name] for name in (*kv_fields, *shapes) if name in kwargs}
+    if hasattr(config, "talking_heads_dynamic"):
+        wanted = {name: getattr(config, name) for name in (*kv_fields, *shapes)} | wanted
+    if not wanted:
+        return False
+    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
+    heads = held.get("num_attention_heads", held.get("num_heads"))
+    if heads is None:
+        return False  # weights without a configuration: nothing to compare with
+    for name in kv_fields:
+        found, value = held.get(name) or heads, wanted.get(name) or heads
+        if value != found:
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
+                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
+                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
+            )
+    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    plain = {"num_value_heads": heads}
+    if "relative_attention_num_buckets" in held:
+        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
+    for name, found in (held if held.get("talking_heads") is not None else plain).items():
+        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
+                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
+                "checkpoint's own configuration."
+            )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+
+
+def _comparable(value: Any) -> Any:
+    # The names of dynamic projections have no order.
+    return set(value) if isinstance(value, list | tuple) and value else value or None

@@ -109,8 +109,3 @@ class AttnVariantAlbertForTokenClassification(AttnVariantAlbertPreTrainedModel, 
 
 class AttnVariantAlbertForQuestionAnswering(AttnVariantAlbertPreTrainedModel, AlbertForQuestionAnswering):
     """`AlbertForQuestionAnswering` with variant attention."""
-
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantAlbertConfig.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

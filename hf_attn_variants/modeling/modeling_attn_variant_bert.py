@@ -134,7 +134,3 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
 # By the class names in this table, upstream's Trainer knows whose labels it has to shift (where it smooths them) and
 # the text-generation pipeline which models generate.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantBertConfig.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

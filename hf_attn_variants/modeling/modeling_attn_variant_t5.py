@@ -183,8 +183,3 @@ def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
     length = cache.get_seq_length(layer)
     # A static cache counts in place, and the bias is made after the update.
     return length.clone() if isinstance(length, torch.Tensor) else length
-
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantT5Config.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

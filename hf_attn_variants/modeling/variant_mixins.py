@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
+from .field_checks import adds_talking_heads
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -31,9 +32,6 @@ __all__ = [
 
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
-
-# The fields that decide which talking-heads parameters there are, and of what shape.
-TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_dynamic")
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
@@ -238,6 +236,13 @@ class AttnVariantModelMixin:
     attention_sites: tuple[AttentionSite, ...] = ()
     variant_classes: dict[type, type] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Saving needs to know which Auto class each class answers to; the configuration says so once.
+        for auto_class, name in getattr(cls.config_class, "auto_classes", {}).items():
+            if name == cls.__name__:
+                cls.register_for_auto_class(auto_class)
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, "talking_heads_dynamic"):
             raise ValueError(
@@ -297,7 +302,7 @@ class AttnVariantModelMixin:
             ValueError: if the configuration asks for other heads than the checkpoint holds: that takes a conversion.
         """
         source = pretrained_model_name_or_path
-        adds = source is not None and _check_same_heads(cls, source, config, kwargs)
+        adds = source is not None and adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _adds_talking_heads.set(adds)
         try:
             loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
@@ -390,11 +395,6 @@ def check_implementation(config: Any, implementation: Any) -> None:
         )
 
 
-def _comparable(value: Any) -> Any:
-    # The names of dynamic projections have no order.
-    return set(value) if isinstance(value, list | tuple) and value else value or None
-
-
 def _beginning(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
     if config.talking_heads_init == "random":
@@ -402,38 +402,3 @@ def _beginning(config: Any) -> str:
     if config.talking_heads_dynamic:
         return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
     return "they begin as the identity, and no output changes"
-
-
-def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Check that a checkpoint has the heads that are asked for; say whether it gets talking heads and has none."""
-    kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
-    wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
-    if hasattr(config, "talking_heads_dynamic"):
-        wanted = {name: getattr(config, name) for name in (*kv_fields, *talking_fields)} | wanted
-    if not wanted:
-        return False
-    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    held, _ = cls.config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
-    heads = held.get("num_attention_heads", held.get("num_heads"))
-    if heads is None:
-        return False  # weights without a configuration: nothing to compare with
-    for name in kv_fields:
-        found, value = held.get(name) or heads, wanted.get(name) or heads
-        if value != found:
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
-                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
-                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
-            )
-    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
-    plain = {"num_value_heads": heads}
-    if "relative_attention_num_buckets" in held:
-        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
-    for name, found in (held if held.get("talking_heads") is not None else plain).items():
-        if name in talking_fields and name in wanted and _comparable(wanted[name]) != _comparable(found):
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
-                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
-                "checkpoint's own configuration."
-            )
-    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
