@@ -26,7 +26,6 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     sites: Counter[str] = Counter()
     for site, size in attentions:
         # The encoder's attention, or any attention of an encoder-only model, is computed once.
-        is_decoder = site.name == "self" and getattr(config, "is_decoder", False)
-        if is_decoder or site.name in ("decoder", "cross"):
+        if site.stack_of(config) == "decoder":
             sites[site.name] += size
     return dict(sites) or None

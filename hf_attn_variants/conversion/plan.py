@@ -18,7 +18,7 @@ from ..registration import variant_config_class, variant_model_class
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
 from .methods.base import ConversionMethod, LayerContext
-from .projections import ROLES, AttentionTensors, pool_key_value
+from .projections import AttentionTensors, pool_key_value
 
 __all__ = ["AttentionModule", "ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
@@ -78,9 +78,7 @@ class ConversionPlan:
     @property
     def heads(self) -> dict[str, tuple[int, int]]:
         """The head counts that the two configurations give, {field: (before, after)}."""
-        fields = ["num_attention_heads", *type(self.config).kv_heads_fields()]
-        if self.config.talking_heads is not None:
-            fields += ["num_softmax_heads", "num_value_heads"]
+        fields = self.config.head_fields()
         return {name: (getattr(self.source_config, name), getattr(self.config, name)) for name in fields}
 
     @property
@@ -254,20 +252,19 @@ def _attention_module(
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
     heads = _head_counts(site, source_config, target.config)
-    linears = {role: (getattr(site, role), module.get_submodule(getattr(site, role))) for role in ROLES}
     prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
     tensors, shapes = {}, {}
-    for role, (linear_path, linear) in linears.items():
-        for part, parameter in linear.named_parameters():
+    for role, linear_path in site.projections.items():
+        for part, parameter in module.get_submodule(linear_path).named_parameters():
             name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
             expected = list(parameter.shape)
             if role in ("key", "value"):
                 expected[0] = getattr(heads, role)[0] * heads.head_dim
             _check_tensor(name, entries, expected)
             tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
-    mixes = f"{prefix}{path}.{site.mixes}." if site.mixes else f"{prefix}{path}."
-    parameters = module.get_submodule(site.mixes).named_parameters(recurse=False)
-    projections = {f"{mixes}{name}": tuple(parameter.shape) for name, parameter in parameters}
+    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
+    parameters = module.get_submodule(site.core).named_parameters(recurse=False)
+    projections = {f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters}
     if source_config.talking_heads is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
@@ -276,11 +273,8 @@ def _attention_module(
 
 
 def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
-    keys = getattr(source, site.kv_heads_field), getattr(target, site.kv_heads_field)
-    query, output = target.num_attention_heads, target.num_value_heads
-    # With a key head for each query head, there is a value head for each head of the output.
-    values = tuple(output if count == query else count for count in keys)
-    return HeadCounts(query, keys, values, output, target.attention_head_dim)
+    before, after = site.heads(source), site.heads(target)
+    return HeadCounts(after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim)
 
 
 def _check_all_used(
@@ -302,8 +296,7 @@ def _check_nothing_unclaimed(
     # They would stay as they are, and the converted model would silently be without their layers.
     claimed = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(
-        rf"{site.module}\.(?:{'|'.join(re.escape(getattr(site, role)) for role in ROLES)})"
-        for site in target.attention_sites
+        rf"{site.module}\.(?:{'|'.join(map(re.escape, site.projections.values()))})" for site in target.attention_sites
     )
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
     unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]

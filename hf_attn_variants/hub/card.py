@@ -242,11 +242,13 @@ def _source_tags(tags: Sequence[str], task: str | None, is_sentence_model: bool)
 
 
 def _tags(variant: Any, kv_heads: Mapping[str, int]) -> list[str]:
-    heads, counts = getattr(variant, "num_attention_heads", 0), kv_heads.values()
+    if variant is None:
+        return [OWN_TAGS[0]]
+    counts = [(count, variant.query_heads(field)) for field, count in kv_heads.items()]
     are_true = (
         True,
-        any(count == 1 < heads for count in counts),
-        any(1 < count < heads for count in counts),
-        getattr(variant, "talking_heads", None) is not None,
+        any(count == 1 < heads for count, heads in counts),
+        any(1 < count < heads for count, heads in counts),
+        variant.talking_heads is not None,
     )
     return [tag for tag, is_true in zip(OWN_TAGS, are_true, strict=True) if is_true]

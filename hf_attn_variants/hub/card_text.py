@@ -54,12 +54,11 @@ def summary(
 def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
     now = table.current
-    counts = {"num_attention_heads": variant.num_attention_heads, **kv_heads}
-    if variant.talking_heads is not None:
-        counts |= {name: getattr(variant, name) for name in ("num_softmax_heads", "num_value_heads")}
+    absent = set(variant.kv_heads_fields()) - set(kv_heads)
     made = [
-        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(value))
-        for name, value in counts.items()
+        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(getattr(variant, name)))
+        for name in variant.head_fields()
+        if name not in absent
     ]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
@@ -183,7 +182,7 @@ def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the papers of what a variant does, (name, arXiv id)."""
     if variant is None:
         return []
-    counts = set(kv_heads.values()) - {variant.num_attention_heads}
+    counts = {count for field, count in kv_heads.items() if count != variant.query_heads(field)}
     found = [PAPERS["MQA"]] if 1 in counts else []
     found += [PAPERS["GQA"]] if counts else []
     return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
@@ -199,8 +198,9 @@ def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
 
 
 def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
-    heads, parts = variant.num_attention_heads, []
+    parts = []
     for name, count in kv_heads.items():
+        heads = variant.query_heads(name)
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
         kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
         shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"

@@ -22,7 +22,7 @@ def heads_diagram(config: Any, kv_heads: Mapping[str, int] | None = None) -> str
     blocks = []
     for field, count in kv_heads.items():
         title = [f"{SITES[field]}:"] if len(kv_heads) > 1 else []
-        blocks.append("\n".join([*title, *_groups(config.num_attention_heads, count)]))
+        blocks.append("\n".join([*title, *_groups(config.query_heads(field), count)]))
     if config.talking_heads is not None:
         blocks.append(_chain(config))
     return "\n\n".join(blocks)

@@ -192,7 +192,7 @@ def sdpa_attention_forward(
     projections depend on the input, the mask is trained or there is one query only, to `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
-    talking_heads = getattr(module.config, "talking_heads", None) is not None
+    talking_heads = bool(module.projection_names)
     if with_weights or (talking_heads and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
@@ -221,9 +221,8 @@ def implementation_of(module: nn.Module) -> str | None:
     return module.config._attn_implementation_internal
 
 
-def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the attention function that `module` is configured for; this package's own without a look-up upstream."""
-    name = implementation_of(module)
+def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the attention function of a registered name; this package's own without a look-up upstream."""
     own = OWN_FUNCTIONS.get(name)
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
@@ -233,7 +232,7 @@ def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | 
     # mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
-    return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or is_exporting()
+    return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
 
 
 def is_exporting() -> bool:

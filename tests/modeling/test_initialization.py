@@ -91,13 +91,13 @@ def test_initial_projections(architecture, init):
     config = architecture.config(**fields)
     model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
     for site, _, module in model.named_attentions():
-        mixes = module.get_submodule(site.mixes)
-        for projection in (mixes.logits_proj, mixes.weights_proj):
+        core = module.get_submodule(site.core)
+        for projection in (core.logits_proj, core.weights_proj):
             if init == "identity":
                 assert projection.equal(torch.eye(12))
             else:
                 assert 0.7 < projection.std() * 12**0.5 < 1.3
-        for projection in (mixes.x2l_proj, mixes.m2w_proj):
+        for projection in (core.x2l_proj, core.m2w_proj):
             expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
             assert 0.9 < projection.std() / expected < 1.1
 

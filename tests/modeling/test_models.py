@@ -168,12 +168,11 @@ def test_number_of_parameters(architecture, variant):
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference = model.config, 0
     for (site, _, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
-        k = getattr(config, site.kv_heads_field)
-        value_heads = config.num_value_heads if k == config.num_attention_heads else k
+        heads = site.heads(config)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs = module.get_submodule(site.key).in_features
         per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
-        difference += (2 * config.num_attention_heads - k - value_heads) * per_head
+        difference += (2 * config.num_attention_heads - heads.key - heads.value) * per_head
         unread_heads = config.num_attention_heads - config.num_value_heads
         difference += unread_heads * config.attention_head_dim * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
@@ -202,8 +201,8 @@ def test_every_projection_across_heads_is_alive(architecture, variant):
     batch = architecture.batch(BASE[architecture.name])
     before = outputs(model, batch).last_hidden_state
     for site, name, module in model.named_attentions():
-        mixes = module.get_submodule(site.mixes)
-        for path, parameter in mixes.named_parameters(recurse=False):
+        core = module.get_submodule(site.core)
+        for path, parameter in core.named_parameters(recurse=False):
             with torch.no_grad():
                 # Not a multiple of all ones, which would shift logits alike.
                 parameter.add_(torch.randn_like(parameter))

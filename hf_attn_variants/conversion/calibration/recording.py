@@ -134,7 +134,7 @@ class _Recorder:
         for site, path, module in model.named_attentions():
             if path in self.calls:
                 maps = module.get_submodule(site.query), module.get_submodule(site.key)
-                self._modules[module.get_submodule(site.mixes)] = (path, site, *maps)
+                self._modules[module.get_submodule(site.core)] = (path, site, *maps)
         self._inputs: dict[nn.Module, torch.Tensor] = {}
 
     @contextmanager
@@ -172,7 +172,7 @@ class _Recorder:
         if module in self._modules:
             path, site, query_map, key_map = self._modules[module]
             states, memory = self._inputs[query_map], self._inputs[key_map]
-            mask_name = "decoder_attention_mask" if site.name in ("decoder", "cross") else "attention_mask"
+            mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
             valid = self.batch[mask_name].bool()
             causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -26,13 +26,11 @@ __all__ = [
     "cost_table",
     "flops_per_token",
     "kv_cache_bytes_per_token",
-    "module_runs",
     "used_kv_heads_fields",
     "variant_config",
     "variant_name",
 ]
 
-ROLES = ("query", "key", "value", "output")
 WRONG_CONFIGURATION = "the configuration is wrong"
 # Linear maps that run once a sequence, whatever its length.
 ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
@@ -123,7 +121,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
 
 def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     """Return what the attention of a variant configuration is called: "MHA", "GQA-4", "MQA + talking heads"..."""
-    heads, kv_heads = config.num_attention_heads, getattr(config, field)
+    heads, kv_heads = config.query_heads(field), getattr(config, field)
     name = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
     if config.talking_heads is None:
         return name
@@ -160,7 +158,7 @@ def cost_table(
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    variants: list[dict[str, Any]] = [{field: k} for k in kv_head_counts(current)]
+    variants: list[dict[str, Any]] = [{field: k} for k in kv_head_counts(current, field)]
     if current.talking_heads is None:
         variants.append({field: getattr(current, field), "talking_heads": "both"})
     rows = []
@@ -169,7 +167,7 @@ def cost_table(
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
         cache = kv_cache_bytes_per_token(model, itemsize)
-        lengths = {"self": length, "decoder": length, "cross": source_length}
+        lengths = {site.name: source_length if site.is_cross_attention else length for site in model.attention_sites}
         rows.append(
             VariantCost(
                 name=variant_name(made, field),
@@ -211,17 +209,17 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
     config, flops = model.config, Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    has_decoder = any(_stack(model, site) == "decoder" for site, _, _ in model.named_attentions())
+    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
     for site, path, module in model.named_attentions():
-        runs, stack = module_runs(path, config), _stack(model, site)
-        memory_stack = "encoder" if site.name == "cross" else stack
-        for role, where in zip(ROLES, (stack, memory_stack, memory_stack, stack), strict=True):
-            flops[where] += 2 * runs * linears.pop(f"{path}.{getattr(site, role)}").weight.numel()
-        attended = length if site.name in ("self", "decoder") else source_length
+        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config)
+        memory_stack = "encoder" if site.is_cross_attention else stack
+        for role, linear in site.projections.items():
+            where = memory_stack if role in ("key", "value") else stack
+            flops[where] += 2 * runs * linears.pop(f"{path}.{linear}").weight.numel()
+        attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         query_dim, memory_dim = (module.get_submodule(name).in_features for name in (site.query, site.key))
-        flops[stack] += 2 * runs * attended * config.attention_head_dim * config.num_attention_heads
-        flops[stack] += 2 * runs * attended * config.attention_head_dim * config.num_value_heads
-        for name, shape in projection_shapes(config, query_dim, memory_dim).items():
+        flops[stack] += 2 * runs * attended * heads.head_dim * (heads.query + heads.output)
+        for name, shape in projection_shapes(config, heads, query_dim, memory_dim).items():
             flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
             if len(shape) == 3:  # a dynamic one is first computed from each token of its side
                 flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
@@ -229,7 +227,7 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
         if not _once_a_sequence(model, name):
             inside = name.split(".")[0] if config.is_encoder_decoder else None
             where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[where] += 2 * module_runs(name, config) * linear.weight.numel()
+            flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
@@ -242,29 +240,14 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
         model: a variant model; the multi-head one counts as upstream's does.
     """
     return sum(
-        2 * module_runs(path, model.config) * linear.weight.numel()
+        2 * model.module_runs(model.config, path) * linear.weight.numel()
         for site, path, module in model.named_attentions()
         for linear in _projections(site, module)
     )
 
 
 def _projections(site: AttentionSite, module: nn.Module) -> list[Any]:
-    return [module.get_submodule(getattr(site, role)) for role in ROLES]
-
-
-def _stack(model: AttnVariantModelMixin, site: AttentionSite) -> str:
-    if site.name == "self":
-        return "decoder" if getattr(model.config, "is_decoder", False) else "encoder"
-    return "encoder" if site.name == "encoder" else "decoder"
-
-
-def module_runs(name: str, config: Any) -> int:
-    """How often a token passes a module of the base model, by its path: ALBERT's layers share theirs."""
-    match = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", name)
-    if match is None:
-        return 1
-    layers_per_group = config.num_hidden_layers / config.num_hidden_groups
-    return sum(int(layer / layers_per_group) == int(match[1]) for layer in range(config.num_hidden_layers))
+    return [module.get_submodule(path) for path in site.projections.values()]
 
 
 def _once_a_sequence(model: nn.Module, name: str) -> bool:
@@ -277,7 +260,7 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
     total = 0
     for site, _, module in model.named_attentions():
         total += sum(parameter.numel() for each in _projections(site, module) for parameter in each.parameters())
-        total += sum(parameter.numel() for parameter in module.get_submodule(site.mixes).parameters(recurse=False))
+        total += sum(parameter.numel() for parameter in module.get_submodule(site.core).parameters(recurse=False))
     return total
 
 
@@ -293,9 +276,9 @@ def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
     return next(iter(used_kv_heads_fields(model_class, config)), "num_key_value_heads")
 
 
-def kv_head_counts(config: Any) -> list[int]:
+def kv_head_counts(config: Any, field: str) -> list[int]:
     # With fewer key/value heads than query heads, they must divide the value heads as well.
-    heads = config.num_attention_heads
+    heads = config.query_heads(field)
     counts = [k for k in range(1, heads + 1) if heads % k == 0]
     fitting = [k for k in counts if k == heads or config.num_value_heads % k == 0]
     return sorted(fitting, reverse=True)

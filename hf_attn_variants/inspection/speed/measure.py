@@ -184,8 +184,9 @@ def _contestants(
     if config["model_type"] != current.model_type:
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
-    heads, field = current.num_attention_heads, kv_heads_field(model_class, current)
-    counts = {heads, 4, 2, 1} & set(kv_head_counts(current)) if kv_heads is None else set(kv_heads)
+    field = kv_heads_field(model_class, current)
+    heads = current.query_heads(field)
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == current.model_type:
         counts |= {heads}  # no class of transformers is the baseline then
     variants = [{field: k} for k in sorted(counts, reverse=True)]

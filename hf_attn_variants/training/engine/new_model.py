@@ -13,8 +13,6 @@ from .tokenizers import vocabulary_size
 
 __all__ = ["new_config", "new_model"]
 
-VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
-
 
 def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Makes the config of a model from scratch: upstream's class, or ours where a variant is asked for.
@@ -27,8 +25,10 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     Raises:
         ValueError: A field is unknown, or a value breaks a rule.
     """
-    variant = {name: getattr(settings, name) for name in VARIANT_FIELDS if getattr(settings, name) is not None}
-    default = variant_config_class(settings.model_type)() if variant else AutoConfig.for_model(settings.model_type)
+    variant_class = variant_config_class(settings.model_type)
+    given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
+    variant = {name: value for name, value in given.items() if value is not None}
+    default = variant_class() if variant else AutoConfig.for_model(settings.model_type)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
