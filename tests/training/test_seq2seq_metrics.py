@@ -4,7 +4,7 @@ import pytest
 import sacrebleu
 
 from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts
-from hf_attn_variants.training.seq2seq.settings import check_text_metrics
+from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]
