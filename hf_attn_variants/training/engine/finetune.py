@@ -15,8 +15,9 @@ from ...model_history import ModelHistory
 from . import outputs
 from .checkpoints import atomic_write
 from .dataloaders import prepare_train_dataloader
-from .loop import Objective, TrainingLoop
+from .loop import TrainingLoop
 from .loop_settings import LoopSettings, total_training_steps
+from .losses import Objective
 from .models import model_name
 from .optimization import prepare_training
 from .session import open_session, start_run

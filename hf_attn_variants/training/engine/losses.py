@@ -1,18 +1,43 @@
 """Losses that several tasks share. Letters: b examples, n target tokens, V tokens of the vocabulary."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .dataloaders import IGNORED_LABEL
-from .loop import Objective
 
-__all__ = ["Term", "label_objective", "plain_logits", "sums_by_example", "target_logits", "token_cross_entropy"]
+__all__ = [
+    "Objective",
+    "Term",
+    "label_objective",
+    "plain_logits",
+    "sums_by_example",
+    "target_logits",
+    "token_cross_entropy",
+]
 
 # Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
 Term = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
+
+    Attributes:
+        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
+        count: batch -> its number of items (examples, or target tokens); it must not need the model.
+        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
+        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
+    """
+
+    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    count: Callable[[dict[str, Tensor]], int]
+    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
+    head: nn.Module | None = None
 
 
 def label_objective(

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ... import progress
 from .checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
-from .settings import Settings
+from .options import Settings
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from ..engine.evaluation import Scores, run_rows
-from ..engine.loop import Objective
-from ..engine.losses import plain_logits
+from ..engine.losses import Objective, plain_logits
 from ..engine.models import LabelMap
 from .data import GlueSplit
 from .metrics import compute_metrics

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
+from ..engine.options import WITH_BEST_WEIGHTS, option
+from ..engine.settings import FineTuningSettings
 from .tasks import TASKS, GlueTask, get_task
 
 __all__ = ["GlueSettings", "check_glue_metric"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective
+from ..engine.losses import Objective
 from ..engine.models import LabelMap, load_classifier, load_config
 from ..engine.tokenizers import check_max_length, close_texts, give_token_types, load_tokenizer
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split

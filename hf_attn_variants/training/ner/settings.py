@@ -4,7 +4,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, check_metric, option
+from ..engine.options import WITH_BEST_WEIGHTS, check_metric, option
+from ..engine.settings import FineTuningSettings
 
 __all__ = ["METRICS", "NerSettings"]
 

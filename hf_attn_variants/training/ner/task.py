@@ -12,8 +12,7 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 from ..engine.dataloaders import IGNORED_LABEL, prepare_eval_dataloader
 from ..engine.evaluation import Scores, run_rows
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective
-from ..engine.losses import label_objective, plain_logits, token_cross_entropy
+from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
 from ..engine.models import load_classifier, load_config
 from ..engine.text_rows import hash_texts
 from ..engine.tokenizers import check_max_length, encode_words, load_tokenizer

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective, TrainingLoop
-from ..engine.losses import label_objective, target_logits
+from ..engine.loop import TrainingLoop
+from ..engine.losses import Objective, label_objective, target_logits
+from ..engine.options import check_metric
 from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
-from ..engine.settings import check_metric
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
 from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix, decode_and_score

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from ..engine.evaluation import Scores, run_rows
-from ..engine.loop import Objective
+from ..engine.losses import Objective
 from .answers import Prediction, find_predictions
 from .data import Question
 from .metrics import compute_squad

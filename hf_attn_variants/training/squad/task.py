@@ -9,7 +9,7 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, shown_metrics
-from ..engine.loop import Objective
+from ..engine.losses import Objective
 from ..engine.models import load_config, load_model
 from ..engine.tokenizers import give_token_types, load_tokenizer
 from .answers import Prediction, nbest_entries

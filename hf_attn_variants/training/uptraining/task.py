@@ -25,8 +25,9 @@ from ...model_history import ModelHistory
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective, TrainingLoop
+from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import total_training_steps
+from ..engine.losses import Objective
 from ..engine.models import (
     DROPOUT_FIELDS,
     load_config,
