@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
     "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),
+    "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
 }

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..training.engine.settings import NewModelSettings, Settings, fields_by_group
+from ..training.engine.options import Settings, fields_by_group
+from ..training.engine.settings import NewModelSettings
 
 __all__ = ["parse_settings"]
 

@@ -1,11 +1,7 @@
 """The command `attn-variants glue`, and `scripts/run_glue.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.glue.settings import GlueSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -20,15 +16,4 @@ predictions_<task>.tsv; drop the prefix to submit it to GLUE. Scores are those o
 and --early_stopping_patience choose the weights on it, so that its scores flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> GlueSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(GlueSettings, argv, "run_glue.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: GlueSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.engine.finetune import fine_tune
-    from ..training.glue.task import GlueFineTuning
-
-    return train_and_push(settings, lambda: fine_tune(GlueFineTuning, settings))
+parse_args, main = training_command(GlueSettings, "glue.task:GlueFineTuning", "run_glue.py", DESCRIPTION, EPILOG)

@@ -1,11 +1,7 @@
 """The command `attn-variants pretrain`, and `scripts/pretrain_mlm.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.pretraining.settings import MaskedLMSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -25,14 +21,6 @@ knows how frequent tokens are fails it. A small model and a small vocabulary tha
 core: benchmarks/albert_mlm.py; the example above is for a GPU, and was not run to its end.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> MaskedLMSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(MaskedLMSettings, argv, "pretrain_mlm.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: MaskedLMSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.pretraining.run_mlm import pretrain_masked_lm
-
-    return train_and_push(settings, lambda: pretrain_masked_lm(settings))
+parse_args, main = training_command(
+    MaskedLMSettings, "pretraining.run_mlm:pretrain_masked_lm", "pretrain_mlm.py", DESCRIPTION, EPILOG
+)

@@ -1,11 +1,7 @@
 """The command `attn-variants pretrain-t5`, and `scripts/pretrain_span_corruption.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.pretraining.settings import SpanCorruptionSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -26,14 +22,10 @@ reads its context at all: the dev loss with the words of the inputs shuffled, an
 0.3 nats worse; a young model that only knows how frequent tokens are fails it.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> SpanCorruptionSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(SpanCorruptionSettings, argv, "pretrain_span_corruption.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: SpanCorruptionSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.pretraining.run_span_corruption import pretrain_span_corruption
-
-    return train_and_push(settings, lambda: pretrain_span_corruption(settings))
+parse_args, main = training_command(
+    SpanCorruptionSettings,
+    "pretraining.run_span_corruption:pretrain_span_corruption",
+    "pretrain_span_corruption.py",
+    DESCRIPTION,
+    EPILOG,
+)

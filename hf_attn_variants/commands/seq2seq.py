@@ -1,11 +1,7 @@
 """The command `attn-variants seq2seq`, and `scripts/run_seq2seq.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.seq2seq.settings import Seq2SeqSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -28,15 +24,6 @@ row. decode_tokens_per_second counts the generated tokens over the time in gener
 than BERT: here the default is 3e-4.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> Seq2SeqSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(Seq2SeqSettings, argv, "run_seq2seq.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: Seq2SeqSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.engine.finetune import fine_tune
-    from ..training.seq2seq.task import Seq2SeqFineTuning
-
-    return train_and_push(settings, lambda: fine_tune(Seq2SeqFineTuning, settings))
+parse_args, main = training_command(
+    Seq2SeqSettings, "seq2seq.task:Seq2SeqFineTuning", "run_seq2seq.py", DESCRIPTION, EPILOG
+)

@@ -1,11 +1,7 @@
 """The command `attn-variants squad`, and `scripts/run_squad.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.squad.settings import SquadSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -23,15 +19,4 @@ the official scripts), predictions_nbest_dev.json and, for v2.0, predictions_nul
 same of the test split. v2.0: eval_best_f1 is that of the threshold which is best on the dev set itself.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> SquadSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(SquadSettings, argv, "run_squad.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: SquadSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.engine.finetune import fine_tune
-    from ..training.squad.task import SquadFineTuning
-
-    return train_and_push(settings, lambda: fine_tune(SquadFineTuning, settings))
+parse_args, main = training_command(SquadSettings, "squad.task:SquadFineTuning", "run_squad.py", DESCRIPTION, EPILOG)

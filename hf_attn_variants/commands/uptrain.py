@@ -1,11 +1,7 @@
 """The command `attn-variants uptrain`, and `scripts/uptrain.py`."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..training.uptraining.settings import UptrainingSettings
-from .arguments import parse_settings
-from .training import train_and_push
+from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
@@ -30,15 +26,6 @@ the rows (at most 512) are held out. Dev metrics are computed before, during (--
 train_log.jsonl and training_curves.png.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-
-def parse_args(argv: Sequence[str] | None = None) -> UptrainingSettings:
-    """Read the command line (`sys.argv` without an argument); errors as of `arguments.parse_settings`."""
-    return parse_settings(UptrainingSettings, argv, "uptrain.py", DESCRIPTION, EPILOG)
-
-
-def main(settings: UptrainingSettings) -> dict[str, Any]:
-    """Train, score, save and, where asked for, push; returns and raises what the training does."""
-    from ..training.engine.finetune import fine_tune
-    from ..training.uptraining.task import Uptraining
-
-    return train_and_push(settings, lambda: fine_tune(Uptraining, settings))
+parse_args, main = training_command(
+    UptrainingSettings, "uptraining.task:Uptraining", "uptrain.py", DESCRIPTION, EPILOG
+)

@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset
 from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_script
 from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
-from hf_attn_variants.training.engine.loop import Objective, TrainingLoop
+from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.loop_settings import total_training_steps
+from hf_attn_variants.training.engine.losses import Objective
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,15 @@ from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
 from .dataloaders import prepare_train_dataloader
-from .loop import Objective, TrainingLoop
+from .loop import TrainingLoop
 from .loop_settings import LoopSettings, total_training_steps
+from .losses import Objective
+from .models import model_name
 from .optimization import prepare_training
 from .session import open_session, start_run
 from .settings import FineTuningSettings
 
-__all__ = ["Evaluator", "FineTuningTask", "fine_tune"]
+__all__ = ["Evaluator", "FineTuningTask", "fine_tune", "shown_metrics"]
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
@@ -52,6 +54,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         main_metric: the dev metric that tells the best weights where the settings name none.
         shown_metrics: those that are drawn and printed, where the results have them.
         unit: what an example is called in the results.
+        name: what is learned, as it stands above the curves and before the scores.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -60,6 +63,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     main_metric: str
     shown_metrics: Sequence[str]
     unit = "samples"
+    name: str
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
@@ -84,17 +88,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     def dev_fingerprint(self) -> dict[str, Any]:
         """Return what tells its dev data and their scoring from others."""
 
-    @abstractmethod
-    def title(self) -> str:
-        """Return what stands above the curves."""
-
-    @abstractmethod
     def summary(self, results: dict[str, Any]) -> str:
         """Return what is printed at the end, before "; N steps in ..."."""
+        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in shown_metrics(self, results)]
+        return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}"
 
     def lengths(self) -> Sequence[int]:
         """Return the length of each training row, for `group_by_length`."""
-        return self.rows.lengths()
+        return [len(row["input_ids"]) for row in self.rows]
 
     def start_epoch(self, epoch: int) -> None:
         """Be told which epoch begins."""
@@ -165,6 +166,11 @@ def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dic
         return _run(task(settings, accelerator))
 
 
+def shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
+    """Return the task's dev metrics that are drawn and printed."""
+    return [name for name in task.shown_metrics if f"eval_{name}" in results]
+
+
 def _run(task: FineTuningTask) -> dict[str, Any]:
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
@@ -221,5 +227,5 @@ def _write(task: FineTuningTask, results: dict[str, Any], predictions: dict[str,
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
         atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
-    shown = [name for name in task.shown_metrics if f"eval_{name}" in results]
-    outputs.write_results(task.settings, results, shown, task.title())
+    title = f"{task.name}: {model_name(task.settings)}"
+    outputs.write_results(task.settings, results, shown_metrics(task, results), title)

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,16 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .loop_settings import LoopSettings, greater_is_better
+from .losses import Objective
 from .outputs import save_bad_batch
 from .stop_signals import STOP_SIGNALS, StopSignals
 from .throughput import TrainingCost, utilization
 from .tracking import RunLog, progress_bar
 
-__all__ = ["Objective", "TrainingLoop"]
+__all__ = ["TrainingLoop"]
 
 # Gradients that are not finite at this scale of an fp16 loss are not so because of it.
 MIN_LOSS_SCALE = 1.0
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
-
-    Attributes:
-        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
-        count: batch -> its number of items (examples, or target tokens); it must not need the model.
-        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
-        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
-    """
-
-    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    count: Callable[[dict[str, Tensor]], int]
-    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head: nn.Module | None = None
 
 
 class TrainingLoop:

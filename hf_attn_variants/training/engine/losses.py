@@ -1,30 +1,59 @@
 """Losses that several tasks share. Letters: b examples, n target tokens, V tokens of the vocabulary."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .dataloaders import IGNORED_LABEL
-from .loop import Objective
 
-__all__ = ["Term", "seq2seq_objective", "sums_by_example", "target_logits", "token_cross_entropy"]
+__all__ = [
+    "Objective",
+    "Term",
+    "label_objective",
+    "plain_logits",
+    "sums_by_example",
+    "target_logits",
+    "token_cross_entropy",
+]
 
 # Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
 Term = tuple[Tensor, Tensor]
 
 
-def seq2seq_objective(label_smoothing: float = 0.0) -> Objective:
-    """Cross-entropy of the target tokens under teacher forcing, summed over them.
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
+
+    Attributes:
+        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
+        count: batch -> its number of items (examples, or target tokens); it must not need the model.
+        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
+        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
+    """
+
+    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    count: Callable[[dict[str, Tensor]], int]
+    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
+    head: nn.Module | None = None
+
+
+def label_objective(
+    logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
+) -> Objective:
+    """Cross-entropy of a batch's "labels" [b, n], summed over those that are not -100.
 
     Args:
-        label_smoothing: The share of each target's weight that is spread evenly over the vocabulary.
+        logits_of: (model, batch) -> logits [b, n, V].
+        label_smoothing: the share of each label's weight that is spread evenly over all V.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels = target_logits(model, batch)  # [b, n, V], [b, n]
         return functional.cross_entropy(
-            logits.flatten(0, 1).float(),
-            labels.flatten(),
+            logits_of(model, batch).flatten(0, 1).float(),
+            batch["labels"].flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
             label_smoothing=label_smoothing,
@@ -33,10 +62,15 @@ def seq2seq_objective(label_smoothing: float = 0.0) -> Objective:
     return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
 
 
-def target_logits(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits [b, n, V] of a batch under teacher forcing, and its labels [b, n]."""
+def plain_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return a model's logits on a batch, its labels left out: transformers would compute a loss with them."""
+    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+def target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits [b, n, V] of a batch under teacher forcing."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
-    return model(**inputs, use_cache=False).logits, batch["labels"]
+    return model(**inputs, use_cache=False).logits
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:

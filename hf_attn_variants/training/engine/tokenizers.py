@@ -13,6 +13,7 @@ from .settings import ModelSettings
 __all__ = [
     "check_max_length",
     "close_texts",
+    "encode_words",
     "give_token_types",
     "load_tokenizer",
     "too_long",
@@ -144,3 +145,20 @@ def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     if length > positions:
         return f"the model has {positions} positions"
     return f"the tokenizer allows {tokenizer.model_max_length} tokens" if length > tokenizer.model_max_length else None
+
+
+def encode_words(
+    tokenizer: PreTrainedTokenizerBase, words: list[str], max_length: int
+) -> tuple[dict[str, list[int]], dict[int, int]]:
+    """Tokenize a sentence that is split into words.
+
+    Returns:
+        The tokenizer's inputs, and the place of the first token of each word by the word's number; words that are cut
+        off at `max_length`, or of which the tokenizer leaves nothing, are not in it.
+    """
+    row = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
+    places: dict[int, int] = {}
+    for place, word in enumerate(row.word_ids()):
+        if word is not None:
+            places.setdefault(word, place)
+    return dict(row), places

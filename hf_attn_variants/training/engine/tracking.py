@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ... import progress
 from ...files import LOG_FILE, atomic_write
 from .checkpoints import last_good_checkpoint
-from .settings import Settings
+from .options import Settings
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 

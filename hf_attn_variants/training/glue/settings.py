@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...glue_tasks import TASKS, GlueTask, get_task
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
+from ..engine.options import WITH_BEST_WEIGHTS, option
+from ..engine.settings import FineTuningSettings
 
 __all__ = ["GlueSettings", "check_glue_metric"]
 

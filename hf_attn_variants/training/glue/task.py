@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective
-from ..engine.models import LabelMap, load_classifier, load_config, model_name
+from ..engine.losses import Objective
+from ..engine.models import LabelMap, load_classifier, load_config
 from ..engine.tokenizers import check_max_length, close_texts, give_token_types, load_tokenizer
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from .evaluation import EvalSet, GlueEvaluator, classification_objective
@@ -41,7 +41,7 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
         self.dev_splits = [self.splits[name] for name in self.task.eval_splits if name in self.splits]
         check_glue_metric(settings.metric_for_best_model, self.task, len(self.dev_splits))
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of)
-        self.main_metric = self.task.main_metric
+        self.name, self.main_metric = self.task.folder, self.task.main_metric
         metrics = (*self.task.metrics, "combined_score")
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
@@ -83,7 +83,7 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
             model,
             [self._eval_set(self.task, split) for split in self.dev_splits],
             self.label_map,
-            self.settings.disable_tqdm,
+            self.settings,
         )
         return self.evaluator
 
@@ -120,14 +120,6 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
             name, content = _submission(task, split, self.evaluator.to_predictions(task, logits))
             files[name] = content
         return {}, files
-
-    def title(self) -> str:
-        return f"{self.task.folder}: {model_name(self.settings)}"
-
-    def summary(self, results: dict[str, Any]) -> str:
-        shown = [name for name in self.shown_metrics if f"eval_{name}" in results]
-        scores = ", ".join(f"{name} {results[f'eval_{name}']:.4f}" for name in shown)
-        return f"{self.task.folder} dev ({results['eval_samples']} rows): {scores}"
 
     def _tokenize(self, split: GlueSplit) -> Dataset:
         with self.accelerator.main_process_first():  # the others read the Hub dataset's cache

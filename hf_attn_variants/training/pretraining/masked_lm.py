@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.loop import Objective
+from ..engine.losses import Objective
 from ..engine.tracking import progress_bar
 from .context_check import attention_zeroed, context_results, shuffle_positions
 

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
-from ..engine.loop import Objective, TrainingLoop
+from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
+from ..engine.losses import Objective
 from ..engine.models import model_name
 from ..engine.optimization import prepare_training
 from ..engine.session import start_run

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..engine.losses import seq2seq_objective
+from ..engine.losses import label_objective, target_logits
 from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
@@ -46,7 +46,7 @@ def _run(settings: SpanCorruptionSettings, accelerator: Accelerator) -> dict[str
     task = PretrainingTask(
         "span corruption",
         prepare,
-        seq2seq_objective(),
+        label_objective(target_logits),
         lambda model, loader: SpanCorruptionEvaluator(accelerator, model, loader, prepare, settings.disable_tqdm),
         results={"block_length": prepare.block_length, "target_length": prepare.target_length},
     )

@@ -3,18 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import (
+from ..engine.options import (
     ALWAYS,
     AT_LEAST_1,
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
-    NewModelSettings,
     Settings,
-    TrainingSettings,
     check_metric,
     option,
     redefault,
 )
+from ..engine.settings import NewModelSettings, TrainingSettings
 
 __all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
 

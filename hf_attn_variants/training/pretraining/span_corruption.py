@@ -203,7 +203,8 @@ class SpanCorruptionEvaluator:
         gathered = []
         bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
         for batch in bar:
-            logits, labels = target_logits(self.model, change(batch) if change is not None else batch)
+            batch = change(batch) if change is not None else batch
+            logits, labels = target_logits(self.model, batch), batch["labels"]
             losses = functional.cross_entropy(
                 logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
             )  # [b, t]

@@ -189,7 +189,7 @@ class Seq2SeqEvaluator:
         for batch in progress_bar(
             self.accelerator, self.settings.disable_tqdm, iterable=self.data.loader, desc="Dev loss", leave=False
         ):
-            sums, tokens = token_cross_entropy(*target_logits(self.model, batch))
+            sums, tokens = token_cross_entropy(target_logits(self.model, batch), batch["labels"])
             rows = torch.stack([sums.float(), tokens.float()], dim=-1)  # [b, 2]
             gathered.append(self.accelerator.gather_for_metrics(rows).cpu().double())
         total, tokens = torch.cat(gathered).sum(0).tolist()

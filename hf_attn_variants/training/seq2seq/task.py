@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective, TrainingLoop
-from ..engine.losses import seq2seq_objective
-from ..engine.models import model_name
+from ..engine.loop import TrainingLoop
+from ..engine.losses import Objective, label_objective, target_logits
+from ..engine.options import check_metric
 from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
-from ..engine.settings import check_metric
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
 from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix, decode_and_score
@@ -29,6 +28,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     The results have `eval_loss` (nats a target token), `eval_<metric>` and `eval_decode_tokens_per_second`, the same
     with the suffix `_beam<number>` for further numbers of beams, and as `test_<metric>` for a test split.
     """
+
+    name = "text to text"
 
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
@@ -72,7 +73,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return load_seq2seq_model(self.settings, self.config)
 
     def objective(self) -> Objective:
-        return seq2seq_objective(self.settings.label_smoothing_factor)
+        return label_objective(target_logits, self.settings.label_smoothing_factor)
+
+    def lengths(self) -> list[int]:
+        return self.rows.lengths()
 
     def start_epoch(self, epoch: int) -> None:
         self.rows.start_epoch(epoch)
@@ -116,9 +120,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             metrics, texts[num_beams] = decode_and_score(self.decoder, self.test, self.data.score, num_beams)
             results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
         return {**results, "test_samples": len(self.test.split)}, dict([_file(self.test.split, texts)])
-
-    def title(self) -> str:
-        return f"text to text: {model_name(self.settings)}"
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [

@@ -3,7 +3,6 @@
 Letters: b windows, n tokens a window.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from ..engine.dataloaders import in_rows_order
-from ..engine.loop import Objective
-from ..engine.tracking import progress_bar
+from ..engine.evaluation import Scores, run_rows
+from ..engine.losses import Objective
 from .answers import Prediction, find_predictions
 from .data import Question
 from .metrics import compute_squad
@@ -63,7 +61,7 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
-class SquadEvaluator:
+class SquadEvaluator(Scores):
     """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
 
     Args:
@@ -79,52 +77,38 @@ class SquadEvaluator:
         data: QuestionSet,
         settings: SquadSettings,
     ):
+        super().__init__(self._scores)
         self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
 
-    def __call__(self) -> dict[str, float]:
-        """Metrics of the dev split: the official ones, and the "loss" of its windows (by the first answers)."""
-        start = time.perf_counter()
+    def _scores(self) -> dict[str, float]:
+        """Return the official metrics of the dev split, and the "loss" of its windows (by the first answers)."""
         self.predictions, loss = self.predict(self.data)
         threshold = self.settings.threshold
         texts = {p.id: p.text for p in self.predictions}
-        if threshold is None:
-            values = compute_squad(self.data.questions, texts)
-        else:
-            odds = {p.id: p.null_odds for p in self.predictions}
-            values = compute_squad(self.data.questions, texts, odds, threshold)
-        self.metrics = {**values, "loss": loss}
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
+        odds = {p.id: p.null_odds for p in self.predictions}
+        given = () if threshold is None else (odds, threshold)
+        return {**compute_squad(self.data.questions, texts, *given), "loss": loss}
 
-    @torch.no_grad()
     def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
-        """The predictions of a split, in its questions' order, and the mean loss of its windows."""
-        self.model.eval()
-        gathered, losses = [], []
-        bar = progress_bar(
-            self.accelerator,
-            self.settings.disable_tqdm,
-            iterable=data.loader,
-            desc=f"Running {data.name}",
-            leave=False,
+        """Return the predictions of a split, in its questions' order, and the mean loss of its windows."""
+        logits, losses = run_rows(
+            self.accelerator, self.model, data.loader, data.order, self._outputs, data.name, self.settings
         )
-        for batch in bar:
-            logits = _span_logits(self.model, batch)  # [b, n, 2]
-            labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
-            losses.append(self.accelerator.gather_for_metrics(_losses(logits, labels)).cpu())
-            padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
-            padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-            gathered.append(self.accelerator.gather_for_metrics(padded).cpu())
-        restored = in_rows_order(torch.cat(gathered), data.order)
         found = find_predictions(
             data.questions,
             data.windows,
-            restored[..., 0],
-            restored[..., 1],
+            logits[..., 0],
+            logits[..., 1],
             self.settings.n_best_size,
             self.settings.max_answer_length,
         )
-        return found, float(torch.cat(losses).mean())
+        # In the order of the passes: a sum of floats depends on it.
+        return found, float(torch.from_numpy(losses[data.order]).mean())
+
+    def _outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = _span_logits(self.model, batch)  # [b, n, 2]
+        labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
+        padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
+        padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
+        return padded, _losses(logits, labels)

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import (
+from ..engine.options import (
     A_NUMBER,
     ALWAYS,
     AT_LEAST_0,
     AT_LEAST_1,
     WITH_BEST_WEIGHTS,
-    FineTuningSettings,
     check_metric,
     option,
     redefault,
 )
+from ..engine.settings import FineTuningSettings
 
 __all__ = ["METRIC_NAMES", "SquadSettings"]
 

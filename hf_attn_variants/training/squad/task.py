@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective
-from ..engine.models import load_config, load_model, model_name
+from ..engine.finetune import FineTuningTask, shown_metrics
+from ..engine.losses import Objective
+from ..engine.models import load_config, load_model
 from ..engine.tokenizers import give_token_types, load_tokenizer
 from .answers import Prediction, nbest_entries
 from .data import Question, check_unanswerable, hash_questions, load_squad_hub, read_squad
@@ -34,6 +34,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
 
     def __init__(self, settings: SquadSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
+        self.name = "SQuAD v2.0" if settings.version_2_with_negative else "SQuAD v1.1"
         self.config = load_config(settings)
         self.tokenizer = load_tokenizer(settings, self.config)
         give_token_types(self.tokenizer, self.config)
@@ -74,6 +75,9 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.rows = WindowRows(self._windows(self.train, for_training=True))
         return model
 
+    def lengths(self) -> list[int]:
+        return self.rows.lengths()
+
     def objective(self) -> Objective:
         return span_objective()
 
@@ -100,18 +104,10 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, self._files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
 
-    def title(self) -> str:
-        return f"{self._version}: {model_name(self.settings)}"
-
     def summary(self, results: dict[str, Any]) -> str:
-        shown = [name for name in self.shown_metrics if f"eval_{name}" in results]
-        scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown)
+        scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
-        return f"{self._version} dev ({rows}): {scores}"
-
-    @property
-    def _version(self) -> str:
-        return "SQuAD v2.0" if self.settings.version_2_with_negative else "SQuAD v1.1"
+        return f"{self.name} dev ({rows}): {scores}"
 
     def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
         settings = self.settings

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
-from ..engine.loop import Objective
-from ..engine.losses import Term, token_cross_entropy
+from ..engine.losses import Objective, Term, token_cross_entropy
 from ..engine.tracking import progress_bar
 from .distillation import (
     DECODER,

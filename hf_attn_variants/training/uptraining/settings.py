@@ -4,17 +4,17 @@ import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import (
+from ..engine.options import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
-    FineTuningSettings,
     Settings,
     option,
     redefault,
 )
+from ..engine.settings import FineTuningSettings
 
 __all__ = ["OBJECTIVES", "TRAINABLE", "UptrainingSettings", "UptrainingTextSettings"]
 

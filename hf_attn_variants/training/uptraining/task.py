@@ -25,14 +25,14 @@ from ...model_history import ModelHistory
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader
 from ..engine.finetune import FineTuningTask
-from ..engine.loop import Objective, TrainingLoop
+from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import total_training_steps
+from ..engine.losses import Objective
 from ..engine.models import (
     DROPOUT_FIELDS,
     load_config,
     load_model,
     load_model_and_rest,
-    model_name,
     resolve_architecture,
     set_dropout,
 )
@@ -69,6 +69,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
+        self.name = settings.objective
         self._load_config()
         self.weights = term_weights(settings, self.config)
         self._load_teacher_config()
@@ -176,6 +177,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def objective(self) -> Objective:
         return self.uptraining_objective.as_objective()
 
+    def lengths(self) -> list[int]:
+        return self.rows.lengths()
+
     def start_epoch(self, epoch: int) -> None:
         self.rows.start_epoch(epoch)
 
@@ -265,15 +269,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def results(self) -> dict[str, Any]:
         return {"num_trainable_parameters": self.trainable_parameters, "objective": self.settings.objective}
 
-    def title(self) -> str:
-        return f"{self.settings.objective}: {model_name(self.settings)}"
-
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(
             f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
             for name in ("loss", *self.shown_metrics)
         )
-        return f"{self.settings.objective} on {results['eval_samples']} held-out rows: {scores}"
+        return f"{self.name} on {results['eval_samples']} held-out rows: {scores}"
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
