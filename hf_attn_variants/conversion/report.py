@@ -9,6 +9,7 @@ the calibration's held-out text, for each of its calls with the inputs of the so
 
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,21 +27,7 @@ from .plan import AttentionModule, ConversionPlan
 from .projections import AttentionTensors
 from .weight_errors import attention_errors
 
-__all__ = [
-    "ConversionReport",
-    "LayerReport",
-    "conversion_report",
-    "layer_report",
-    "package_versions",
-]
-
-# The properties of a report that are written beside its fields.
-MEANS = (
-    "mean_logits_relative_error",
-    "mean_value_relative_error",
-    "mean_output_relative_error",
-    "mean_output_relative_error_averaged",
-)
+__all__ = ["ConversionReport", "LayerReport", "conversion_report", "layer_report", "package_versions"]
 
 
 @dataclass(frozen=True)
@@ -128,8 +115,9 @@ class ConversionReport:
         return self.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self) | {name: getattr(self, name) for name in MEANS}
+        """Return JSON values: the fields, then the means, which are the properties."""
+        means = [name for name, each in vars(ConversionReport).items() if isinstance(each, property)]
+        return asdict(self) | {name: getattr(self, name) for name in means}
 
     def save(self, folder: Path) -> None:
         """Write `conversion_report.json` into a folder."""
@@ -178,14 +166,11 @@ class ConversionReport:
         return lines
 
     def _mean_detail(self, name: str) -> float | None:
-        known = [error for layer in self.layers if (error := layer.details.get(name)) is not None]
-        return sum(known) / len(known) if known else None
+        return _mean_known(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
         changed = [layer for layer in self.layers if layer.change != "same"]
-        errors = [getattr(layer, name) for layer in changed or self.layers]
-        known = [error for error in errors if error is not None]
-        return sum(known) / len(known) if known else None
+        return _mean_known(getattr(layer, name) for layer in changed or self.layers)
 
 
 def layer_report(
@@ -252,6 +237,11 @@ def package_versions() -> dict[str, str]:
     """Return the versions of what took part in a conversion."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
+
+
+def _mean_known(errors: Iterable[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _percent(error: float | None) -> str:

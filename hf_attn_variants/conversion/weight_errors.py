@@ -95,6 +95,10 @@ def _summed_error(
 
 
 def _heads(projection: Projection, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
-    parts = [part.unflatten(0, (-1, head_dim))[indices.to(part.device)] for part in projection if part is not None]
-    # [i, d, D], or [W | b]: the bias is what an input of 1 is multiplied by.
-    return torch.cat([part.double().reshape(len(indices), head_dim, -1) for part in parts], dim=-1)
+    weight, bias = projection
+    heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
+    if bias is None:
+        return heads
+    # [W | b]: the bias is what an input of 1 is multiplied by.
+    bias = bias.unflatten(0, (-1, head_dim))[indices.to(bias.device)].double()
+    return torch.cat([heads, bias[..., None]], dim=-1)

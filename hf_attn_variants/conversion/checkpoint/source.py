@@ -116,8 +116,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
-    names = [] if architectures is None else architectures
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    is_list = isinstance(architectures, list | None)
+    if not is_list or not all(isinstance(name, str) for name in architectures or ()):
         raise ValueError(f"{path}: `architectures` must be a list of class names; got {architectures!r}.")
     return config
 
@@ -148,10 +148,10 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     copied, left_out = [], []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
-        subfolders[:] = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        subfolders[:] = sorted(name for name in subfolders if name not in IGNORED_FOLDERS)
-        skipped = [name for name in subfolders if relative == Path(".") and _is_skipped_folder(name)]
-        subfolders[:] = [name for name in subfolders if name not in skipped]
+        found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
+        found = sorted(name for name in found if name not in IGNORED_FOLDERS)
+        skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
+        subfolders[:] = [name for name in found if name not in skipped]
         left_out += [f"{name}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()

@@ -87,13 +87,9 @@ class SafetensorsWriter:
 
 
 def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
-    """Write the index of a sharded checkpoint.
+    """Write the index of a sharded checkpoint of `size` bytes.
 
-    Args:
-        path: model.safetensors.index.json.
-        entries: every tensor with its file.
-        metadata: the source index's; its sizes are brought up to date, the rest is kept.
-        size: the bytes of all tensors.
+    The sizes that the source's `metadata` tells are brought up to date, the rest of it is kept.
     """
     metadata = dict(metadata) | {"total_size": size}
     if "total_parameters" in metadata:
