@@ -23,6 +23,7 @@ __all__ = [
     "SDPA",
     "attention_function",
     "attention_with_weights",
+    "check_implementation",
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
@@ -159,19 +160,10 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
-    return attention_with_weights(
-        query,
-        key,
-        value,
-        attention_mask,
-        position_bias,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        is_causal=_is_causal(module, is_causal, attention_mask, query),
-        dropout=dropout,
-        logits_proj=getattr(module, "logits_proj", None),
-        weights_proj=getattr(module, "weights_proj", None),
-        **{name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")},
-    )
+    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
+    options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+    options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
+    return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
 def sdpa_attention_forward(
@@ -198,11 +190,7 @@ def sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
-    options = {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "is_causal": _is_causal(module, is_causal, attention_mask, query),
-        "dropout": dropout,
-    }
+    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads:
         options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
         return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
@@ -219,6 +207,20 @@ def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def implementation_of(module: nn.Module) -> str | None:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
+
+
+def check_implementation(config: Any, implementation: Any) -> None:
+    """Check that an attention implementation can compute what a configuration asks for.
+
+    Raises:
+        ValueError: where it would ignore talking heads.
+    """
+    talking_heads = getattr(config, "talking_heads", None)
+    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
+            'ignore it: use "sdpa" or "eager".'
+        )
 
 
 def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -242,10 +244,22 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | None, query: torch.Tensor) -> bool:
-    # The mask, where there is one, says what is causal; a single query is the last token and sees all of the cache.
+def _options(
+    module: nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+) -> dict[str, Any]:
+    """Return how a call of upstream's interface is computed."""
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    return query.shape[2] > 1 and mask is None and asked
+    return {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        # The mask, where there is one, says what is causal; a single query is the last token and sees the whole cache.
+        "is_causal": query.shape[2] > 1 and mask is None and asked,
+        "dropout": dropout,
+    }
 
 
 def _flash_serves(query: torch.Tensor) -> bool:
