@@ -83,19 +83,22 @@ def attention_with_weights(
         logits = logits + position_bias
     if is_causal:
         mask = _with_causal_mask(mask, logits)
+    weights = _masked_softmax(logits, mask).to(value.dtype)
+    weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
+    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    return _grouped_matmul(weights, value).transpose(1, 2), weights
+
+
+def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     # Half precision would lose the small weights, so the softmax runs in at least float32, as fused kernels do.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
-        weights = nn.functional.softmax(logits, dim=-1, dtype=dtype)
-    elif mask.dtype == torch.bool:
-        weights = nn.functional.softmax(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), dim=-1, dtype=dtype)
-        weights = weights * mask.any(-1, keepdim=True)
-    else:
-        # Zeros, and no NaN, in a row of minus infinities.
-        weights = torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
-    weights = _mix_heads(weights.to(value.dtype), weights_proj, x2w, m2w)  # [b, h_v, n, m]
-    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
-    return _grouped_matmul(weights, value).transpose(1, 2), weights
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype)
+    if mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype) * mask.any(-1, keepdim=True)
+    # Zeros, and no NaN, in a row of minus infinities.
+    return torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
 
 
 def fused_attention(

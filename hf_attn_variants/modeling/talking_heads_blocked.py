@@ -251,7 +251,6 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         d_output: [b, n, h_v, d_v]
         threads: of the forward pass
         wants_bias: whether the position bias is trained
-        operands: as in `forward`
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if wants_bias else None
@@ -265,8 +264,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         for t in (bias, operands.logits_proj, operands.weights_proj)
     )
     if operands.is_empty:
-        none = (torch.zeros_like(t) for t in (query, key, value))
-        return [*none, d_bias, d_logits_proj, d_weights_proj]
+        return [*map(torch.zeros_like, (query, key, value)), d_bias, d_logits_proj, d_weights_proj]
     if call.dropout > 0:
         d_output = d_output / call.keep_probability
     d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
@@ -304,8 +302,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:
-        d_key = d_key.sum(0, keepdim=True)
-        d_value = d_value.sum(0, keepdim=True)
+        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
