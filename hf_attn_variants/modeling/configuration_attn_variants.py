@@ -13,6 +13,7 @@ from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
+    check_head_size,
     check_size,
     check_value_groups,
     checked_count,
@@ -68,6 +69,7 @@ class AttnVariantConfigMixin:
     auto_classes: ClassVar[dict[str, str]] = {}
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
+    head_dim_field: ClassVar[str | None] = None
 
     # "variant" describes a field in a line; "query_heads" names the field of the heads that share these.
     num_key_value_heads: int | None = field(
@@ -108,7 +110,8 @@ class AttnVariantConfigMixin:
         for name in self.size_fields:
             check_size(name, getattr(self, name), 1)
         heads = checked_count("num_attention_heads", self.num_attention_heads)
-        self._check_hidden_size(heads)
+        if self.head_dim_field is None:
+            check_head_size(heads, self.hidden_size)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         self.num_softmax_heads, self.num_value_heads = checked_talking_heads(
@@ -202,6 +205,8 @@ class AttnVariantConfigMixin:
     @property
     def attention_head_dim(self) -> int:
         """d, the size of one query, key and value head."""
+        if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
+            return getattr(self, self.head_dim_field)
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -270,19 +275,9 @@ class AttnVariantConfigMixin:
                 if modules is not None:
                     table[cls.model_type] = modules
 
-    def _check_hidden_size(self, heads: int) -> None:
-        if self.hidden_size % heads:
-            raise ValueError(
-                f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of "
-                f"{self.hidden_size}."
-            )
-
 
 class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
-    """BERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
-
-    Without any of them it describes plain multi-head BERT.
-    """
+    """BERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them plain multi-head BERT."""
 
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
@@ -302,10 +297,7 @@ class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """ALBERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
-
-    Without any of them it describes plain multi-head ALBERT.
-    """
+    """ALBERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head ALBERT."""
 
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
@@ -325,10 +317,9 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
 
 
 class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
-    """T5's and mT5's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
+    """T5's and mT5's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head T5.
 
-    Without any of them it describes plain multi-head T5. `num_key_value_heads` is the decoder's, in self- and in
-    cross-attention, the recipe of arXiv 2305.13245, section 2.2.
+    `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
 
     Args:
         encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
@@ -339,6 +330,7 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
     modeling_file = "modeling_attn_variant_t5"
     layer_fields = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
+    head_dim_field = "d_kv"
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
@@ -364,14 +356,6 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
         return super()._adopted(values) | unscaled
-
-    @property
-    def attention_head_dim(self) -> int:
-        """d, the size of one query, key and value head; the heads together need not make `d_model`."""
-        return self.d_kv
-
-    def _check_hidden_size(self, heads: int) -> None:
-        pass
 
 
 def can_cache(config: Any) -> bool:

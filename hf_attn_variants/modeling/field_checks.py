@@ -9,6 +9,7 @@ __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
     "adds_talking_heads",
+    "check_head_size",
     "check_size",
     "check_value_groups",
     "checked_count",
@@ -158,6 +159,18 @@ def check_size(field: str, value: int, least: int, most: int | None = None) -> N
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" + ("" if most is None else f", at most {most}")
         raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
+
+
+def check_head_size(heads: int, hidden_size: int) -> None:
+    """Check that the query heads make up the hidden size, whole.
+
+    Raises:
+        ValueError: unless they divide it.
+    """
+    if hidden_size % heads:
+        raise ValueError(
+            f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {hidden_size}."
+        )
 
 
 def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:

@@ -48,18 +48,9 @@ def talking_heads_attention(
     """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
 
     Args:
-        query: [b, h_k, n, d]
-        key: [b, k, m, d]
-        value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
-        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]; it gets no gradient. A query that may
-            attend to nothing gets zeros under a boolean mask and under minus infinities (without `is_causal`), and
-            uniform weights under finite numbers.
-        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]; it gets a gradient
-        scaling: the factor of the dot products
-        is_causal: query i attends to keys 0..i
+        query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
+            `attention_with_weights`; the mask gets no gradient, the bias does
         dropout: the probability that a mixed weight is dropped
-        logits_proj: P_l [h_k, h], mixes the heads before the softmax
-        weights_proj: P_w [h, h_v], mixes them after it
         backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
             seen to agree with the blocked path, which serves everything else
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Operands", "add_bias_gradient", "backward", "forward"]
+__all__ = ["Operands", "add_bias_gradient", "backward", "forward", "group"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
 # Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
@@ -155,7 +155,7 @@ class _Call:
 
     def queries(self, block: _Block) -> Tensor:
         """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
-        query = _group(self.query[block.batch, :, block.rows], self.kv_heads)
+        query = group(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
@@ -251,7 +251,6 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         d_output: [b, n, h_v, d_v]
         threads: of the forward pass
         wants_bias: whether the position bias is trained
-        operands: as in `forward`
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if wants_bias else None
@@ -265,8 +264,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         for t in (bias, operands.logits_proj, operands.weights_proj)
     )
     if operands.is_empty:
-        none = (torch.zeros_like(t) for t in (query, key, value))
-        return [*none, d_bias, d_logits_proj, d_weights_proj]
+        return [*map(torch.zeros_like, (query, key, value)), d_bias, d_logits_proj, d_weights_proj]
     if call.dropout > 0:
         d_output = d_output / call.keep_probability
     d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
@@ -277,7 +275,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         softmax = call.softmax(scores, block)  # [B, h, r, m]
         weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
         kept = call.kept(weights, block) if call.dropout > 0 else None
-        d_rows = _group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
+        d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch, :, : block.memory], weights if kept is None else weights * kept, d_rows)
         # The weights are done with, so their gradient takes their place (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
@@ -304,8 +302,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:
-        d_key = d_key.sum(0, keepdim=True)
-        d_value = d_value.sum(0, keepdim=True)
+        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
@@ -317,7 +314,7 @@ def _number_of_parts(operands: Operands, threads: int) -> int:
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
-def _group(states: Tensor, kv_heads: int) -> Tensor:
+def group(states: Tensor, kv_heads: int) -> Tensor:
     """[B, h, r, x] -> [B * k, g * r, x]."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 

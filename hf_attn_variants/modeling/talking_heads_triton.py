@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .talking_heads_blocked import Operands, add_bias_gradient
+from .talking_heads_blocked import Operands, add_bias_gradient, group
 from .talking_heads_kernels import backward_kernel, forward_kernel, triton
 
 __all__ = ["allows_tf32", "backward", "covers_device", "forward", "is_supported"]
@@ -166,29 +166,20 @@ def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: 
 
 def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
     # [b, h, r, x] by [b, k, m, x] into [b, h, r, >= m]: the rows of a group's heads stand below each other.
-    batches, heads, rows, size = states.shape
-    kv_heads, memory = shared.shape[1:3]
-    torch.bmm(
-        states.reshape(batches * kv_heads, heads // kv_heads * rows, size),
-        shared.reshape(batches * kv_heads, memory, size).transpose(1, 2),
-        out=out.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory],
-    )
+    out = group(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
 def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     # [b, h, r, >= m] by [b, k, m, x] to [b, h, r, x]
-    batches, heads, rows, _ = weights.shape
-    kv_heads, memory, size = shared.shape[1:]
-    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
-    return torch.bmm(weights, shared.reshape(batches * kv_heads, memory, size)).view(batches, heads, rows, size)
+    rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    return rows.view(*weights.shape[:3], -1)
 
 
 def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
     # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
-    batches, heads, rows, size = states.shape
-    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
-    states = states.reshape(batches * kv_heads, heads // kv_heads * rows, size)
-    return torch.bmm(weights.transpose(1, 2), states).view(batches, kv_heads, memory, size)
+    weights = group(weights, kv_heads)[..., :memory]
+    return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _Call) -> dict:

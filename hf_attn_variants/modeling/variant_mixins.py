@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
-from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
+from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .field_checks import adds_talking_heads
 
@@ -59,7 +59,7 @@ class AttentionSite:
     """Where one kind of attention lives in an architecture, what it is and what its projections are called.
 
     Args:
-        name: what the attention is, for reports: "self", "cross", "encoder", "decoder".
+        name: for reports: "self", "cross", "encoder", "decoder".
         module: a regular expression for the attention's module path inside the base model.
         query, key, value, output: the paths of its linear maps, relative to that module.
         core: the relative path of the submodule that calls the attention function and holds the talking-heads
@@ -155,8 +155,7 @@ class AttentionVariantMixin:
     def settle_implementation(self) -> None:
         """Note which attention implementation the configuration names, once it is seen to fit this attention.
 
-        A model calls this when an implementation is set; `variant_inputs` calls it again only where somebody has
-        written another name into the configuration since.
+        `variant_inputs` asks again only where somebody has written another name into the configuration since.
 
         Raises:
             ValueError: where the implementation cannot compute talking heads.
@@ -384,15 +383,6 @@ def _resize(module: nn.Module, path: str, in_features: int | None = None, out_fe
     like = {"dtype": old.weight.dtype, "device": old.weight.device}
     module.set_submodule(path, nn.Linear(*size, bias=old.bias is not None, **like))
     return True
-
-
-def check_implementation(config: Any, implementation: Any) -> None:
-    talking_heads = getattr(config, "talking_heads", None)
-    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
-            'ignore it: use "sdpa" or "eager".'
-        )
 
 
 def _beginning(config: Any) -> str:

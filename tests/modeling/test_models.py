@@ -1,6 +1,7 @@
 """What every head of every architecture must do, for each variant."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,6 +184,30 @@ def test_number_of_parameters(architecture, variant):
         difference -= sum(inputs[name[0]] * sizes[name[2]] for name in config.talking_heads_dynamic)
         assert whole.get_submodule(site.query).weight.shape == query.weight.shape
     assert plain.num_parameters() - model.num_parameters() == difference + position_bias_difference(plain, model)
+
+
+def test_a_site_reads_its_own_query_heads():
+    """Encoder and decoder may differ in them."""
+    counts = {"num_key_value_heads": 8, "encoder_num_key_value_heads": 4}
+    config = SimpleNamespace(
+        query_heads=counts.get,
+        num_key_value_heads=2,
+        encoder_num_key_value_heads=4,
+        num_softmax_heads=6,
+        num_value_heads=5,
+        attention_head_dim=3,
+    )
+    encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
+    assert decoder.heads(config) == cross.heads(config) == (8, 2, 2, 6, 5, 3)
+    assert encoder.heads(config) == (4, 4, 5, 6, 5, 3)
+    assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
+    assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
+    (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
+    assert [own.stack_of(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
+        "encoder",
+        "decoder",
+    ]
+    assert cross.is_cross_attention and cross.stack == "decoder"
 
 
 def position_bias_difference(plain, model):
