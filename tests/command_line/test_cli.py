@@ -270,6 +270,7 @@ COMMAND_LINES = {
     "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
+    "ner": ["--output_dir", "out", "--train_file", "a.txt", "--validation_file", "b.txt"],
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
     "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--task_name", "stsb"],
     "visualize": ["--text", "a text", "--layers", "1", "2", "--output_dir", "out"],
