@@ -35,6 +35,17 @@ PAPERS = {
     "talking": ("Talking-heads attention", "2003.02436"),
 }
 
+CONVERTED = (
+    "No gradient step on the whole model followed the conversion: expect less than from the model it was made of. "
+    "Measure it on your data, and train it further where that matters."
+)
+CACHE_SAVED = (
+    "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with short texts."
+)
+ENCODER_SAVES = (
+    "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any attention time."
+)
+
 
 def summary(
     variant: Any, kv_heads: Mapping[str, int], architecture: str, base_model: str | None, steps: Sequence[Step]
@@ -128,37 +139,29 @@ def usage_snippet(
 
 def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:
     """Return what a user should know before relying on the model; without a variant there is no table."""
-    found = []
-    if steps and steps[-1]["kind"] == "conversion":
-        found.append(
-            "No gradient step on the whole model followed the conversion: expect less than from the model it was made "
-            "of. Measure it on your data, and train it further where that matters."
-        )
-    if last_training(steps):
-        found.append(
-            "The scores are of one run with one seed, on the data named above, and say nothing of other data."
-        )
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
     shares = table is not None and table.current.name.startswith(("MQA", "GQA"))
-    if shares and caches:
-        found.append(
-            "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
-            "short texts."
-        )
-    elif shares and not decodes:
-        found.append(
-            "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
-            "attention time."
-        )
-    if decodes and not caches:
-        found.append("It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.")
-    if variant is not None and variant.talking_heads is not None:
-        found.append(
-            "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them."
-        )
-    found.append("It knows what its training data knew, with the biases of that data.")
-    return found
+    talks = variant is not None and variant.talking_heads is not None
+    said = (
+        (steps and steps[-1]["kind"] == "conversion", CONVERTED),
+        (
+            last_training(steps),
+            "The scores are of one run with one seed, on the data named above, and say nothing of other data.",
+        ),
+        (shares and caches, CACHE_SAVED),
+        (shares and not caches and not decodes, ENCODER_SAVES),
+        (
+            decodes and not caches,
+            "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
+        ),
+        (
+            talks,
+            "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
+        ),
+        (True, "It knows what its training data knew, with the biases of that data."),
+    )
+    return [text for is_true, text in said if is_true]
 
 
 def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -150,19 +150,14 @@ def cost_table(
         ValueError: for a configuration that makes no model here, or a size below 1.
     """
     source_length = length if source_length is None else source_length
-    for name, value in (("batch_size", batch_size), ("length", length), ("source_length", source_length)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    check_sizes(batch_size=batch_size, length=length, source_length=source_length)
     current = variant_config(config)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    variants: list[dict[str, Any]] = [{field: k} for k in kv_head_counts(current, field)]
-    if current.talking_heads is None:
-        variants.append({field: getattr(current, field), "talking_heads": "both"})
     rows = []
-    for fields in variants:
+    for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
@@ -183,6 +178,22 @@ def cost_table(
         )
     architecture = (config.get("architectures") or [model_class.__name__])[0]
     return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ValueError unless each of these sizes, where it is given, is at least 1."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+
+
+def variant_rows(
+    current: Any, field: str, counts: Iterable[int], talking_heads: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each variant: these counts of key/value heads and, for a plain model, talking heads."""
+    yield from ({field: count} for count in counts)
+    if talking_heads and current.talking_heads is None:
+        yield {field: getattr(current, field), "talking_heads": "both"}
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
@@ -265,23 +276,22 @@ def _attention_parameters(model: AttnVariantModelMixin) -> int:
 
 
 def used_kv_heads_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
-    """The fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
+    """Return the fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
     return tuple(name for name in config.kv_heads_fields() if name in used)
 
 
 def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
-    """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
+    """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
     return next(iter(used_kv_heads_fields(model_class, config)), "num_key_value_heads")
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
-    # With fewer key/value heads than query heads, they must divide the value heads as well.
+    """Return the numbers of key/value heads that fit; fewer than query heads must divide the value heads as well."""
     heads = config.query_heads(field)
-    counts = [k for k in range(1, heads + 1) if heads % k == 0]
-    fitting = [k for k in counts if k == heads or config.num_value_heads % k == 0]
-    return sorted(fitting, reverse=True)
+    divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
+    return [k for k in divisors if k == heads or config.num_value_heads % k == 0]
 
 
 def _convertible(source: Any, target: Any) -> bool:

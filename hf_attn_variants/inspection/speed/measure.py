@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...modeling.configuration_attn_variants import can_cache
 from ...progress import progress_bar
 from ...registration import variant_model_class
-from ..costs.table import kv_head_counts, kv_heads_field, variant_config, variant_name
+from ..costs.table import check_sizes, kv_head_counts, kv_heads_field, variant_config, variant_name, variant_rows
 
 __all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
 
@@ -107,7 +107,7 @@ def measure_speed(
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
-    _check_sizes(
+    check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
     current = variant_config(config)
@@ -134,12 +134,6 @@ def measure_speed(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows,
     )  # fmt: skip
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
 
 
 def _rows(fields: dict[str, dict[str, Any]], times: dict[str, list[float]], tokens: int) -> list[VariantSpeed]:
@@ -180,7 +174,7 @@ def _contestants(
     kv_heads: Sequence[int] | None,
     talking_heads: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Each name with the fields that make it and what builds it; the baseline first."""
+    """Yield each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != current.model_type:
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
@@ -189,10 +183,7 @@ def _contestants(
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == current.model_type:
         counts |= {heads}  # no class of transformers is the baseline then
-    variants = [{field: k} for k in sorted(counts, reverse=True)]
-    if talking_heads and current.talking_heads is None:
-        variants.append({field: getattr(current, field), "talking_heads": "both"})
-    for fields in variants:
+    for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads):
         made = variant_config(config, **fields)
         yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 
