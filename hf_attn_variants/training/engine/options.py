@@ -1,4 +1,4 @@
-"""What a settings class is made of: fields that say their help, range, and whether a resumed run must share them.
+"""What settings classes are made of: fields that say their help, their range, and what a resumed run must share.
 
 `commands.arguments` makes flags of them. Like `settings`, this file imports neither torch nor transformers.
 """
