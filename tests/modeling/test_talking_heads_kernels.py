@@ -64,7 +64,7 @@ def test_many_heads_in_several_blocks_of_keys(backend):
 
 @pytest.mark.skipif(INTERPRETED, reason="of the blocked path alone")
 @pytest.mark.parametrize(
-    "kind, bias", zip(MASKS, itertools.cycle([None, (1, 12, M), (1, 1, M)]), strict=False), ids=str
+    "kind, bias", list(zip(MASKS, itertools.cycle([None, (1, 12, M), (1, 1, M)]), strict=False)), ids=str
 )
 @pytest.mark.parametrize("batches, threads", [(1, 2), (1, 3), (1, 5), (2, 2), (2, 3)])
 def test_equals_the_specification_in_blocks_for_several_threads(monkeypatch, batches, threads, kind, bias):
