@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, HEAD_IDS, HEADS, T5, VARIANTS
+from architectures import ARCHITECTURES, HEAD_AND_VARIANT_IDS, HEAD_IDS, HEADS, HEADS_AND_VARIANTS, T5, VARIANTS
 from torch import nn
 
 import hf_attn_variants
@@ -39,8 +39,7 @@ def ours_and_upstreams(architecture, head, variant, make):
     )
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@pytest.mark.parametrize("architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS)
 @BOTH_WAYS
 def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, make):
     ours, theirs = ours_and_upstreams(architecture, head, variant, make)

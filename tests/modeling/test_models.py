@@ -6,16 +6,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, HEAD_IDS, HEADS, LENGTH, VARIANTS
+from architectures import (
+    ARCHITECTURES,
+    BASE_HEADS,
+    HEAD_AND_VARIANT_IDS,
+    HEAD_IDS,
+    HEADS,
+    HEADS_AND_VARIANTS,
+    LENGTH,
+    VARIANTS,
+)
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
 
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+HEADS_WITH_VARIANTS = pytest.mark.parametrize(
+    "architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS
+)
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head of each architecture stands for the others where only the attention matters.
-BASE = {row.name: next(iter(row.heads)) for row in ARCHITECTURES}
+BASE = BASE_HEADS
 
 
 def outputs(model, batch, **kwargs):
@@ -49,8 +61,7 @@ def test_a_training_step_reaches_every_parameter(architecture, head, variant):
                 assert parameter.grad.abs().max() > 0, f"{name}.{path}"
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@HEADS_WITH_VARIANTS
 def test_eager_and_sdpa_agree(architecture, head, variant):
     model = architecture.model(head, variant)
     batch = architecture.batch(head)
@@ -66,8 +77,7 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
     assert_same(fused, again)
 
 
-@EVERY_HEAD
-@pytest.mark.parametrize("variant", ["gqa", "talking", "gqa_talking"])
+@HEADS_WITH_VARIANTS
 def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
@@ -89,8 +99,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     assert again.config.architectures == [f"AttnVariant{head}"]
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@HEADS_WITH_VARIANTS
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_output_attentions(architecture, head, variant, implementation):
     model = architecture.model(head, variant)
