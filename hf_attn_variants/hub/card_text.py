@@ -35,16 +35,19 @@ PAPERS = {
     "talking": ("Talking-heads attention", "2003.02436"),
 }
 
-CONVERTED = (
-    "No gradient step on the whole model followed the conversion: expect less than from the model it was made of. "
-    "Measure it on your data, and train it further where that matters."
-)
-CACHE_SAVED = (
-    "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with short texts."
-)
-ENCODER_SAVES = (
-    "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any attention time."
-)
+# What a user should know before relying on a model; see `limits`.
+LIMITS = {
+    "converted": "No gradient step on the whole model followed the conversion: expect less than from the model it was "
+    "made of. Measure it on your data, and train it further where that matters.",
+    "trained": "The scores are of one run with one seed, on the data named above, and say nothing of other data.",
+    "small cache": "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 "
+    "with short texts.",
+    "small encoder": "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
+    "attention time.",
+    "no cache": "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
+    "talking": "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
+    "data": "It knows what its training data knew, with the biases of that data.",
+}
 
 
 def summary(
@@ -142,26 +145,16 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
     shares = table is not None and table.current.name.startswith(("MQA", "GQA"))
-    talks = variant is not None and variant.talking_heads is not None
-    said = (
-        (steps and steps[-1]["kind"] == "conversion", CONVERTED),
-        (
-            last_training(steps),
-            "The scores are of one run with one seed, on the data named above, and say nothing of other data.",
-        ),
-        (shares and caches, CACHE_SAVED),
-        (shares and not caches and not decodes, ENCODER_SAVES),
-        (
-            decodes and not caches,
-            "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
-        ),
-        (
-            talks,
-            "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
-        ),
-        (True, "It knows what its training data knew, with the biases of that data."),
-    )
-    return [text for is_true, text in said if is_true]
+    are_true = {
+        "converted": steps and steps[-1]["kind"] == "conversion",
+        "trained": last_training(steps),
+        "small cache": shares and caches,
+        "small encoder": shares and not caches and not decodes,
+        "no cache": decodes and not caches,
+        "talking": variant is not None and variant.talking_heads is not None,
+        "data": True,
+    }
+    return [LIMITS[name] for name, is_true in are_true.items() if is_true]
 
 
 def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) -> str:
