@@ -45,7 +45,7 @@ LIMITS = {
     "small encoder": "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
     "attention time.",
     "no cache": "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
-    "talking": "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
+    "talks": "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
     "data": "It knows what its training data knew, with the biases of that data.",
 }
 
@@ -151,7 +151,7 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
         "small cache": shares and caches,
         "small encoder": shares and not caches and not decodes,
         "no cache": decodes and not caches,
-        "talking": variant is not None and variant.talking_heads is not None,
+        "talks": variant is not None and variant.talking_heads is not None,
         "data": True,
     }
     return [LIMITS[name] for name, is_true in are_true.items() if is_true]
