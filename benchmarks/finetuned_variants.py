@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from run_records import check_arguments, check_data_dir, check_source, write_rows
 
-from hf_attn_variants.training.glue import task as run_glue
+from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands import squad as run_squad
+from hf_attn_variants.commands import uptrain as uptrain
 from hf_attn_variants.training.glue.data import load_glue
 from hf_attn_variants.training.glue.tasks import get_task
-from hf_attn_variants.training.squad import task as run_squad
 from hf_attn_variants.training.squad.data import read_squad
-from hf_attn_variants.training.uptraining import task as uptrain
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """examples:

@@ -33,11 +33,13 @@ from hf_attn_variants.training.engine.dataloaders import (
     create_stream_dataloader,
     create_train_dataloader,
 )
-from hf_attn_variants.training.engine.loop import Objective, TrainingLoop
+from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.loop_settings import LoopSettings
+from hf_attn_variants.training.engine.losses import Objective
+from hf_attn_variants.training.engine.masking import MaskedLMPreparation
 from hf_attn_variants.training.engine.tracking import library_versions
 from hf_attn_variants.training.glue.evaluation import classification_objective
-from hf_attn_variants.training.pretraining.masked_lm import MaskedLMPreparation, find_head, masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[1]

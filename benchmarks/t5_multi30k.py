@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from run_records import check_arguments, check_data_dir, check_source, write_rows
 
-from hf_attn_variants.training.seq2seq import task as run_seq2seq
+from hf_attn_variants.commands import seq2seq as run_seq2seq
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"

@@ -20,9 +20,9 @@ from run_records import check_arguments, check_data_dir, write_rows
 from small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
 from transformers import AutoTokenizer
 
+from hf_attn_variants.commands import pretrain_t5 as pretrain_span_corruption
 from hf_attn_variants.training.engine.tracking import read_log
-from hf_attn_variants.training.pretraining import run_span_corruption as pretrain_span_corruption
-from hf_attn_variants.training.pretraining.masked_lm import GATE_COST
+from hf_attn_variants.training.pretraining.context_check import MIN_COST
 from hf_attn_variants.training.pretraining.span_corruption import SpanCorruption
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, read_blocks
 
@@ -159,7 +159,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| optimiser | attention | dev loss | accuracy | shuffled words | zeroed attention | gate |"]
     lines.append("| --- " * 7 + "|")
     for row in rows:
-        gate = "passed" if row["gate_passed"] else f"failed (below {GATE_COST})"
+        gate = "passed" if row["gate_passed"] else f"failed (below {MIN_COST})"
         costs = [f"{row[f'gate_{name}_cost']:+.2f}" for name in ("shuffled", "zeroed_attention")]
         cells = [row["optimizer"], row["attention"], f"{row['eval_loss']:.3f}", f"{row['eval_accuracy']:.3f}"]
         lines.append(f"| {' | '.join([*cells, *costs, gate])} |")

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .conversion.checkpoint.source import CONFIG_NAME
+# Moved last: without it a folder is no checkpoint.
+CONFIG_NAME = "config.json"
 
 __all__ = ["check_disk_space", "check_output_dir", "make_folders", "remove_empty_folders", "staged_folder"]
 

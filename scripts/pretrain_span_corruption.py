@@ -3,8 +3,8 @@
 import logging
 import sys
 
+from hf_attn_variants.commands.pretrain_t5 import main, parse_args
 from hf_attn_variants.errors import run_script
-from hf_attn_variants.training.pretraining.run_span_corruption import main, parse_args
 
 if __name__ == "__main__":
     args = parse_args()

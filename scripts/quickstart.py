@@ -237,7 +237,7 @@ def _glue_job(
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
     def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
-        from hf_attn_variants.training.glue import task as run_glue
+        from hf_attn_variants.commands import glue as run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
@@ -278,7 +278,7 @@ def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], s
 
 def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Path, run: Path) -> None:
     """Train the converted model towards the original's outputs on the task's texts, without labels."""
-    from hf_attn_variants.training.uptraining import task as uptrain
+    from hf_attn_variants.commands import uptrain as uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
     if not train_file.exists():

@@ -3,8 +3,8 @@
 import logging
 import sys
 
+from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.errors import run_script
-from hf_attn_variants.training.seq2seq.task import main, parse_args
 
 if __name__ == "__main__":
     args = parse_args()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertModel
 
-from hf_attn_variants.training.glue import task as run_glue
-from hf_attn_variants.training.squad import task as run_squad
-from hf_attn_variants.training.uptraining import task as uptrain
+from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands import squad as run_squad
+from hf_attn_variants.commands import uptrain as uptrain
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_attn_variants.training.glue import task as run_glue
-from hf_attn_variants.training.seq2seq import task as run_seq2seq
+from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands import seq2seq as run_seq2seq
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]

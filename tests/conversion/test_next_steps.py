@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelFor
 
 from hf_attn_variants import cli
 from hf_attn_variants.commands import convert as command
+from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands import seq2seq as run_seq2seq
+from hf_attn_variants.commands import squad as run_squad
+from hf_attn_variants.commands import uptrain as uptrain
 from hf_attn_variants.conversion.checkpoint import source
 from hf_attn_variants.conversion.next_steps import next_steps
-from hf_attn_variants.training.glue import task as run_glue
-from hf_attn_variants.training.seq2seq import task as run_seq2seq
-from hf_attn_variants.training.squad import task as run_squad
-from hf_attn_variants.training.uptraining import task as uptrain
 
 MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq}
 FEW = ["--cpu", "--disable_tqdm", "--max_train_steps", "1", "--max_eval_samples", "2", "--max_train_samples", "32"]

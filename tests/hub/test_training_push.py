@@ -7,7 +7,7 @@ import yaml
 from fixtures.glue.tiny_bert import FIXTURES
 from hub.local_hub import TOKEN
 
-from hf_attn_variants.training.glue.task import main, parse_args
+from hf_attn_variants.commands.glue import main, parse_args
 
 
 @pytest.fixture

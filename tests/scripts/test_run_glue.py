@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 
-from hf_attn_variants.training.glue.task import main, parse_args
+from hf_attn_variants.commands.glue import main, parse_args
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts/run_glue.py")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fixtures.uptraining import make_t5, make_text
 
-from hf_attn_variants.training.seq2seq.task import main, parse_args
+from hf_attn_variants.commands.seq2seq import main, parse_args
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fixtures.squad import make_questions, make_reader, write_questions
 
-from hf_attn_variants.training.squad.task import main, parse_args
+from hf_attn_variants.commands.squad import main, parse_args
 
 ROOT = Path(__file__).parents[2]
 

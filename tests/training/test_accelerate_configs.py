@@ -17,11 +17,11 @@ from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
+from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import sharded_layer_names
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
-from hf_attn_variants.training.glue.task import main, parse_args
-from hf_attn_variants.training.uptraining import task as uptrain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -119,7 +119,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
 torch.set_num_threads(1)
-script = importlib.import_module(f"hf_attn_variants.training.{sys.argv[1]}")
+script = importlib.import_module(f"hf_attn_variants.commands.{sys.argv[1]}")
 script.main(script.parse_args(sys.argv[2:]))
 """
 
@@ -196,13 +196,13 @@ def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(varian
 
 def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glue, one_process, launch_fsdp, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    launch_fsdp("run_glue", *glue_flags(variant, glue, whole, 2))
+    launch_fsdp("glue", *glue_flags(variant, glue, whole, 2))
     assert (whole / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share
     assert losses(whole) == pytest.approx(losses(one_process), rel=1e-4)
     assert weights_are_close(whole, one_process)
     code = {path.name for path in one_process.glob("*.py")}
     assert "modeling_attn_variant_bert.py" in code and {path.name for path in whole.glob("*.py")} == code
-    launch_fsdp("run_glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", whole / "checkpoint-4"))
+    launch_fsdp("glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", whole / "checkpoint-4"))
     assert losses(resumed) == losses(whole)
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 

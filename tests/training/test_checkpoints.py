@@ -10,8 +10,8 @@ import torch
 from fixtures.full_disk import full_disk
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
+from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.training.engine import checkpoints, loop
-from hf_attn_variants.training.glue.task import main, parse_args
 
 STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
 

@@ -7,6 +7,7 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from torch.nn import functional
 
+from hf_attn_variants.training.engine.losses import token_cross_entropy
 from hf_attn_variants.training.uptraining import distillation
 from hf_attn_variants.training.uptraining.distillation import (
     ActivationRecorder,
@@ -15,7 +16,6 @@ from hf_attn_variants.training.uptraining.distillation import (
     embedding_distance,
     layer_error,
     logits_divergence,
-    token_cross_entropy,
 )
 from hf_attn_variants.training.uptraining.trainable import named_attentions, select_trainable
 

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.errors import TerminatedError
-from hf_attn_variants.training.engine import arguments
+from hf_attn_variants.training.engine import session
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.glue.evaluation import GlueEvaluator
-from hf_attn_variants.training.glue.task import main, parse_args
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
 )
 def test_errors_before_training_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
-    monkeypatch.setattr(arguments, "get_available_trackers", lambda: ["tensorboard"])
+    monkeypatch.setattr(session, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises((ValueError, OSError), match=message):
         run(task, *flags, output_dir=tmp_path / "not/made")
     assert not (tmp_path / "not").exists()
@@ -535,14 +535,17 @@ def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):
         run("cola")
 
 
-def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypatch, caplog):
-    flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--mixed_precision", "bf16"]
+def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypatch, caplog, tmp_path):
+    flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "o"), "--cpu"]
+    settings = parse_args([*flags, "--mixed_precision", "bf16"])
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    arguments.check_arguments(parse_args([*flags, "--cpu"]))
+    with session.open_session(settings):
+        pass
     assert "no bfloat16 instructions" in caplog.text
     caplog.clear()
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    arguments.check_arguments(parse_args([*flags, "--cpu"]))
+    with session.open_session(settings):
+        pass
     assert not caplog.text
 
 

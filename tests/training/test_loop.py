@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset
 from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_script
 from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
-from hf_attn_variants.training.engine.loop import Objective, TrainingLoop
+from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.loop_settings import total_training_steps
+from hf_attn_variants.training.engine.losses import Objective
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +273,7 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
-        best = {"keep_best": True, "metric_for_best_model": "a", "greater_is_better": True}
+        best = {"keep_best": True, "metric_for_best_model": "a"}
         found = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
         loop.run()
@@ -296,9 +297,9 @@ def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
     looked = []
 
     class Watched(TrainingLoop):
-        def _look_at_loss(self):
+        def _check_last_loss(self):
             looked.append(self._pending and self._pending[0])
-            super()._look_at_loss()
+            super()._check_last_loss()
 
     loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
     loop.__class__ = Watched

@@ -31,21 +31,15 @@ from hf_attn_variants import (
     AttnVariantBertForMaskedLM,
     AttnVariantBertForPreTraining,
 )
+from hf_attn_variants.commands.pretrain import main, parse_args
 from hf_attn_variants.training.engine import throughput
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.models import vocabulary_size
+from hf_attn_variants.training.engine.masking import MaskedLMPreparation, word_starts
 from hf_attn_variants.training.engine.new_model import new_config
-from hf_attn_variants.training.pretraining.masked_lm import (
-    MaskedLMPreparation,
-    attention_zeroed,
-    find_head,
-    gate_results,
-    masked_lm_objective,
-    shuffle_positions,
-    word_starts,
-)
-from hf_attn_variants.training.pretraining.run_mlm import main, parse_args
+from hf_attn_variants.training.engine.tokenizers import vocabulary_size
+from hf_attn_variants.training.pretraining.context_check import attention_zeroed, context_results, shuffle_positions
+from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
@@ -133,7 +127,7 @@ def test_masks_are_a_function_of_seed_epoch_and_number(tokenizer, blocks):
 @pytest.mark.parametrize("task", ["nsp", "sop"])
 def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task=task)
-    assert prepare.block_length == 61 and prepare.needs_other is (task == "nsp")
+    assert prepare.block_length == 61 and prepare.takes_other_block is (task == "nsp")
     changed, cuts = 0, set()
     for i, block in enumerate(blocks * 4):
         other = blocks[(i + 7) % len(blocks)]
@@ -189,7 +183,18 @@ def test_a_vocabulary_may_have_gaps(tmp_path):
     assert word_starts(tokenizer)[ids].tolist() == [True, False, True]
     prepare = MaskedLMPreparation(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
-    args = parse_args(["--tokenizer_name", str(tmp_path), "--output_dir", str(tmp_path), *scratch()])
+    args = parse_args(
+        [
+            "--tokenizer_name",
+            str(tmp_path),
+            "--output_dir",
+            str(tmp_path),
+            "--train_file",
+            "x",
+            *map(str, STEPS),
+            *scratch(),
+        ]
+    )
     assert new_config(args, tokenizer).vocab_size == 22
 
 
@@ -322,7 +327,7 @@ def test_shuffling_keeps_tokens_and_their_labels():
     ("shuffled", "zeroed", "passed"), [(3.31, 3.31, True), (3.31, 3.2, False), (3.2, 9.0, False), (2.0, 9.0, False)]
 )
 def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
-    assert gate_results(3.0, shuffled, zeroed)["gate_passed"] is passed
+    assert context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
 
 
 def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
@@ -378,7 +383,7 @@ def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
     logged = [r for r in map(json.loads, (out / "train_log.jsonl").open()) if "loss" in r]
     for record, begin in zip(logged, [0, logged[0]["time"]], strict=True):
         assert tokens / 2 / record["tokens_per_second"] == pytest.approx(record["time"] - begin, abs=2e-3, rel=1e-2)
-    with pytest.raises(ValueError, match="--peak_tflops must be above 0, got 0"):
+    with pytest.raises(ValueError, match="--peak_tflops must be more than 0, got 0"):
         run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
 

@@ -36,10 +36,13 @@ def text(tmp_path):
     return tmp_path
 
 
+COMMANDS = {"pretrain_mlm": "pretrain", "pretrain_span_corruption": "pretrain_t5"}
+
+
 @pytest.fixture(params=SIZES)
 def run(request, text, tiny_bert):
     tokenizer = tiny_bert if request.param == "pretrain_mlm" else make_sentinel_tokenizer(text / "tokenizer")
-    script = importlib.import_module(f"hf_attn_variants.training.{request.param}")
+    script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[request.param]}")
 
     def call(*more, out="out", files=None):
         argv = ["--train_file", *(files or sorted(text.glob("train-*.txt.gz")))]

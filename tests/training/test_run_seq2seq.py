@@ -9,11 +9,11 @@ import torch
 from fixtures.uptraining import copy_left_sided, make_t5, make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
+from hf_attn_variants.commands.seq2seq import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training.engine import outputs
+from hf_attn_variants.hub import trained
 from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
 from hf_attn_variants.training.seq2seq.evaluation import Decoder, Seq2SeqEvaluator
-from hf_attn_variants.training.seq2seq.task import main, parse_args
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +114,13 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
         ["--dataset_name", folder, "--source_column", "pair.a", "--target_column", "pair.b"],
     ]
     for argv in flags:
-        args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--source_prefix", "to b: ", *map(str, argv)])
+        args = parse_args(
+            ["m", "--output_dir", "x", "--metrics", "bleu", "--source_prefix", "to b: ", *map(str, argv)]
+        )
         data = load_seq2seq_data(args)
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
-    args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
+    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
     with pytest.raises(ValueError, match=r"row 0: no text in column 'source'; its columns are pair.a, pair.b"):
         load_seq2seq_data(args)
 
@@ -135,7 +137,7 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
         "table": ["--test_file", folder / "test.jsonl"],
         "dataset": ["--dataset_name", folder],
     }[kind]
-    args = parse_args(["--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
+    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert ("no text in column 'target'" in caplog.text) == (kind != "lines")
@@ -163,16 +165,17 @@ def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_l
             assert "eval_bleu" in json.loads((run.out / "all_results.json").read_text())
         return decode_all(decoder, data, num_beams)
 
-    def push(args):
+    def push(*place):
         assert "test_bleu" in json.loads((run.out / "all_results.json").read_text())
         raise OSError("no network")
 
     decode_all = Decoder.decode
     monkeypatch.setattr(Decoder, "decode", decode)
-    monkeypatch.setattr(outputs, "push_folder", push)
+    monkeypatch.setattr(trained, "check_hub_access", lambda *place: None)
+    monkeypatch.setattr(trained, "push_trained", push)
     test = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
     with pytest.raises(OSError, match="no network"):
-        run("--num_train_epochs", 0, *test)
+        run("--num_train_epochs", 0, "--push_to_hub", *test)
     assert written and {"predictions_dev.jsonl", "training_curves.png", "model.safetensors"} <= written[0]
     assert "predictions_test.jsonl" not in written[0] and predictions(run.out, "test")
 

@@ -7,11 +7,11 @@ from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import copy_left_sided
 from transformers import AutoTokenizer
 
+from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training.engine import outputs
+from hf_attn_variants.hub import trained
 from hf_attn_variants.training.squad.data import read_squad
 from hf_attn_variants.training.squad.metrics import compute_squad
-from hf_attn_variants.training.squad.task import main, parse_args
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +120,14 @@ def test_a_tokenizer_that_pads_left_learns_the_same(run, readers, tmp_path):
 
 
 def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
-    def fail(args):
+    def fail(*place):
         raise OSError("no network")
 
-    monkeypatch.setattr(outputs, "push_folder", fail)
+    monkeypatch.setattr(trained, "check_hub_access", lambda *place: None)
+    monkeypatch.setattr(trained, "push_trained", fail)
     file = write_questions(run.out.with_name("test.json"))
     with pytest.raises(OSError, match="no network"):
-        run("--num_train_epochs", 0, "--test_file", file)
+        run("--num_train_epochs", 0, "--push_to_hub", "--test_file", file)
     assert {"all_results.json", "predictions_test.json"} <= {path.name for path in run.out.iterdir()}
 
 

@@ -3,7 +3,8 @@
 import pytest
 import sacrebleu
 
-from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, TextMetric, check_text_metrics, score_texts
+from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, score_texts
+from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]
@@ -42,10 +43,14 @@ def test_rouge_lsum_compares_sentence_by_sentence():
     assert found["rougeL"] == pytest.approx(50) and found["rougeLsum"] == pytest.approx(100)
 
 
+def test_each_metric_has_its_package():
+    assert TEXT_METRICS.keys() == METRIC_PACKAGES.keys()
+
+
 def test_unknown_and_missing_metrics_are_named(monkeypatch):
     with pytest.raises(ValueError, match="unknown metric 'meteor': choose from bleu, chrf, rouge, accuracy"):
         check_text_metrics(["bleu", "meteor"])
-    monkeypatch.setitem(TEXT_METRICS, "other", TextMetric(("other",), "no_such_package", lambda p, r: {}))
+    monkeypatch.setitem(METRIC_PACKAGES, "other", "no_such_package")
     with pytest.raises(ValueError, match="--metrics other needs no_such_package: `pip install no-such-package`"):
         check_text_metrics(["other"])
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from fixtures.squad import write_questions
 
+from hf_attn_variants.commands.seq2seq import parse_args
 from hf_attn_variants.training.glue.tasks import TASKS
-from hf_attn_variants.training.seq2seq.settings import parse_args
+from hf_attn_variants.training.seq2seq.settings import TEXT_TASKS
 from hf_attn_variants.training.seq2seq.worded_tasks import (
-    TEXT_TASKS,
     format_glue,
     format_label,
     load_task,
@@ -48,7 +48,7 @@ def test_texts_that_are_no_label_are_wrong():
 
 
 def arguments(*argv):
-    return parse_args(["--output_dir", "out", *map(str, argv)])
+    return parse_args(["m", "--output_dir", "out", *map(str, argv)])
 
 
 def test_a_glue_task_is_read_and_scored(glue):

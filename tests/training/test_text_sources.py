@@ -1,12 +1,12 @@
 """A `datasets` folder as text: a shard for each file, its changes seen, errors that name the file and the row."""
 
-import argparse
 import gzip
 import json
 
 import pytest
 
 from hf_attn_variants.training.pretraining import text_sources
+from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
 from hf_attn_variants.training.pretraining.text_sources import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]
@@ -22,13 +22,13 @@ def open_folder(tmp_path):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
         return open_text_sources(
-            argparse.Namespace(
-                train_file=None,
-                validation_file=None,
+            MaskedLMSettings(
                 dataset_name=str(tmp_path),
-                dataset_config_name=None,
-                text_column="text",
-                **{"metric_for_best_model": None, "early_stopping_patience": None, "eval_steps": None} | flags,
+                model_type="bert",
+                tokenizer_name="bert",
+                output_dir="out",
+                max_train_steps=1,
+                **flags,
             )
         )
 
@@ -57,11 +57,14 @@ def test_changed_files_are_another_text(open_folder):
     assert open_folder({"validation.jsonl": as_lines(ROWS[1:])}).dev_fingerprint != second.dev_fingerprint
 
 
-@pytest.mark.parametrize("flag", ["metric_for_best_model", "early_stopping_patience", "eval_steps"])
+EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 1, "eval_steps": 1}
+
+
+@pytest.mark.parametrize("flag", EVALUATION_FLAGS)
 def test_an_evaluation_needs_a_split(open_folder, flag):
     with pytest.raises(ValueError, match=f"--{flag} needs --validation_file: .* has no split 'validation'"):
-        open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: 1})
-    assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: 1}).dev
+        open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
+    assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 
 
 def test_a_revision_on_the_hub_is_another_text():

@@ -12,14 +12,17 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from hf_attn_variants.commands import glue as run_glue
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
-from hf_attn_variants.training.glue import task as run_glue
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "pretrain_mlm": "hidden_size=16,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32",
     "pretrain_span_corruption": "d_model=16,d_kv=4,d_ff=32,num_layers=1,num_heads=4",
 }
+
+
+COMMANDS = {"pretrain_mlm": "pretrain", "pretrain_span_corruption": "pretrain_t5"}
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def records(out):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, name):
-    script = importlib.import_module(f"hf_attn_variants.training.{name}")
+    script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[name]}")
     # Each of two processes evaluates five rows, one of them a second time.
     more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
     more += ["--max_eval_samples", 9, "--per_device_eval_batch_size", 2]

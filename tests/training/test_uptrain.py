@@ -24,6 +24,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from hf_attn_variants.commands.uptrain import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.inspection import sentence_embeddings
@@ -31,7 +32,6 @@ from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.uptraining.data import hold_out
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
-from hf_attn_variants.training.uptraining.task import main, parse_args
 
 ROOT = Path(__file__).parents[2]
 

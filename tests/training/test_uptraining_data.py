@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.uptraining.data import (
+from hf_attn_variants.training.engine.text_rows import (
     TextRows,
     hash_texts,
-    hold_out,
     masked_text_collator,
     pair_collator,
     text_collator,
 )
+from hf_attn_variants.training.uptraining.data import hold_out
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,18 @@
 """Batches whose order is a function of the seed and the epoch alone, so that a run can resume anywhere in an epoch."""
 
-import argparse
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from .settings import DataSettings, FineTuningSettings
 from .stop_signals import STOP_SIGNALS
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
+    "in_rows_order",
+    "prepare_eval_dataloader",
     "prepare_train_dataloader",
 ]
 
@@ -106,7 +110,7 @@ def create_train_dataloader(
 
 
 def prepare_train_dataloader(
-    args: argparse.Namespace,
+    settings: FineTuningSettings,
     accelerator: Accelerator,
     rows: Dataset,
     collate: Callable[[list], Any],
@@ -115,22 +119,24 @@ def prepare_train_dataloader(
     """Makes the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
 
     Args:
-        args: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
+        settings: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
         accelerator: The run's.
         rows: Examples by index; without any (a run that only evaluates) there are no batches.
         collate: See `create_train_dataloader`.
         lengths: Gives the length of each row; called where rows are grouped by it.
     """
-    batch_size = args.per_device_train_batch_size
+    batch_size = settings.per_device_train_batch_size
     sampler = EpochSampler(
         max(len(rows), 1),
-        args.seed,
-        lengths() if args.group_by_length else None,
+        settings.seed,
+        lengths() if settings.group_by_length else None,
         batch_size * accelerator.num_processes,
     )
     if not len(rows):
         return [], sampler
-    loader = create_train_dataloader(rows, sampler, batch_size, collate, args.seed, args.dataloader_num_workers)
+    loader = create_train_dataloader(
+        rows, sampler, batch_size, collate, settings.seed, settings.dataloader_num_workers
+    )
     return accelerator.prepare(loader), sampler
 
 
@@ -180,6 +186,33 @@ def create_eval_dataloader(
         generator=torch.Generator().manual_seed(0),
         pin_memory=_pins_memory(),
     )
+
+
+def prepare_eval_dataloader(
+    settings: DataSettings,
+    accelerator: Accelerator,
+    rows: Dataset,
+    lengths: Sequence[int],
+    collate: Callable[[list], Any],
+) -> tuple[DataLoader, list[int]]:
+    """Make a prepared dataloader of rows, longest first: little padding, and a batch that does not fit into memory
+    fails at once.
+
+    Returns:
+        The dataloader, and the numbers of the rows in its order; see `in_rows_order`.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    loader = create_eval_dataloader(
+        Subset(rows, order), settings.per_device_eval_batch_size, collate, settings.dataloader_num_workers
+    )
+    return accelerator.prepare(loader), order
+
+
+def in_rows_order(found: Tensor, order: Sequence[int]) -> np.ndarray:
+    """Return what `prepare_eval_dataloader`'s rows gave, a first dimension of rows, in the rows' own order."""
+    restored = np.empty(found.shape, dtype=found.numpy().dtype)
+    restored[list(order)] = found.numpy()
+    return restored
 
 
 def _ignore_stop_signals(worker: int) -> None:

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +23,17 @@ from .checkpoints import (
     save_best_weights,
     save_checkpoint,
 )
-from .loop_settings import LoopSettings
+from .loop_settings import LoopSettings, greater_is_better
+from .losses import Objective
 from .outputs import save_bad_batch
 from .stop_signals import STOP_SIGNALS, StopSignals
 from .throughput import TrainingCost, utilization
 from .tracking import RunLog, progress_bar
 
-__all__ = ["Objective", "TrainingLoop"]
+__all__ = ["TrainingLoop"]
 
 # Gradients that are not finite at this scale of an fp16 loss are not so because of it.
 MIN_LOSS_SCALE = 1.0
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: the mean of a per-item loss over all items of a step, on every process and accumulated batch.
-
-    Attributes:
-        loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
-        count: batch -> its number of items (examples, or target tokens); it must not need the model.
-        examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
-        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
-    """
-
-    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    count: Callable[[dict[str, Tensor]], int]
-    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head: nn.Module | None = None
 
 
 class TrainingLoop:
@@ -197,7 +180,7 @@ class TrainingLoop:
             log_is_due = state.step % self.settings.logging_steps == 0
             ends = state.step >= settings.total_steps
             if log_is_due or ends or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
-                self._look_at_loss()  # waits for the step, whose time that is
+                self._check_last_loss()  # waits for the step, whose time that is
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
                 self._log_window()
@@ -238,7 +221,7 @@ class TrainingLoop:
         )
         items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
         # That has waited for the step before on any device: its loss costs nothing to look at now.
-        self._look_at_loss()
+        self._check_last_loss()
         self._stopping = stopping > 0
         state.examples += examples
         state.tokens += tokens
@@ -262,7 +245,7 @@ class TrainingLoop:
         state.step += 1
         self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
 
-    def _look_at_loss(self) -> None:
+    def _check_last_loss(self) -> None:
         """Counts the loss of the step before, and stops the run if it is no number."""
         if self._pending is None:
             return
@@ -288,7 +271,7 @@ class TrainingLoop:
 
     def _log_window(self) -> None:
         state = self.state
-        self._look_at_loss()
+        self._check_last_loss()
         self.log.write(
             {
                 "step": state.step,
@@ -351,7 +334,7 @@ class TrainingLoop:
         settings, state = self.settings, self.state
         if not self._evaluation_is_due(epoch_ended):
             return
-        self._look_at_loss()
+        self._check_last_loss()
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()
@@ -372,7 +355,7 @@ class TrainingLoop:
 
     def _remember_best(self, value: float) -> None:
         settings, state = self.settings, self.state
-        sign = 1 if settings.greater_is_better else -1
+        sign = 1 if greater_is_better(settings.metric_for_best_model.removeprefix("eval_")) else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
             save_best_weights(self.accelerator, self.model, settings.output_dir)
@@ -386,7 +369,7 @@ class TrainingLoop:
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        self._look_at_loss()
+        self._check_last_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
         self.state.lr = float(self._lr)

@@ -1,6 +1,5 @@
 """Parameter groups, AdamW or Adafactor, and the schedule."""
 
-import argparse
 import math
 import re
 
@@ -12,6 +11,7 @@ from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
 from ...modeling.variant_mixins import NO_WEIGHT_DECAY
+from .settings import OptimizationSettings
 
 __all__ = [
     "create_optimizer",
@@ -53,80 +53,84 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def create_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
     """Makes AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
 
     Args:
         model: The model.
-        args: Reads `optim`, `learning_rate`, `weight_decay`; for AdamW `adam_beta1`, `adam_beta2`, `adam_epsilon`; for
-            Adafactor `adafactor_scale_parameter`, `adafactor_relative_step`, with which it takes no learning rate.
+        settings: The run's. With `adafactor_relative_step` there is no learning rate.
     """
-    if args.optim == "adafactor":
-        relative = args.adafactor_relative_step
+    if settings.optim == "adafactor":
+        relative = settings.adafactor_relative_step
         return Adafactor(
-            parameter_groups(model, args.weight_decay),
-            lr=None if relative else args.learning_rate,
-            scale_parameter=args.adafactor_scale_parameter,
+            parameter_groups(model, settings.weight_decay),
+            lr=None if relative else settings.learning_rate,
+            scale_parameter=settings.adafactor_scale_parameter,
             relative_step=relative,
             warmup_init=relative,
         )
     return torch.optim.AdamW(
-        parameter_groups(model, args.weight_decay),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
+        parameter_groups(model, settings.weight_decay),
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
         # One pass over the parameters instead of a dozen.
         fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
     )
 
 
-def warmup_steps(args: argparse.Namespace, total_steps: int) -> int:
+def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     """Steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
 
     Raises:
         ValueError: They are more than the run has.
     """
-    warmup = args.num_warmup_steps if args.num_warmup_steps is not None else math.ceil(args.warmup_ratio * total_steps)
+    warmup = (
+        settings.num_warmup_steps
+        if settings.num_warmup_steps is not None
+        else math.ceil(settings.warmup_ratio * total_steps)
+    )
     if warmup > total_steps:
         raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
     return warmup
 
 
-def create_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace, total_steps: int) -> LRScheduler:
+def create_scheduler(
+    optimizer: torch.optim.Optimizer, settings: OptimizationSettings, total_steps: int
+) -> LRScheduler:
     """Makes the learning-rate schedule.
 
     Args:
         optimizer: The optimiser.
-        args: Reads `lr_scheduler_type`, `lr_scheduler_kwargs`, `num_warmup_steps`, `warmup_ratio`; none of them where
-            Adafactor's relative steps are a schedule of their own.
+        settings: The run's. Adafactor's relative steps are a schedule of their own.
         total_steps: Optimiser steps of the whole run.
 
     Raises:
         ValueError: The warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
             setting.
     """
-    if args.optim == "adafactor" and args.adafactor_relative_step:
+    if settings.optim == "adafactor" and settings.adafactor_relative_step:
         return AdafactorSchedule(optimizer)
-    warmup = warmup_steps(args, total_steps)
+    warmup = warmup_steps(settings, total_steps)
     # A run that only evaluates needs none, and a polynomial would divide by its steps.
-    kind = args.lr_scheduler_type if total_steps else "constant"
+    kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:
         raise ValueError(f"a warm-up of all {total_steps} steps leaves --lr_scheduler_type polynomial none to fall in")
     try:
-        return get_scheduler(kind, optimizer, warmup, total_steps, dict(args.lr_scheduler_kwargs))
+        return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:
         raise ValueError(
-            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not fit {args.lr_scheduler_type}: {error}"
+            f"--lr_scheduler_kwargs {settings.lr_scheduler_kwargs} do not fit {settings.lr_scheduler_type}: {error}"
         ) from error
 
 
 def prepare_training(
-    args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, total_steps: int
+    settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
     """Makes the optimiser and the schedule, and has accelerate prepare them together with the model.
 
     Args:
-        args: See `create_optimizer` and `create_scheduler`.
+        settings: The run's.
         accelerator: The run's.
         model: The model.
         total_steps: Optimiser steps of the whole run.
@@ -137,8 +141,8 @@ def prepare_training(
     Raises:
         ValueError: The schedule's settings do not fit the run.
     """
-    optimizer = create_optimizer(model, args)
-    scheduler = create_scheduler(optimizer, args, total_steps)
+    optimizer = create_optimizer(model, settings)
+    scheduler = create_scheduler(optimizer, settings, total_steps)
     if accelerator.is_fsdp2:
         _unite_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin

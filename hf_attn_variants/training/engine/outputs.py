@@ -1,19 +1,15 @@
-"""What a finished run leaves: results and curves, the model, its predictions, a push to the Hub."""
+"""What a finished run leaves: results and curves, and the model."""
 
-import argparse
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -25,16 +21,14 @@ from ...model_history import (
     ModelHistory,
     write_history,
 )
-from .checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN, atomic_write
+from .checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN
+from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
 __all__ = [
-    "check_hub_access",
-    "push_folder",
     "remove_earlier_run",
     "save_bad_batch",
     "save_model",
-    "save_predictions",
     "write_results",
 ]
 
@@ -131,39 +125,6 @@ def _as_own_class(model: nn.Module) -> Iterator[nn.Module]:
         model.__class__ = sharded
 
 
-def save_predictions(path: str | Path, indices: Iterable[str], predictions: Iterable[str]) -> None:
-    """Writes a GLUE submission file: a header and one `index<TAB>prediction` a line."""
-    rows = [f"{index}\t{prediction}" for index, prediction in zip(indices, predictions, strict=True)]
-    atomic_write(path, "\n".join(["index\tprediction", *rows]) + "\n")
-
-
-def check_hub_access(args: argparse.Namespace) -> None:
-    """Checks before training that the model can be pushed after it.
-
-    Raises:
-        ValueError: The repository's name is wrong or it is public against `--hub_private_repo`, there is no valid
-            token, or the Hub does not answer.
-    """
-    if not args.push_to_hub:
-        return
-    try:
-        validate_repo_id(_repo_id(args))
-    except HFValidationError as error:
-        raise ValueError(f"--hub_model_id: {' '.join(str(error).split())}") from error
-    api = HfApi(token=args.hub_token)
-    try:
-        api.whoami()
-    except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
-        raise ValueError(
-            f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
-            "run `hf auth login` or give --hub_token"
-        ) from error
-    if args.hub_private_repo:
-        from ...hub import check_visibility, full_repo_id
-
-        check_visibility(api, full_repo_id(_repo_id(args), api), private=True)
-
-
 def save_bad_batch(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
@@ -177,11 +138,11 @@ def save_bad_batch(
     return f"are in {path}"
 
 
-def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: list[str], title: str) -> None:
+def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
     """Writes `all_results.json` and `training_curves.png`. Called on the main process.
 
     Args:
-        args: Of `arguments.add_shared_arguments`.
+        settings: The run's.
         results: What `all_results.json` begins with.
         metrics: Names of the dev metrics to draw, without "eval_".
         title: Above the curves; the seed is added.
@@ -189,38 +150,6 @@ def write_results(args: argparse.Namespace, results: dict[str, Any], metrics: li
     Raises:
         OSError: A file could not be written.
     """
-    folder = Path(args.output_dir)
-    save_results(folder / RESULTS_NAME, results, args)
-    plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {args.seed}")
-
-
-def push_folder(args: argparse.Namespace) -> None:
-    """Uploads the output folder without its checkpoints, with a model card of the run, in one commit.
-
-    Called on the main process at the very end, so that a push that fails loses nothing; the others need not wait for
-    it, and NCCL would not let them wait long. Without `--push_to_hub` it does nothing.
-
-    Raises:
-        ValueError, OSError: It was not pushed; the model is in the output folder, and the message says what to do.
-    """
-    if not args.push_to_hub:
-        return
-    from ...hub import full_repo_id, plan_push, push_checkpoint
-
-    api = HfApi(token=args.hub_token)
-    repo_id = _repo_id(args)
-    private = True if args.hub_private_repo else None
-    try:
-        plan = plan_push(args.output_dir, full_repo_id(repo_id, api))
-        url = push_checkpoint(plan, private=private, commit_message="Fine-tuned model", api=api).url
-    except (ValueError, OSError) as error:
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        raise kind(
-            f"{error} The trained model is in {args.output_dir}; `attn-variants push --model_name_or_path "
-            f"{args.output_dir} --repo_id {repo_id}` pushes it without training again."
-        ) from error
-    print(f"pushed to {url}")
-
-
-def _repo_id(args: argparse.Namespace) -> str:
-    return args.hub_model_id or Path(args.output_dir).resolve().name
+    folder = Path(settings.output_dir)
+    save_results(folder / RESULTS_NAME, results, settings)
+    plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {settings.seed}")

@@ -1,6 +1,5 @@
 """The frame of every script's run: checks, the accelerator, the output folder, the trackers."""
 
-import argparse
 import logging
 import os
 import tempfile
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType
 
 from ...errors import TerminatedError
 from ...files import make_folders, remove_empty_folders
@@ -22,6 +22,7 @@ from ...model_history import ModelHistory, source_history, write_history
 from ...progress import no_progress_bars
 from . import outputs
 from .checkpoints import find_checkpoint, list_checkpoints
+from .settings import TrainingSettings
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
 
@@ -40,27 +41,27 @@ _started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
-def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
+def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     """Makes the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
 
     Args:
-        args: Of `arguments.add_shared_arguments`, checked.
+        settings: The run's.
 
     Raises:
-        ValueError, OSError: The checkpoint to resume from is not there, the output folder is not free or cannot be
-            written to, the Hub would not take the result, or several processes were launched that know nothing of
-            each other.
-        KeyboardInterrupt, TerminatedError: Of the run, with a message that says how to go on.
+        ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
+            there, the output folder is not free or cannot be written to, or several processes were launched that know
+            nothing of each other.
+        KeyboardInterrupt, TerminatedError: of the run, with a message that says how to go on.
     """
-    if args.resume_from_checkpoint:
-        find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    _check_output_dir(args)
-    outputs.check_hub_access(args)
+    _check_machine(settings)
+    if settings.resume_from_checkpoint:
+        find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
+    _check_output_dir(settings)
     accelerator = Accelerator(
-        cpu=args.cpu,
-        mixed_precision=args.mixed_precision,
-        log_with=args.report_to if args.with_tracking else None,
-        project_dir=args.output_dir,
+        cpu=settings.cpu,
+        mixed_precision=settings.mixed_precision,
+        log_with=settings.report_to if settings.with_tracking else None,
+        project_dir=settings.output_dir,
         # The loop accumulates; a number of accelerate's environment would divide each loss by it once more.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         step_scheduler_with_optimizer=False,
@@ -68,21 +69,21 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
     )
     made = []
     try:
-        _check_processes(args, accelerator)
+        _check_processes(settings, accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            configure_deepspeed(args, accelerator.state.deepspeed_plugin.deepspeed_config)
-        if accelerator.is_fsdp2 and args.optim == "adafactor":
+            configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
+        if accelerator.is_fsdp2 and settings.optim == "adafactor":
             raise ValueError(
                 "--optim adafactor: its moments are whole tensors, which FSDP2's shards do not fit; take --optim "
                 "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml"
             )
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
-            made = _make_output_dir(args.output_dir)
-        with no_progress_bars(args.disable_tqdm):
+            made = _make_output_dir(settings.output_dir)
+        with no_progress_bars(settings.disable_tqdm):
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
-        advice = _how_to_go_on(args) if accelerator in _started else "nothing was changed"
+        advice = _how_to_go_on(settings) if accelerator in _started else "nothing was changed"
         raise type(stop)(f"{str(stop) or INTERRUPTED}; {advice}") from stop
     finally:
         remove_empty_folders(made)
@@ -94,7 +95,37 @@ def open_session(args: argparse.Namespace) -> Iterator[Accelerator]:
         GradientState._reset_state()
 
 
-def _check_processes(args: argparse.Namespace, accelerator: Accelerator) -> None:
+def _check_machine(settings: TrainingSettings) -> None:
+    """Check that this machine can compute and log as the settings ask, before anything is downloaded or written."""
+    on_cpu = settings.cpu or not torch.accelerator.is_available()
+    if settings.mixed_precision == "fp16" and on_cpu:
+        raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
+    if settings.mixed_precision == "bf16" and on_cpu:
+        capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
+        found = capabilities() if capabilities is not None else None
+        if found is not None and not any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")):
+            logger.warning(
+                "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
+                "than with --mixed_precision no"
+            )
+    if settings.with_tracking:
+        _check_trackers(settings.report_to)
+
+
+def _check_trackers(report_to: str) -> None:
+    # accelerate itself leaves out a tracker that is not installed without a word.
+    known = [str(LoggerType(name)) for name in LoggerType.list()]
+    installed = [str(name) for name in get_available_trackers()]
+    if report_to not in known:
+        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}")
+    if not installed or (report_to != "all" and report_to not in installed):
+        raise ValueError(
+            f"--with_tracking --report_to {report_to}: not installed (pip install "
+            f"{'tensorboard' if report_to == 'all' else report_to}); installed: {', '.join(installed) or 'none'}"
+        )
+
+
+def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
     """Checks that processes launched together train together: alone, each would take itself for the main one."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
@@ -102,7 +133,7 @@ def _check_processes(args: argparse.Namespace, accelerator: Accelerator) -> None
         return
     if name == SLURM_COUNT:
         advice = f"srun one task a machine, with `accelerate launch` in it, or unset {name} if these are runs apart"
-    elif args.cpu or torch.accelerator.is_available():
+    elif settings.cpu or torch.accelerator.is_available():
         advice = "start them by `accelerate launch` or torchrun"
     else:
         advice = "there is no GPU here, so give the script --cpu to train together on CPUs, or start one process"
@@ -112,19 +143,19 @@ def _check_processes(args: argparse.Namespace, accelerator: Accelerator) -> None
     )
 
 
-def _check_output_dir(args: argparse.Namespace) -> None:
-    folder = Path(args.output_dir)
+def _check_output_dir(settings: TrainingSettings) -> None:
+    folder = Path(settings.output_dir)
     if folder.exists() and not folder.is_dir():
         raise OSError(f"--output_dir {folder} is a file; give a folder")
     used = folder.is_dir() and any(folder.iterdir())
-    if used and not (args.overwrite_output_dir or args.resume_from_checkpoint):
+    if used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
         kept = list_checkpoints(folder)
         go_on = f"--resume_from_checkpoint latest to go on from {kept[-1].name}, " if kept else ""
         raise ValueError(
             f"--output_dir {folder} is not empty{'' if kept else ' and has no checkpoint to go on from'}: give "
             f"{go_on}--overwrite_output_dir to start over, or another folder"
         )
-    resumed = args.resume_from_checkpoint
+    resumed = settings.resume_from_checkpoint
     if used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
         raise ValueError(
             f"--resume_from_checkpoint {resumed} does not lie in --output_dir {folder}, which is not empty: the "
@@ -146,38 +177,38 @@ def _make_output_dir(output_dir: str) -> list[Path]:
     return made
 
 
-def _how_to_go_on(args: argparse.Namespace) -> str:
-    kept = list_checkpoints(args.output_dir)
+def _how_to_go_on(settings: TrainingSettings) -> str:
+    kept = list_checkpoints(settings.output_dir)
     if not kept:
-        return f"no checkpoint is in {args.output_dir} (--checkpointing_steps saves some)"
-    instead = " in place of --overwrite_output_dir" if args.overwrite_output_dir else ""
+        return f"no checkpoint is in {settings.output_dir} (--checkpointing_steps saves some)"
+    instead = " in place of --overwrite_output_dir" if settings.overwrite_output_dir else ""
     return (
         f"the last checkpoint is {kept[-1]}: to go on from it, repeat the command with "
         f"--resume_from_checkpoint latest{instead}"
     )
 
 
-def configure_deepspeed(args: argparse.Namespace, config: dict[str, Any]) -> None:
+def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
     """Gives DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
 
     Args:
-        args: Reads `per_device_train_batch_size`, `max_grad_norm`, `gradient_accumulation_steps`.
+        settings: The run's.
         config: Of accelerate's plugin; changed in place.
 
     Raises:
         ValueError: Gradients are to be accumulated; DeepSpeed would step after each batch.
     """
-    if args.gradient_accumulation_steps > 1:
+    if settings.gradient_accumulation_steps > 1:
         raise ValueError(
             "--gradient_accumulation_steps: under DeepSpeed only 1; give a larger --per_device_train_batch_size, or "
             "launch with accelerate_configs/fsdp2.yaml"
         )
     config["gradient_accumulation_steps"] = 1
-    config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-    config["gradient_clipping"] = args.max_grad_norm
+    config["train_micro_batch_size_per_gpu"] = settings.per_device_train_batch_size
+    config["gradient_clipping"] = settings.max_grad_norm
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistory:
+def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
     """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
 
     Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
@@ -187,26 +218,28 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator) -> ModelHistor
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    is_source = _is_own_source(args)
-    is_resumed, history = is_source and bool(args.resume_from_checkpoint), ModelHistory()
+    is_source = _is_own_source(settings)
+    is_resumed, history = is_source and bool(settings.resume_from_checkpoint), ModelHistory()
     if accelerator.is_main_process:
-        history = source_history(args.model_name_or_path, is_resumed)
+        history = source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     _started.add(accelerator)
-    if args.overwrite_output_dir and accelerator.is_main_process:
+    if settings.overwrite_output_dir and accelerator.is_main_process:
         if is_source:
-            write_history(Path(args.output_dir), history)  # before what it was read from is removed
-        outputs.remove_earlier_run(args.output_dir, is_source)
+            write_history(Path(settings.output_dir), history)  # before what it was read from is removed
+        outputs.remove_earlier_run(settings.output_dir, is_source)
     accelerator.wait_for_everyone()
-    if args.with_tracking:
+    if settings.with_tracking:
         values = {
-            k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(args).items() if k != "hub_token"
+            k: v if isinstance(v, int | float | str) else str(v)
+            for k, v in settings.values().items()
+            if k != "hub_token"
         }
         accelerator.init_trackers("hf_attn_variants", values)
     return history
 
 
-def _is_own_source(args: argparse.Namespace) -> bool:
-    source = args.model_name_or_path
-    return source is not None and Path(source).resolve() == Path(args.output_dir).resolve()
+def _is_own_source(settings: TrainingSettings) -> bool:
+    source = settings.model_name_or_path
+    return source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()

@@ -1,6 +1,5 @@
 """What a run shows and leaves behind: progress bars, the loss log, result files, the PNG of its curves, trackers."""
 
-import argparse
 import io
 import json
 import math
@@ -17,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ... import progress
 from .checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
+from .options import Settings
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 
@@ -96,9 +96,9 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def save_results(path: str | Path, results: dict[str, Any], args: argparse.Namespace) -> None:
+def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
     """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
-    arguments = {key: value for key, value in vars(args).items() if key != "hub_token"}
+    arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
     for name in HUB_IDS:
         given = arguments.get(name)
         if given is not None and not Path(given).is_absolute() and Path(given).is_dir():

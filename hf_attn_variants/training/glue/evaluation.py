@@ -1,6 +1,6 @@
 """The objective and the evaluation of sequence classification."""
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from ..engine.loop import Objective
+from ..engine.evaluation import Scores, run_rows
+from ..engine.losses import Objective, plain_logits
 from ..engine.models import LabelMap
-from ..engine.tracking import progress_bar
 from .data import GlueSplit
 from .metrics import compute_metrics
+from .settings import GlueSettings
 from .tasks import GlueTask
 
 __all__ = ["EvalSet", "GlueEvaluator", "classification_objective"]
@@ -25,8 +26,7 @@ def classification_objective() -> Objective:
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"]
-        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits.float()  # [b, labels]
-        return _loss_sum(logits, labels)
+        return _loss_sum(plain_logits(model, batch).float(), labels)  # [b, labels]
 
     return Objective(loss_sum=loss_sum, count=lambda batch: len(batch["labels"]))
 
@@ -44,59 +44,52 @@ class EvalSet:
     task: GlueTask
     split: GlueSplit
     loader: DataLoader
-    order: np.ndarray
-    labels: np.ndarray | None  # the task's numbering
+    order: Sequence[int]
+    labels: Sequence[float] | None  # in the task's numbering
 
 
-class GlueEvaluator:
+class GlueEvaluator(Scores):
     """Evaluates dev splits; keeps the last predictions, so that the final ones need no second pass."""
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, sets: list[EvalSet], label_map: LabelMap, quiet: bool
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        sets: list[EvalSet],
+        label_map: LabelMap,
+        settings: GlueSettings,
     ):
+        super().__init__(self._scores)
         self.accelerator, self.model, self.sets = accelerator, model, sets
-        self.label_map, self.quiet = label_map, quiet
+        self.label_map, self.settings = label_map, settings
         self.predictions: dict[str, np.ndarray] = {}
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
 
-    def __call__(self) -> dict[str, float]:
-        """Metrics of every dev split; those of a second one (MNLI mismatched) end in `_mm`."""
-        start = time.perf_counter()
-        self.metrics = {}
+    def _scores(self) -> dict[str, float]:
+        """Return the metrics of every dev split; those of a second one (MNLI mismatched) end in `_mm`."""
+        metrics = {}
         for i, eval_set in enumerate(self.sets):
             logits = self.predict_logits(eval_set)
             predictions = self.to_predictions(eval_set.task, logits)
             self.predictions[eval_set.split.name] = predictions
             values = compute_metrics(eval_set.task.metrics, predictions, eval_set.labels)
             values["loss"] = self._loss(eval_set, logits)
-            self.metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
+            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
+        return metrics
 
-    @torch.no_grad()
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Logits of a split [rows, labels], in the rows' order."""
-        self.model.eval()
-        gathered = []
-        bar = progress_bar(
-            self.accelerator, self.quiet, iterable=eval_set.loader, desc=f"Running {eval_set.split.name}", leave=False
-        )
-        for batch in bar:
-            inputs = {key: value for key, value in batch.items() if key != "labels"}
-            logits = self.model(**inputs).logits.float()
-            gathered.append(self.accelerator.gather_for_metrics(logits).cpu())
-        logits = torch.cat(gathered).numpy()
-        restored = np.empty_like(logits)
-        restored[eval_set.order] = logits
-        return restored
+        """Return the logits of a split [rows, labels], in the rows' order."""
+        loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
+        return run_rows(self.accelerator, self.model, loader, order, self._logits, name, self.settings)[0]
+
+    def _logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        return (plain_logits(self.model, batch).float(),)
 
     def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Scores, or class ids in the task's numbering [rows]."""
+        """Return scores, or class ids in the task's numbering [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def _loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
-        labels = eval_set.labels
+        labels = np.asarray(eval_set.labels)
         if not eval_set.task.is_regression:
             labels = np.asarray(self.label_map.to_model)[labels]
         return float(_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels))) / len(labels)

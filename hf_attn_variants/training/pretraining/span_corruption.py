@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
+from ..engine.losses import target_logits
 from ..engine.tracking import progress_bar
-from ..seq2seq.evaluation import target_logits
-from .masked_lm import attention_zeroed, gate_results
+from .context_check import attention_zeroed, context_results
 
 __all__ = [
     "SpanCorruption",
@@ -30,7 +30,7 @@ __all__ = [
     "noise_spans",
 ]
 
-# What random numbers are for; the first are `text_data`'s and `masked_lm`'s.
+# What its random numbers are for; see `masking`.
 SPANS = 4
 
 
@@ -98,7 +98,7 @@ class SpanCorruption:
         ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
     """
 
-    needs_other = False
+    takes_other_block = False
 
     def __init__(
         self,
@@ -203,7 +203,8 @@ class SpanCorruptionEvaluator:
         gathered = []
         bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
         for batch in bar:
-            logits, labels = target_logits(self.model, change(batch) if change is not None else batch)
+            batch = change(batch) if change is not None else batch
+            logits, labels = target_logits(self.model, batch), batch["labels"]
             losses = functional.cross_entropy(
                 logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
             )  # [b, t]
@@ -214,9 +215,9 @@ class SpanCorruptionEvaluator:
         loss, right, tokens = torch.cat(gathered).sum(0).tolist()
         return loss / max(tokens, 1), right / max(tokens, 1), int(tokens)
 
-    def gate(self) -> dict[str, Any]:
-        """Evaluates twice more, without word order in the inputs and without attention; see `gate_results`."""
+    def check_context(self) -> dict[str, Any]:
+        """Evaluate twice more, without word order in the inputs and without attention; see `context_results`."""
         shuffled = self.score(self.prepare.shuffle_text)[0]
         with attention_zeroed(self.accelerator.unwrap_model(self.model)):
             zeroed = self.score()[0]
-        return gate_results(self.metrics["loss"], shuffled, zeroed)
+        return context_results(self.metrics["loss"], shuffled, zeroed)

@@ -1,6 +1,5 @@
 """Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are `seq2seq_tasks`'."""
 
-import argparse
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from ...text_files import (
     read_lines,
     read_pairs,
 )
-from ..engine.arguments import only_evaluates
-from ..engine.models import too_long
+from ..engine.tokenizers import too_long
 from .metrics import TEXT_METRICS, score_texts
+from .settings import Seq2SeqSettings
 
 __all__ = ["Seq2SeqData", "Seq2SeqSplit", "check_seq2seq_lengths", "load_seq2seq_data", "warn_of_cuts"]
 
@@ -76,11 +75,8 @@ class Seq2SeqData:
     results: dict[str, Any] = field(default_factory=dict)
 
 
-def load_seq2seq_data(args: argparse.Namespace) -> Seq2SeqData:
+def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Reads what the flags name: parallel text, tables, or a `datasets` source.
-
-    Args:
-        args: Of `seq2seq_arguments.parse_args`.
 
     Raises:
         OSError: A file or the Hub's dataset cannot be read.
@@ -88,44 +84,44 @@ def load_seq2seq_data(args: argparse.Namespace) -> Seq2SeqData:
     """
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
-        if name == "train" and only_evaluates(args):
+        if name == "train" and settings.only_evaluates:
             continue
-        rows = _read_split(args, name, prefix)
+        rows = _read_split(settings, name, prefix)
         if rows is not None:
-            sources = [args.source_prefix + row[0] for row in rows]
+            sources = [settings.source_prefix + row[0] for row in rows]
             references = [row[1:] for row in rows] if len(rows[0]) > 1 else None
             splits[name] = Seq2SeqSplit(name, sources, references)
-    if "test" in splits and splits["test"].references is None and args.test_source_file is None:
-        logger.warning("test: its first row has no text in column %r: it is not scored", args.target_column)
-    metrics = tuple(args.metrics)
+    if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
+        logger.warning("test: its first row has no text in column %r: it is not scored", settings.target_column)
+    metrics = tuple(settings.metrics)
     names = tuple(value for name in metrics for value in TEXT_METRICS[name].names)
     return Seq2SeqData(
         splits, lambda predictions, references: score_texts(metrics, predictions, references), names, names[0]
     )
 
 
-def _read_split(args: argparse.Namespace, name: str, prefix: str) -> list[tuple[str, ...]] | None:
-    source, target = getattr(args, f"{prefix}source_file"), getattr(args, f"{prefix}target_file")
-    table = getattr(args, f"{prefix or 'train_'}file")
-    columns: tuple[str, ...] = (args.source_column, args.target_column)
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple[str, ...]] | None:
+    source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
+    table = getattr(settings, f"{prefix or 'train_'}file")
+    columns: tuple[str, ...] = (settings.source_column, settings.target_column)
     if source is not None and target is not None:
         return read_pairs(source, target)
     # Where there are only sources, predictions stay beside them: a blank one is a row too.
     if source is not None:
         return [(line,) for line in read_lines([source], keep_blank=True)]
     if table is not None:
-        if only_sources := name == "test" and not has_text(table[0], args.target_column):
+        if only_sources := name == "test" and not has_text(table[0], settings.target_column):
             columns = columns[:1]
         return read_columns(table, columns, "--source_column and --target_column", keep_blank=only_sources)
-    return _read_dataset(args, name, columns) if args.dataset_name is not None else None
+    return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
 
 
-def _read_dataset(args: argparse.Namespace, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
     try:
-        splits = load_dataset(args.dataset_name, args.dataset_config_name)
+        splits = load_dataset(settings.dataset_name, settings.dataset_config_name)
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
-            f"cannot load --dataset_name {args.dataset_name} ({type(error).__name__}: {error}); give files instead"
+            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
         ) from error
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
@@ -138,13 +134,13 @@ def _read_dataset(args: argparse.Namespace, name: str, columns: tuple[str, ...])
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
             raise ValueError(
-                f"{args.dataset_name} ({split}), row {number}: no text in column {missing!r}; its columns are "
+                f"{settings.dataset_name} ({split}), row {number}: no text in column {missing!r}; its columns are "
                 f"{', '.join(column_names(row))}: give others with --source_column and --target_column"
             )
         if len(columns) == 1 or all(text.strip() for text in texts):
             rows.append(texts)
     if not any(text.strip() for texts in rows for text in texts):
-        raise ValueError(f"{args.dataset_name} ({split}) has no row of text")
+        raise ValueError(f"{settings.dataset_name} ({split}) has no row of text")
     return rows
 
 
@@ -153,7 +149,7 @@ def _rows(data: Dataset) -> Any:
 
 
 def check_seq2seq_lengths(
-    args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Checks that sources and targets of the lengths asked for fit the model, and leave room for text.
 
@@ -162,13 +158,13 @@ def check_seq2seq_lengths(
     """
     if not config.is_encoder_decoder:
         raise ValueError(
-            f"{args.model_name_or_path} ({config.model_type}) is an encoder; text to text needs an encoder-decoder"
+            f"{settings.model_name_or_path} ({config.model_type}) is an encoder; text to text needs an encoder-decoder"
         )
     if config.decoder_start_token_id is None:
-        raise ValueError(f"{args.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
+        raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
     special = tokenizer.num_special_tokens_to_add()
     for name in ("max_length", "max_target_length"):
-        value = getattr(args, name)
+        value = getattr(settings, name)
         if value < special + 1:
             raise ValueError(f"--{name} must be at least {special + 1} ({special} special tokens), got {value}")
         if message := too_long(value, config, tokenizer):

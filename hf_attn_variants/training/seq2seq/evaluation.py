@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
-from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.loop import Objective
+from ..engine.losses import target_logits, token_cross_entropy
 from ..engine.tracking import progress_bar
-from ..uptraining.distillation import token_cross_entropy
 from .data import Seq2SeqSplit
+from .settings import Seq2SeqSettings
 
 __all__ = [
     "Decoded",
@@ -29,35 +27,7 @@ __all__ = [
     "Seq2SeqEvaluator",
     "beam_suffix",
     "decode_and_score",
-    "seq2seq_objective",
-    "target_logits",
 ]
-
-
-def seq2seq_objective(label_smoothing: float = 0.0) -> Objective:
-    """Cross-entropy of the target tokens under teacher forcing, summed over them.
-
-    Args:
-        label_smoothing: The share of each target's weight that is spread evenly over the vocabulary.
-    """
-
-    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels = target_logits(model, batch)  # [b, n, V], [b, n]
-        return functional.cross_entropy(
-            logits.flatten(0, 1).float(),
-            labels.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-            label_smoothing=label_smoothing,
-        )
-
-    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
-
-
-def target_logits(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits [b, n, V] of a batch under teacher forcing, and its labels [b, n]."""
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
-    return model(**inputs, use_cache=False).logits, batch["labels"]
 
 
 @dataclass(frozen=True)
@@ -93,10 +63,7 @@ class Decoder:
 
     Args:
         accelerator, model, tokenizer: The run's.
-        max_new_tokens: Longest text.
-        quiet: No progress bar.
-        beam_options: Further settings of `generate` for beam search ("length_penalty").
-        options: Further settings of `generate` ("no_repeat_ngram_size").
+        settings: Longest text, and how texts are searched for.
     """
 
     def __init__(
@@ -104,14 +71,9 @@ class Decoder:
         accelerator: Accelerator,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
-        max_new_tokens: int,
-        quiet: bool = False,
-        beam_options: dict[str, Any] | None = None,
-        options: dict[str, Any] | None = None,
+        settings: Seq2SeqSettings,
     ):
-        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
-        self.max_new_tokens, self.quiet = max_new_tokens, quiet
-        self.beam_options, self.options = beam_options or {}, options or {}
+        self.accelerator, self.model, self.tokenizer, self.settings = accelerator, model, tokenizer, settings
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
@@ -123,18 +85,23 @@ class Decoder:
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
-        options = {**self.options, **(self.beam_options if num_beams > 1 else {})}
-        options |= {} if can_cache(model.config) else {"use_cache": False}
+        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
+        if self.settings.no_repeat_ngram_size is not None:
+            options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
+        if num_beams > 1:
+            options["length_penalty"] = self.settings.length_penalty
         texts: list[str] = []
         tokens, seconds = 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
-        for batch in progress_bar(accelerator, self.quiet, iterable=data.loader, desc=name, leave=False):
+        for batch in progress_bar(
+            accelerator, self.settings.disable_tqdm, iterable=data.loader, desc=name, leave=False
+        ):
             start = time.perf_counter()
             with accelerator.autocast():  # accelerate's own is around the model, whose encoder `generate` calls alone
                 ids = model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
-                    max_new_tokens=self.max_new_tokens,
+                    max_new_tokens=self.settings.max_target_length,
                     num_beams=num_beams,
                     do_sample=False,
                     **options,
@@ -168,9 +135,8 @@ class Seq2SeqEvaluator:
         data: The dev split.
         decoder: Generates its texts.
         score: (predictions, references) -> metrics.
-        beams: Each number of beams to decode with; the first one's metrics have no suffix.
-        loss_only: What calling it computes: the loss alone, and not texts.
-        quiet: No progress bar.
+        settings: Each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
+            it computes the loss alone, and not texts.
     """
 
     def __init__(
@@ -180,19 +146,17 @@ class Seq2SeqEvaluator:
         data: GenerationSet,
         decoder: Decoder,
         score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
-        beams: Sequence[int] = (1,),
-        loss_only: bool = False,
-        quiet: bool = False,
+        settings: Seq2SeqSettings,
     ):
         self.accelerator, self.model, self.data, self.decoder = accelerator, model, data, decoder
-        self.score, self.beams, self.loss_only, self.quiet = score, tuple(beams), loss_only, quiet
+        self.score, self.settings = score, settings
         self.metrics: dict[str, float] = {}
         self.texts: dict[int, list[str]] = {}
         self.seconds = 0.0
 
     def __call__(self) -> dict[str, float]:
-        """Metrics in training: "loss" and, unless `loss_only`, those of the first number of beams."""
-        self.evaluate(() if self.loss_only else self.beams[:1])
+        """Metrics in training: "loss" and, unless `eval_loss_only`, those of the first number of beams."""
+        self.evaluate(() if self.settings.eval_loss_only else self.settings.num_beams[:1])
         return dict(self.metrics)
 
     def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
@@ -202,7 +166,7 @@ class Seq2SeqEvaluator:
         `_beam<number>`; `texts` the texts by number of beams.
 
         Args:
-            beams: The first ones of `self.beams`, or all.
+            beams: The first ones of `num_beams`, or all.
             afresh: False: the weights are those of the last evaluation, and only what it left out is computed.
         """
         if afresh:
@@ -223,9 +187,9 @@ class Seq2SeqEvaluator:
         self.model.eval()
         gathered = []
         for batch in progress_bar(
-            self.accelerator, self.quiet, iterable=self.data.loader, desc="Dev loss", leave=False
+            self.accelerator, self.settings.disable_tqdm, iterable=self.data.loader, desc="Dev loss", leave=False
         ):
-            sums, tokens = token_cross_entropy(*target_logits(self.model, batch))
+            sums, tokens = token_cross_entropy(target_logits(self.model, batch), batch["labels"])
             rows = torch.stack([sums.float(), tokens.float()], dim=-1)  # [b, 2]
             gathered.append(self.accelerator.gather_for_metrics(rows).cpu().double())
         total, tokens = torch.cat(gathered).sum(0).tolist()

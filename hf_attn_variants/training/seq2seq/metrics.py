@@ -1,11 +1,12 @@
 """Metrics of generated text against its references, none of which needs the network."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TEXT_METRICS", "TextMetric", "check_text_metrics", "score_texts"]
+from .settings import check_text_metrics
+
+__all__ = ["TEXT_METRICS", "TextMetric", "score_texts"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -20,12 +21,10 @@ class TextMetric:
 
     Attributes:
         names: What it returns.
-        package: The package that computes it.
         score: (predictions, references) -> values by name.
     """
 
     names: tuple[str, ...]
-    package: str | None
     score: Callable[[Sequence[str], References], dict[str, float]]
 
 
@@ -72,25 +71,11 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
 # sacrebleu with its default settings (0 to 100); ROUGE F-measures with Porter stemming (0 to 100); accuracy: the share
 # of texts that are a reference, spaces around them aside.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), "sacrebleu", _bleu),
-    "chrf": TextMetric(("chrf",), "sacrebleu", _chrf),
-    "rouge": TextMetric(ROUGE_TYPES, "rouge_score", _rouge),
-    "accuracy": TextMetric(("accuracy",), None, _accuracy),
+    "bleu": TextMetric(("bleu",), _bleu),
+    "chrf": TextMetric(("chrf",), _chrf),
+    "rouge": TextMetric(ROUGE_TYPES, _rouge),
+    "accuracy": TextMetric(("accuracy",), _accuracy),
 }
-
-
-def check_text_metrics(names: Sequence[str]) -> None:
-    """Checks that the metrics exist and that what computes them is installed.
-
-    Raises:
-        ValueError: One does not, or is not.
-    """
-    for name in names:
-        if name not in TEXT_METRICS:
-            raise ValueError(f"unknown metric {name!r}: choose from {', '.join(TEXT_METRICS)}")
-        package = TEXT_METRICS[name].package
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--metrics {name} needs {package}: `pip install {package.replace('_', '-')}`")
 
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:

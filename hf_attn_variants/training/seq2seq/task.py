@@ -1,242 +1,154 @@
-"""Trains and evaluates an encoder-decoder on text to text; the body of `scripts/run_seq2seq.py`."""
+"""Training on text to text: its rows, its encoder-decoder, its decoding and its metrics."""
 
-import argparse
 import json
-import logging
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-
-from ..engine import arguments, outputs
-from ..engine.checkpoints import atomic_write
-from ..engine.dataloaders import create_eval_dataloader, prepare_train_dataloader
+from ..engine.dataloaders import prepare_eval_dataloader
+from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.loop_settings import LoopSettings, total_training_steps
-from ..engine.optimization import prepare_training
+from ..engine.losses import Objective, label_objective, target_logits
+from ..engine.options import check_metric
 from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
-from ..engine.session import open_session, start_run
-from ..uptraining.data import Collator, TextRows, hash_texts, pair_collator
-from .data import (
-    Seq2SeqData,
-    Seq2SeqSplit,
-    check_seq2seq_lengths,
-    load_seq2seq_data,
-    warn_of_cuts,
-)
-from .evaluation import (
-    Decoder,
-    GenerationSet,
-    Seq2SeqEvaluator,
-    beam_suffix,
-    decode_and_score,
-    seq2seq_objective,
-)
-from .settings import check_seq2seq_arguments, parse_args
+from ..engine.text_rows import TextRows, hash_texts, pair_collator
+from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
+from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix, decode_and_score
+from .settings import Seq2SeqSettings
 from .worded_tasks import load_task
 
-__all__ = ["main", "parse_args"]
-
-logger = logging.getLogger(__name__)
-# What decides the weights a run ends with, beyond `arguments.RESUME_ARGUMENTS`.
-RESUME_ARGUMENTS = (
-    "model_type",
-    "config_overrides",
-    "num_key_value_heads",
-    "talking_heads",
-    "max_target_length",
-    "label_smoothing_factor",
-)
+__all__ = ["Seq2SeqFineTuning"]
 
 
-def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, evaluates, predicts and saves.
+class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
+    """Translation, summaries, GLUE and SQuAD as text; from a checkpoint or, with `model_type`, from scratch.
 
-    Args:
-        args: Of `parse_args`.
-
-    Returns:
-        The results that `all_results.json` begins with: `eval_loss` (nats a target token), `eval_<metric>`,
-        `eval_decode_tokens_per_second`, the same with the suffix `_beam<number>` for further numbers of beams and as
-        `test_<metric>` for a test split, `train_loss` (the mean over all steps), `steps`, `train_runtime` (seconds in
-        training steps, without evaluation and checkpoints), ...
-
-    Raises:
-        ValueError, OSError: An argument, the data or the checkpoint is wrong; found before training where it can be.
-        NonFiniteLossError: Training diverged.
+    The results have `eval_loss` (nats a target token), `eval_<metric>` and `eval_decode_tokens_per_second`, the same
+    with the suffix `_beam<number>` for further numbers of beams, and as `test_<metric>` for a test split.
     """
-    arguments.check_arguments(args)
-    check_seq2seq_arguments(args)
-    with open_session(args) as accelerator:
-        return _run(args, accelerator)
+
+    name = "text to text"
+
+    def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_seq2seq_config(settings)
+        check_seq2seq_lengths(settings, self.config, self.tokenizer)
+        self.data = load_task(settings) if settings.task_name is not None else load_seq2seq_data(settings)
+        self._choose_splits()
+        metrics = () if settings.eval_loss_only else self.data.metric_names
+        check_metric(settings.metric_for_best_model, ("loss", *metrics))
+        self._check_dev_flags()
+        for split in self.data.splits.values():
+            warn_of_cuts(split, self.tokenizer, settings.max_length, settings.max_target_length)
+        self.collate = pair_collator(
+            self.tokenizer,
+            settings.max_length,
+            settings.pad_to_multiple_of,
+            settings.max_target_length,
+            self.config.decoder_start_token_id,
+        )
+        self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
+        self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
+        self.shown_metrics = metrics
+
+    def _choose_splits(self) -> None:
+        settings, splits = self.settings, self.data.splits
+        limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
+        splits.update({name: split.first(limits.get(name)) for name, split in splits.items()})
+        if settings.skip_predict:
+            splits.pop("test", None)
+        if "train" not in splits and not settings.only_evaluates:
+            raise ValueError("there is no training split: give one, or --num_train_epochs 0 to evaluate only")
+        if settings.only_evaluates and not splits.keys() & {"dev", "test"}:
+            raise ValueError("there is neither a dev nor a test split to evaluate")
+
+    def _check_dev_flags(self) -> None:
+        for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
+            if getattr(self.settings, name) is not None and "dev" not in self.data.splits:
+                raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
+
+    def load_model(self) -> PreTrainedModel:
+        return load_seq2seq_model(self.settings, self.config)
+
+    def objective(self) -> Objective:
+        return label_objective(target_logits, self.settings.label_smoothing_factor)
+
+    def lengths(self) -> list[int]:
+        return self.rows.lengths()
+
+    def start_epoch(self, epoch: int) -> None:
+        self.rows.start_epoch(epoch)
+
+    def make_evaluator(self, model: nn.Module) -> Seq2SeqEvaluator | None:
+        settings, splits = self.settings, self.data.splits
+        self.decoder = Decoder(self.accelerator, model, self.tokenizer, settings)
+        sets = {name: self._generation_set(splits[name]) for name in ("dev", "test") if name in splits}
+        self.test = sets.get("test")
+        if "dev" not in sets:
+            return None
+        return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, self.data.score, settings)
+
+    def last_evaluation(self, loop: TrainingLoop, evaluator: Seq2SeqEvaluator) -> None:
+        evaluator.evaluate(self.settings.num_beams, afresh=not loop.scores_are_current())
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        dev = self.data.splits.get("dev")
+        rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)] if dev else []
+        # Evaluations in training decode with the first number of beams.
+        return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
+
+    def dev_results(self, evaluator: Seq2SeqEvaluator) -> dict[str, Any]:
+        return {"eval_samples": len(evaluator.data.split)}
+
+    def results(self) -> dict[str, Any]:
+        return self.data.results
+
+    def predictions(self, evaluator: Seq2SeqEvaluator) -> dict[str, str]:
+        return dict([_file(evaluator.data.split, evaluator.texts)])
+
+    def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
+        if self.test is None:
+            return {}, {}
+        results: dict[str, Any] = {}
+        texts = {}
+        for i, num_beams in enumerate(self.settings.num_beams):
+            metrics, texts[num_beams] = decode_and_score(self.decoder, self.test, self.data.score, num_beams)
+            results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
+        return {**results, "test_samples": len(self.test.split)}, dict([_file(self.test.split, texts)])
+
+    def summary(self, results: dict[str, Any]) -> str:
+        lines = [
+            f"{split} ({results[f'{prefix}samples']} rows): {self._scores(results, prefix)}"
+            for prefix, split in (("eval_", "dev"), ("test_", "test"))
+            if f"{prefix}samples" in results
+        ]
+        return "\n".join(lines)
+
+    def _scores(self, results: dict[str, Any], prefix: str) -> str:
+        parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []
+        for i, num_beams in enumerate(self.settings.num_beams):
+            suffix = beam_suffix(i, num_beams)
+            names = [name for name in self.data.metric_names if f"{prefix}{name}{suffix}" in results]
+            values = [f"{name} {results[f'{prefix}{name}{suffix}']:.2f}" for name in names]
+            speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
+            parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
+        return "; ".join(parts)
+
+    def _generation_set(self, split: Seq2SeqSplit) -> GenerationSet:
+        lengths = [len(source) for source in split.sources]
+        loader, order = prepare_eval_dataloader(
+            self.settings, self.accelerator, TextRows(split.pairs()), lengths, self.collate
+        )
+        return GenerationSet(split, loader, order)
 
 
-def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
-    config, tokenizer = load_seq2seq_config(args)
-    check_seq2seq_lengths(args, config, tokenizer)
-    data = _load_data(args)
-    _check_metric(args, data)
-    for split in data.splits.values():
-        warn_of_cuts(split, tokenizer, args.max_length, args.max_target_length)
-    collate = pair_collator(
-        tokenizer, args.max_length, args.pad_to_multiple_of, args.max_target_length, config.decoder_start_token_id
-    )
-    set_seed(args.seed)
-    model = load_seq2seq_model(args, config)
-    set_seed(args.seed, device_specific=True)  # processes drop out different units
-    rows = TextRows(data.splits["train"].pairs()) if "train" in data.splits else TextRows([])
-    loader, sampler = prepare_train_dataloader(args, accelerator, rows, collate, rows.lengths)
-    total_steps = total_training_steps(
-        len(loader), args.gradient_accumulation_steps, args.num_train_epochs, args.max_train_steps
-    )
-    model, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
-    decoder = _decoder(args, accelerator, model, tokenizer)
-    sets = {
-        name: _generation_set(args, accelerator, data.splits[name], collate)
-        for name in ("dev", "test")
-        if name in data.splits
-    }
-    evaluator = _evaluator(args, accelerator, model, sets["dev"], decoder, data) if "dev" in sets else None
-    loop = TrainingLoop(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        seq2seq_objective(args.label_smoothing_factor),
-        _loop_settings(args, total_steps, rows, data),
-        evaluate=evaluator,
-        start_epoch=lambda epoch: (sampler.start_epoch(epoch), rows.start_epoch(epoch)),
-    )
-    history = start_run(args, accelerator)
-    loop.run()
-    outputs.save_model(accelerator, model, tokenizer, args.output_dir, history)
-    results = {**loop.results(len(rows)), "seed": args.seed, **data.results}
-    if evaluator is not None:
-        evaluator.evaluate(args.num_beams, afresh=not loop.scores_are_current())
-        results = {**_dev_results(evaluator), **results}
-    if accelerator.is_main_process:
-        if evaluator is not None:
-            _write_predictions(args, sets["dev"].split, evaluator.texts)
-        _write_outputs(args, results, data)
-    if "test" in sets:  # whatever ends this, the dev scores are written
-        found, texts = _predict(args, decoder, sets["test"], data)
-        results |= found
-        if accelerator.is_main_process:
-            _write_predictions(args, sets["test"].split, texts)
-            _write_outputs(args, results, data)
-    if accelerator.is_main_process:
-        _print_scores(args, results, data)
-        outputs.push_folder(args)
-    return results
-
-
-def _load_data(args: argparse.Namespace) -> Seq2SeqData:
-    data = load_task(args) if args.task_name is not None else load_seq2seq_data(args)
-    limits = {"train": args.max_train_samples, "dev": args.max_eval_samples}
-    data.splits.update({name: split.first(limits.get(name)) for name, split in data.splits.items()})
-    if args.skip_predict:
-        data.splits.pop("test", None)
-    only_evaluates = arguments.only_evaluates(args)
-    if "train" not in data.splits and not only_evaluates:
-        raise ValueError("there is no training split: give one, or --num_train_epochs 0 to evaluate only")
-    if only_evaluates and not data.splits.keys() & {"dev", "test"}:
-        raise ValueError("there is neither a dev nor a test split to evaluate")
-    return data
-
-
-def _check_metric(args: argparse.Namespace, data: Seq2SeqData) -> None:
-    metric = args.metric_for_best_model
-    known = ("loss", *(() if args.eval_loss_only else data.metric_names))
-    if metric is not None and metric.removeprefix("eval_") not in known:
-        raise ValueError(f"--metric_for_best_model {metric!r}: there are {', '.join(known)}")
-    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-        if getattr(args, name) is not None and "dev" not in data.splits:
-            raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
-
-
-def _generation_set(
-    args: argparse.Namespace, accelerator: Accelerator, split: Seq2SeqSplit, collate: Collator
-) -> GenerationSet:
-    rows = TextRows(split.pairs())
-    # Longest first: little padding, and a batch that does not fit into memory fails at once.
-    order = sorted(range(len(rows)), key=lambda i: -len(split.sources[i]))
-    ordered = TextRows([rows.texts[i] for i in order])
-    loader = create_eval_dataloader(ordered, args.per_device_eval_batch_size, collate, args.dataloader_num_workers)
-    return GenerationSet(split, accelerator.prepare(loader), order)
-
-
-def _decoder(
-    args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase
-) -> Decoder:
-    options = {"no_repeat_ngram_size": args.no_repeat_ngram_size} if args.no_repeat_ngram_size is not None else {}
-    return Decoder(
-        accelerator,
-        model,
-        tokenizer,
-        args.max_target_length,
-        args.disable_tqdm,
-        {"length_penalty": args.length_penalty},
-        options,
-    )
-
-
-def _evaluator(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    model: nn.Module,
-    dev: GenerationSet,
-    decoder: Decoder,
-    data: Seq2SeqData,
-) -> Seq2SeqEvaluator:
-    return Seq2SeqEvaluator(
-        accelerator, model, dev, decoder, data.score, args.num_beams, args.eval_loss_only, args.disable_tqdm
-    )
-
-
-def _loop_settings(args: argparse.Namespace, total_steps: int, rows: TextRows, data: Seq2SeqData) -> LoopSettings:
-    dev = data.splits.get("dev")
-    dev_rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)] if dev else []
-    return LoopSettings.from_args(
-        args,
-        total_steps,
-        default_metric="loss" if args.eval_loss_only else data.main_metric,
-        greater_is_better=lambda metric: metric != "loss",
-        data={"training examples": len(rows), "hash of the training data": hash_texts(rows.texts)},
-        resume_arguments=RESUME_ARGUMENTS,
-        evaluation={
-            "hash of the dev data": hash_texts(dev_rows),
-            "num_beams": args.num_beams[0],  # what evaluations in training decode with
-        },
-    )
-
-
-def _dev_results(evaluator: Seq2SeqEvaluator) -> dict[str, Any]:
-    return {
-        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
-        "eval_samples": len(evaluator.data.split),
-        "eval_runtime": round(evaluator.seconds, 3),
-    }
-
-
-def _predict(
-    args: argparse.Namespace, decoder: Decoder, test: GenerationSet, data: Seq2SeqData
-) -> tuple[dict[str, Any], dict[int, list[str]]]:
-    """The test split's results and its texts, by number of beams."""
-    results: dict[str, Any] = {}
-    texts = {}
-    for i, num_beams in enumerate(args.num_beams):
-        metrics, texts[num_beams] = decode_and_score(decoder, test, data.score, num_beams)
-        results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-    return {**results, "test_samples": len(test.split)}, texts
-
-
-def _write_predictions(args: argparse.Namespace, split: Seq2SeqSplit, texts: dict[int, list[str]]) -> None:
+def _file(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
+    """Return the name and the content of a file of predictions: source, references and prediction of each row."""
     lines = []
     for row, source in enumerate(split.sources):
         record: dict[str, Any] = {"source": source}
@@ -245,27 +157,4 @@ def _write_predictions(args: argparse.Namespace, split: Seq2SeqSplit, texts: dic
         for i, (num_beams, found) in enumerate(texts.items()):
             record[f"prediction{beam_suffix(i, num_beams)}"] = found[row]
         lines.append(json.dumps(record, ensure_ascii=False))
-    atomic_write(Path(args.output_dir) / f"{outputs.PREDICTIONS_PREFIX}{split.name}.jsonl", "\n".join(lines) + "\n")
-
-
-def _write_outputs(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
-    name = Path(args.model_name_or_path).name if args.model_name_or_path else f"new {args.model_type}"
-    metrics = [] if args.eval_loss_only else list(data.metric_names)
-    outputs.write_results(args, results, metrics, f"text to text: {name}")
-
-
-def _print_scores(args: argparse.Namespace, results: dict[str, Any], data: Seq2SeqData) -> None:
-    for prefix, split in (("eval_", "dev"), ("test_", "test")):
-        if f"{prefix}samples" in results:
-            print(f"{split} ({results[f'{prefix}samples']} rows): {_scores(args, results, prefix, data)}")
-    print(f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {args.output_dir}")
-
-
-def _scores(args: argparse.Namespace, results: dict[str, Any], prefix: str, data: Seq2SeqData) -> str:
-    parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []
-    for i, num_beams in enumerate(args.num_beams):
-        suffix = beam_suffix(i, num_beams)
-        values = [f"{n} {results[key]:.2f}" for n in data.metric_names if (key := f"{prefix}{n}{suffix}") in results]
-        speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
-        parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
-    return "; ".join(parts)
+    return f"{split.name}.jsonl", "\n".join(lines) + "\n"

@@ -1,24 +1,22 @@
 """GLUE and SQuAD as text to text, worded as T5 does (arXiv:1910.10683, appendix D)."""
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..engine.arguments import only_evaluates
 from ..glue.data import GlueSplit, load_glue
 from ..glue.metrics import compute_metrics
-from ..glue.tasks import TASKS, GlueTask, get_task
+from ..glue.tasks import GlueTask, get_task
 from ..squad.data import Question, check_unanswerable, load_squad_hub, read_squad
-from ..squad.metrics import METRIC_NAMES, score_answer
+from ..squad.metrics import score_answer
+from ..squad.settings import METRIC_NAMES
 from .data import Seq2SeqData, Seq2SeqSplit
+from .settings import SQUAD, Seq2SeqSettings
 
-__all__ = ["TEXT_TASKS", "format_glue", "format_label", "format_squad", "load_task", "parse_texts"]
+__all__ = ["format_glue", "format_label", "format_squad", "load_task", "parse_texts"]
 
-SQUAD = "squad"
-TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
 # What T5 calls a task's texts, in its order (the second text first in MNLI); elsewhere the column's name.
 WORDS: dict[str, tuple[tuple[int, str], ...]] = {
     "mnli": ((1, "hypothesis"), (0, "premise")),
@@ -72,39 +70,35 @@ def format_squad(question: Question) -> str:
     return f"question: {question.question} context: {question.context}"
 
 
-def load_task(args: argparse.Namespace) -> Seq2SeqData:
+def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Reads the task that `--task_name` names.
-
-    Args:
-        args: Reads `task_name`, `data_dir`, `train_file`, `validation_file`, `test_file`; and `max_train_steps` and
-            `num_train_epochs`: a run that only evaluates needs no training split, and none is read.
 
     Raises:
         OSError: A file or the Hub's dataset cannot be read.
         ValueError: There is no such task, or a file is wrong.
     """
-    files = {f"{name}_file": _one_file(args, name) for name in ("train", "validation", "test")}
-    data = _load_squad(args, files) if args.task_name.lower() == SQUAD else _load_glue(args, files)
-    if args.source_prefix:
+    files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
+    data = _load_squad(settings, files) if settings.task_name.lower() == SQUAD else _load_glue(settings, files)
+    if settings.source_prefix:
         data.splits.update(
             {
-                name: replace(split, sources=[args.source_prefix + source for source in split.sources])
+                name: replace(split, sources=[settings.source_prefix + source for source in split.sources])
                 for name, split in data.splits.items()
             }
         )
     return data
 
 
-def _one_file(args: argparse.Namespace, name: str) -> str | None:
-    given = getattr(args, f"{name}_file")
+def _one_file(settings: Seq2SeqSettings, name: str) -> str | None:
+    given = getattr(settings, f"{name}_file")
     if given is not None and len(given) > 1:
-        raise ValueError(f"--{name}_file: --task_name {args.task_name} has one file, got {len(given)}")
+        raise ValueError(f"--{name}_file: --task_name {settings.task_name} has one file, got {len(given)}")
     return given[0] if given else None
 
 
-def _load_glue(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2SeqData:
-    task = get_task(args.task_name)
-    loaded = load_glue(task, args.data_dir, files, with_train=not only_evaluates(args))
+def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    task = get_task(settings.task_name)
+    loaded = load_glue(task, settings.data_dir, files, with_train=not settings.only_evaluates)
     dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
     sources = {"train": "train", "dev": dev, "test": test}
     splits = {name: _glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded}
@@ -127,8 +121,8 @@ def _glue_split(task: GlueTask, name: str, split: GlueSplit) -> Seq2SeqSplit:
     return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]])
 
 
-def _load_squad(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2SeqData:
-    if args.data_dir is not None:
+def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    if settings.data_dir is not None:
         raise ValueError("--data_dir is for GLUE; --task_name squad reads --train_file and --validation_file")
     splits = {}
     for name, flag, hub_split in (
@@ -139,7 +133,7 @@ def _load_squad(args: argparse.Namespace, files: dict[str, str | None]) -> Seq2S
         path = files[f"{flag}_file"]
         if path is None and (any(files.values()) or not hub_split):
             continue
-        if name == "train" and only_evaluates(args):
+        if name == "train" and settings.only_evaluates:
             continue
         questions = (
             read_squad(path, has_answers=name != "test") if path else load_squad_hub(hub_split, version_2=False)

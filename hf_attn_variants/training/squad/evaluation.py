@@ -3,39 +3,25 @@
 Letters: b windows, n tokens a window.
 """
 
-import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from ..engine.loop import Objective
-from ..engine.tracking import progress_bar
+from ..engine.evaluation import Scores, run_rows
+from ..engine.losses import Objective
 from .answers import Prediction, find_predictions
 from .data import Question
 from .metrics import compute_squad
+from .settings import SquadSettings
 from .windows import Window
 
-__all__ = ["QuestionSet", "SpanSettings", "SquadEvaluator", "span_objective"]
+__all__ = ["QuestionSet", "SquadEvaluator", "span_objective"]
 
 POSITIONS = ("start_positions", "end_positions")
-
-
-@dataclass(frozen=True)
-class SpanSettings:
-    """How spans are chosen; the fields are the flags of the same names.
-
-    Attributes:
-        null_score_diff_threshold: For v2.0; None: every question is answered (v1.1).
-    """
-
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    null_score_diff_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,15 +61,13 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
-class SquadEvaluator:
+class SquadEvaluator(Scores):
     """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
 
     Args:
         accelerator, model: The run's.
         data: The dev split.
-        max_length: The longest window.
-        settings: How spans are chosen.
-        quiet: No progress bar.
+        settings: The longest window, and how spans are chosen.
     """
 
     def __init__(
@@ -91,55 +75,40 @@ class SquadEvaluator:
         accelerator: Accelerator,
         model: nn.Module,
         data: QuestionSet,
-        max_length: int,
-        settings: SpanSettings,
-        quiet: bool = False,
+        settings: SquadSettings,
     ):
-        self.accelerator, self.model, self.data = accelerator, model, data
-        self.max_length, self.settings, self.quiet = max_length, settings, quiet
+        super().__init__(self._scores)
+        self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
 
-    def __call__(self) -> dict[str, float]:
-        """Metrics of the dev split: the official ones, and the "loss" of its windows (by the first answers)."""
-        start = time.perf_counter()
+    def _scores(self) -> dict[str, float]:
+        """Return the official metrics of the dev split, and the "loss" of its windows (by the first answers)."""
         self.predictions, loss = self.predict(self.data)
-        threshold = self.settings.null_score_diff_threshold
+        threshold = self.settings.threshold
         texts = {p.id: p.text for p in self.predictions}
-        if threshold is None:
-            values = compute_squad(self.data.questions, texts)
-        else:
-            odds = {p.id: p.null_odds for p in self.predictions}
-            values = compute_squad(self.data.questions, texts, odds, threshold)
-        self.metrics = {**values, "loss": loss}
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
+        odds = {p.id: p.null_odds for p in self.predictions}
+        given = () if threshold is None else (odds, threshold)
+        return {**compute_squad(self.data.questions, texts, *given), "loss": loss}
 
-    @torch.no_grad()
     def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
-        """The predictions of a split, in its questions' order, and the mean loss of its windows."""
-        self.model.eval()
-        gathered, losses = [], []
-        bar = progress_bar(
-            self.accelerator, self.quiet, iterable=data.loader, desc=f"Running {data.name}", leave=False
+        """Return the predictions of a split, in its questions' order, and the mean loss of its windows."""
+        logits, losses = run_rows(
+            self.accelerator, self.model, data.loader, data.order, self._outputs, data.name, self.settings
         )
-        for batch in bar:
-            logits = _span_logits(self.model, batch)  # [b, n, 2]
-            labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
-            losses.append(self.accelerator.gather_for_metrics(_losses(logits, labels)).cpu())
-            padding = (0, 0, 0, self.max_length - logits.shape[1])
-            padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-            gathered.append(self.accelerator.gather_for_metrics(padded).cpu())
-        logits = torch.cat(gathered).numpy()
-        restored = np.empty_like(logits)
-        restored[data.order] = logits
         found = find_predictions(
             data.questions,
             data.windows,
-            restored[..., 0],
-            restored[..., 1],
+            logits[..., 0],
+            logits[..., 1],
             self.settings.n_best_size,
             self.settings.max_answer_length,
         )
-        return found, float(torch.cat(losses).mean())
+        # In the order of the passes: a sum of floats depends on it.
+        return found, float(torch.from_numpy(losses[data.order]).mean())
+
+    def _outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = _span_logits(self.model, batch)  # [b, n, 2]
+        labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
+        padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
+        padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
+        return padded, _losses(logits, labels)

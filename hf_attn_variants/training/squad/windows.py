@@ -3,7 +3,6 @@
 A context that is too long is cut into windows that overlap by a stride; the question stands before each of them.
 """
 
-import argparse
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..engine.models import check_max_length
+from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
+from .settings import SquadSettings
 
 __all__ = ["NO_ANSWER", "Window", "WindowRows", "check_squad_lengths", "make_windows", "window_collator"]
 
@@ -50,13 +50,11 @@ class Window:
     end: int = NO_ANSWER
 
 
-def check_squad_lengths(
-    args: argparse.Namespace, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Checks that windows of the lengths asked for fit the model, and that each has room to move on.
 
     Args:
-        args: Reads `max_length`, `doc_stride`, `max_query_length`.
+        settings: The run's.
         config: The model's.
         tokenizer: Its tokenizer.
 
@@ -68,12 +66,13 @@ def check_squad_lengths(
             f"{type(tokenizer).__name__} does not say where its tokens stand in the text; a fast tokenizer (with a "
             "tokenizer.json) does"
         )
-    check_max_length(args.max_length, config, tokenizer, pair=True)
-    room = args.max_length - tokenizer.num_special_tokens_to_add(pair=True) - args.max_query_length
-    if room <= args.doc_stride:
+    check_max_length(settings.max_length, config, tokenizer, pair=True)
+    room = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
+    if room <= settings.doc_stride:
         raise ValueError(
-            f"--max_length {args.max_length} leaves {max(room, 0)} tokens for the context beside a question of "
-            f"--max_query_length {args.max_query_length}; --doc_stride {args.doc_stride} must be less than that"
+            f"--max_length {settings.max_length} leaves {max(room, 0)} tokens for the context beside a question of "
+            f"--max_query_length {settings.max_query_length}; --doc_stride {settings.doc_stride} must be less than "
+            "that"
         )
 
 

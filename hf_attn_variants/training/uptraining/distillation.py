@@ -11,22 +11,19 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...inspection.sentence_similarity import mean_pooled
+from ..engine.losses import Term, sums_by_example
 from .trainable import named_attentions
 
 __all__ = [
     "ActivationRecorder",
     "Activations",
     "Teacher",
-    "Term",
     "check_teacher",
     "embedding_distance",
     "layer_error",
     "logits_divergence",
-    "token_cross_entropy",
 ]
 
-# Sums [b] of a loss over each example's items, and the numbers of items [b]; their quotient is the mean.
-Term = tuple[Tensor, Tensor]
 ENCODER, DECODER = "encoder", "decoder"
 PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
@@ -200,25 +197,13 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-    return _sums(divergence * temperature**2, chosen), chosen.sum(-1)
-
-
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
-    """Cross-entropy of the labels that are not -100, in nats a token; logits [b, n, vocabulary], labels [b, n]."""
-    chosen = labels >= 0
-    losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
-    return _sums(losses, chosen), chosen.sum(-1)
+    return sums_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
 def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
     """1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
     mine, other = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     return 1 - functional.cosine_similarity(mine, other, dim=-1), torch.ones_like(mask[:, 0])
-
-
-def _sums(values: Tensor, chosen: Tensor) -> Tensor:
-    # Of the values of each example; `chosen` [b, n] says where they come from.
-    return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:

@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
-from ..engine.loop import Objective
+from ..engine.losses import Objective, Term, token_cross_entropy
 from ..engine.tracking import progress_bar
 from .distillation import (
     DECODER,
@@ -20,15 +20,21 @@ from .distillation import (
     ActivationRecorder,
     Activations,
     Teacher,
-    Term,
     embedding_distance,
     layer_error,
     logits_divergence,
-    token_cross_entropy,
 )
 
-__all__ = ["TermWeights", "UptrainingEvaluator", "UptrainingObjective", "translation_bleu"]
+__all__ = [
+    "TermWeights",
+    "UptrainingEvaluator",
+    "UptrainingObjective",
+    "check_architecture",
+    "term_weights",
+    "translation_bleu",
+]
 
+from .settings import UptrainingSettings
 
 # Each term, by its name among the metrics -> the weight that it is multiplied by.
 TERMS = {
@@ -243,3 +249,53 @@ def translation_bleu(predictions: list[str], references: list[str]) -> float:
     import sacrebleu
 
     return sacrebleu.corpus_bleu(predictions, [references]).score
+
+
+def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
+    """Checks that the checkpoint is of the kind that the flags are for.
+
+    Raises:
+        ValueError: It is not.
+    """
+    pairs = {"mlm": False, "embedding": False, "seq2seq": True}
+    wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
+    wanted += [("--predict_with_generate", True)] if settings.predict_with_generate else []
+    for flag, is_encoder_decoder in wanted:
+        if config.is_encoder_decoder != is_encoder_decoder:
+            kinds = (
+                ("an encoder-decoder", "an encoder") if is_encoder_decoder else ("an encoder", "an encoder-decoder")
+            )
+            raise ValueError(
+                f"{flag} is for {kinds[0]}; {settings.model_name_or_path} ({config.model_type}) is {kinds[1]}"
+            )
+
+
+def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> TermWeights:
+    """The weights of the loss's terms, defaults filled in.
+
+    Args:
+        settings: The run's.
+        config: The student's.
+
+    Raises:
+        ValueError: There is a teacher, and no term looks at it.
+    """
+    has_task, embeds = settings.objective in ("mlm", "seq2seq"), settings.objective == "embedding"
+    if settings.teacher is None:
+        return TermWeights(cross_entropy=1.0)
+    weights = TermWeights(
+        cross_entropy=float(has_task),
+        embedding_distance=float(embeds),
+        hidden_states=_given(settings.hidden_states_weight, float(not embeds)),
+        attention_outputs=_given(settings.attention_outputs_weight, float(not embeds)),
+        logits=_given(settings.logits_weight, float(has_task or config.is_encoder_decoder)),
+        temperature=settings.temperature,
+    )
+    of_teacher = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
+    if not any(of_teacher.values()):
+        raise ValueError("--teacher would not be looked at: each of --hidden_states_weight, --logits_weight, ... is 0")
+    return weights
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

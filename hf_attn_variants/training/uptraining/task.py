@@ -1,6 +1,5 @@
-"""Continues training a converted checkpoint to restore its quality; the body of `scripts/uptrain.py`."""
+"""Uptraining: a converted checkpoint trained on, by its task or towards a teacher, until it is itself again."""
 
-import argparse
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -9,318 +8,277 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import send_to_device, set_seed
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-
-import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 
 from ...conversion.checkpoint.io import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...errors import NonFiniteLossError
-from ..engine import arguments, outputs
-from ..engine.dataloaders import create_eval_dataloader, prepare_train_dataloader
+from ...model_history import ModelHistory
+from ..engine import outputs
+from ..engine.dataloaders import create_eval_dataloader
+from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.loop_settings import LoopSettings, total_training_steps
+from ..engine.loop_settings import total_training_steps
+from ..engine.losses import Objective
 from ..engine.models import (
     DROPOUT_FIELDS,
-    check_max_length,
-    enable_gradient_checkpointing,
-    give_token_types,
     load_config,
     load_model,
     load_model_and_rest,
-    load_tokenizer,
     resolve_architecture,
     set_dropout,
 )
-from ..engine.optimization import prepare_training
-from ..engine.session import open_session, start_run
+from ..engine.settings import ModelSettings
+from ..engine.text_rows import hash_texts
+from ..engine.tokenizers import check_max_length, give_token_types, load_tokenizer
 from ..engine.tracking import read_log
-from .data import UptrainingData, hash_texts, load_uptraining_data
+from .data import load_uptraining_data
 from .distillation import Teacher, check_teacher
-from .objective import TERMS, TermWeights, UptrainingEvaluator, UptrainingObjective
-from .settings import (
-    check_architecture,
-    check_uptraining_arguments,
-    parse_args,
-    term_weights,
-)
+from .objective import TERMS, UptrainingEvaluator, UptrainingObjective, check_architecture, term_weights
+from .settings import UptrainingSettings
 from .trainable import add_lora, freeze_unused, merge_lora, select_trainable
 
-__all__ = ["main", "parse_args"]
+__all__ = ["Uptraining"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = 300
 # Rows of the training text whose activations say what variance an error is divided by.
 VARIANCE_ROWS = 256
-GREATER_IS_BETTER = ("embedding_cosine", "bleu")
 EVALUATIONS = 5
+RISING_METRICS = ("embedding_cosine", "bleu")
 
 
-def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Uptrains, evaluates and saves.
+class Uptraining(FineTuningTask[UptrainingSettings]):
+    """Training on of a converted checkpoint (arXiv:2305.13245, section 2.1), with or without a teacher.
 
-    Args:
-        args: Of `parse_args`.
-
-    Returns:
-        The results that `all_results.json` begins with: `eval_loss`, each term of the loss and other dev metrics after
-        training, the same as `initial_eval_<metric>` before it, `train_loss` (the mean over all steps), `steps`,
-        `train_runtime` (seconds in training steps, without evaluation and checkpoints), ...
-
-    Raises:
-        ValueError, OSError: An argument, the data or a checkpoint is wrong; found before training where it can be.
-        NonFiniteLossError: The loss is not finite, before or in training.
+    The results have `eval_loss`, each term of the loss and other dev metrics after training, and the same as
+    `initial_eval_<metric>` before it.
     """
-    arguments.check_arguments(args)
-    check_uptraining_arguments(args)
-    with open_session(args) as accelerator:
-        return _run(args, accelerator)
 
+    main_metric = "loss"
+    shown_metrics: Sequence[str] = ()
 
-def _run(args: argparse.Namespace, accelerator: Accelerator) -> dict[str, Any]:
-    config, own_dropout = _load_config(args)
-    weights = term_weights(args, config)
-    teacher_config = _load_teacher_config(args, config, weights)
-    tokenizer = load_tokenizer(args, config)
-    _check_teacher_tokenizer(args, tokenizer)
-    data = load_uptraining_data(args, config, tokenizer)
-    pairs = not config.is_encoder_decoder and isinstance(data.train.texts[0], tuple)
-    check_max_length(args.max_length, config, tokenizer, pairs)
-    tells_pairs = pairs and give_token_types(tokenizer, config)
-    set_seed(args.seed)
-    model_class = _model_class(args, args.model_name_or_path, config)
-    model, rest = load_model_and_rest(args, args.model_name_or_path, config, model_class)
-    carried = _read_tensors(args.model_name_or_path, rest)
-    if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    select_trainable(model, args.trainable)
-    peft_model = add_lora(model, args.lora_rank, args.lora_alpha) if args.trainable == "lora" else None
-    teacher = _load_teacher(args, accelerator, weights, teacher_config)
-    objective = UptrainingObjective(model, weights, teacher)
-    model.to(accelerator.device)
-    _look_at_data(args, accelerator, model, objective, data)
-    set_seed(args.seed, device_specific=True)  # processes drop out different units
-    loader, sampler = prepare_train_dataloader(args, accelerator, data.train, data.collate, data.train.lengths)
-    total_steps = _total_steps(args, len(loader))
-    wrapped, optimizer, scheduler = prepare_training(args, accelerator, model, total_steps)
-    evaluator = _evaluator(args, accelerator, wrapped, objective, data, tokenizer)
-    settings = _loop_settings(args, total_steps, data, weights)
-    loop = TrainingLoop(
-        accelerator,
-        wrapped,
-        optimizer,
-        scheduler,
-        loader,
-        objective.as_objective(),
-        settings,
-        evaluate=evaluator,
-        start_epoch=lambda epoch: (sampler.start_epoch(epoch), data.train.start_epoch(epoch)),
-    )
-    history = start_run(args, accelerator)
-    if not args.resume_from_checkpoint:
-        _evaluate_before(evaluator, loop)
-    loop.run()
-    if not loop.scores_are_current():
-        evaluator()
-    results = _results(args, model, evaluator, loop, data)
-    for name, value in own_dropout.items():
-        setattr(model.config, name, value)
-    trained = wrapped if peft_model is None else merge_lora(peft_model)
-    outputs.save_model(accelerator, trained, tokenizer, args.output_dir, history, carried)
-    if accelerator.is_main_process:
-        _copy_side_files(args, [TOKENIZER_CONFIG_FILE] if tells_pairs else [])
-        _write_outputs(args, results)
-        outputs.push_folder(args)
-    return results
+    def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.name = settings.objective
+        self._load_config()
+        self.weights = term_weights(settings, self.config)
+        self._load_teacher_config()
+        self.tokenizer = load_tokenizer(settings, self.config)
+        self._check_teacher_tokenizer()
+        self.data = load_uptraining_data(settings, self.config, self.tokenizer)
+        self.rows, self.collate = self.data.train, self.data.collate
+        pairs = not self.config.is_encoder_decoder and isinstance(self.rows.texts[0], tuple)
+        check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
+        self.tells_pairs = pairs and give_token_types(self.tokenizer, self.config)
 
+    def _load_config(self) -> None:
+        """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
+        settings = self.settings
+        self.config = load_config(settings)
+        check_architecture(settings, self.config)
+        self.own_dropout = {name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)}
+        if settings.dropout_rate is None and settings.objective in ("distill", "embedding") and self.own_dropout:
+            # The teacher drops nothing; what a student drops it could only answer with noise.
+            set_dropout(self.config, 0.0)
 
-def _load_config(args: argparse.Namespace) -> tuple[PreTrainedConfig, dict[str, float]]:
-    """The config to train with, and the dropout probabilities that the saved one gets back."""
-    config = load_config(args)
-    check_architecture(args, config)
-    own = {name: getattr(config, name) for name in DROPOUT_FIELDS if hasattr(config, name)}
-    if args.dropout_rate is None and args.objective in ("distill", "embedding") and own:
-        # The teacher drops nothing; what a student drops it could only answer with noise.
-        set_dropout(config, 0.0)
-    return config, own
-
-
-def _model_class(args: argparse.Namespace, source: str, config: PreTrainedConfig) -> type:
-    auto_class = {"mlm": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(args.objective)
-    return auto_class or resolve_architecture(source, config)
-
-
-def _load_teacher_config(
-    args: argparse.Namespace, config: PreTrainedConfig, weights: TermWeights
-) -> PreTrainedConfig | None:
-    if args.teacher is None:
-        return None
-    found = load_config(_of_teacher(args))
-    check_teacher(
-        config, found, weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0
-    )
-    return found
-
-
-def _of_teacher(args: argparse.Namespace) -> argparse.Namespace:
-    own = {"model_name_or_path": args.teacher, "tokenizer_name": None, "dropout_rate": None}
-    return argparse.Namespace(**vars(args) | own)
-
-
-def _check_teacher_tokenizer(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    if args.teacher is None:
-        return
-    try:
-        others = load_tokenizer(_of_teacher(args), None)
-    except OSError:  # a folder with weights alone is a teacher too
-        return
-    if others.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"--teacher {args.teacher} has another vocabulary than {args.model_name_or_path}: it would see other words"
+    def _load_teacher_config(self) -> None:
+        settings, weights = self.settings, self.weights
+        self.of_teacher = self.teacher_config = None
+        if settings.teacher is None:
+            return
+        self.of_teacher = ModelSettings(
+            model_name_or_path=settings.teacher,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        self.teacher_config = load_config(self.of_teacher)
+        check_teacher(
+            self.config,
+            self.teacher_config,
+            weights.hidden_states > 0,
+            weights.attention_outputs > 0,
+            weights.embedding_distance > 0,
         )
 
+    def _check_teacher_tokenizer(self) -> None:
+        if self.of_teacher is None:
+            return
+        try:
+            others = load_tokenizer(self.of_teacher, None)
+        except OSError:  # a folder with weights alone is a teacher too
+            return
+        if others.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"--teacher {self.settings.teacher} has another vocabulary than "
+                f"{self.settings.model_name_or_path}: it would see other words"
+            )
 
-def _load_teacher(
-    args: argparse.Namespace, accelerator: Accelerator, weights: TermWeights, config: PreTrainedConfig | None
-) -> Teacher | None:
-    if config is None:
-        return None
-    model = load_model(args, args.teacher, config, _model_class(args, args.teacher, config))
-    return Teacher(
-        model.to(accelerator.device),
-        hidden_states=weights.need_hidden_states,
-        attention_outputs=weights.attention_outputs > 0,
-        autocast=accelerator.autocast,
-    )
+    def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+        auto_class = {"mlm": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(self.settings.objective)
+        return auto_class or resolve_architecture(source.model_name_or_path, config)
 
+    def load_model(self) -> PreTrainedModel:
+        settings = self.settings
+        model, rest = load_model_and_rest(settings, self.config, self._model_class(settings, self.config))
+        self.model, self.carried = model, _read_tensors(settings.model_name_or_path, rest)
+        select_trainable(model, settings.trainable)
+        lora = settings.trainable == "lora"
+        self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
+        self.uptraining_objective = UptrainingObjective(model, self.weights, self._load_teacher())
+        model.to(self.accelerator.device)
+        self._measure_variances()
+        self._freeze_unused()
+        self.trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return model
 
-def _look_at_data(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    objective: UptrainingObjective,
-    data: UptrainingData,
-) -> None:
-    """Measures the teacher's variances and freezes parameters that the loss does not depend on."""
+    def _load_teacher(self) -> Teacher | None:
+        if self.of_teacher is None:
+            return None
+        model_class = self._model_class(self.of_teacher, self.teacher_config)
+        model = load_model(self.of_teacher, self.teacher_config, model_class)
+        return Teacher(
+            model.to(self.accelerator.device),
+            hidden_states=self.weights.need_hidden_states,
+            attention_outputs=self.weights.attention_outputs > 0,
+            autocast=self.accelerator.autocast,
+        )
 
-    def batches(count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        rows = [data.train[i] for i in range(min(count, len(data.train)))]
+    def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
+        rows = [self.rows[i] for i in range(min(count, len(self.rows)))]
         for start in range(0, len(rows), size):
-            yield send_to_device(data.collate(rows[start : start + size]), accelerator.device)
+            yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
-    if objective.weights.hidden_states or objective.weights.attention_outputs:
-        found = batches(VARIANCE_ROWS, args.per_device_eval_batch_size)
+    def _measure_variances(self) -> None:
+        objective = self.uptraining_objective
+        if not (self.weights.hidden_states or self.weights.attention_outputs):
+            return
         objective.teacher.measure_variances(
             ({key: value for key, value in batch.items() if key != "labels"}, objective.masks(batch))
-            for batch in found
+            for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
-    batch = next(batches(2, 2))
-    unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
-    if unused:
-        logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
 
+    def _freeze_unused(self) -> None:
+        objective, model = self.uptraining_objective, self.model
+        batch = next(self._first_batches(2, 2))
+        unused = freeze_unused(model.eval(), lambda: objective.total(objective.terms(model, batch)))
+        if unused:
+            logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
 
-def _total_steps(args: argparse.Namespace, batches_per_epoch: int) -> int:
-    steps = args.max_train_steps
-    if args.alpha is not None:
-        steps = math.ceil(args.alpha * args.pretraining_steps)
-    elif steps is None and args.num_train_epochs is None:
-        steps = DEFAULT_STEPS
-    return total_training_steps(batches_per_epoch, args.gradient_accumulation_steps, args.num_train_epochs or 0, steps)
+    def objective(self) -> Objective:
+        return self.uptraining_objective.as_objective()
 
+    def lengths(self) -> list[int]:
+        return self.rows.lengths()
 
-def _evaluator(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    model: nn.Module,
-    objective: UptrainingObjective,
-    data: UptrainingData,
-    tokenizer: PreTrainedTokenizerBase,
-) -> UptrainingEvaluator:
-    loader = create_eval_dataloader(
-        data.held_out, args.per_device_eval_batch_size, data.collate, args.dataloader_num_workers
-    )
-    return UptrainingEvaluator(
-        accelerator,
-        model,
-        objective,
-        accelerator.prepare(loader),
-        args.disable_tqdm,
-        tokenizer,
-        [target for _, target in data.held_out.texts] if args.predict_with_generate else None,
-        args.max_target_length or args.max_length,
-    )
+    def start_epoch(self, epoch: int) -> None:
+        self.rows.start_epoch(epoch)
 
-
-def _loop_settings(
-    args: argparse.Namespace, total_steps: int, data: UptrainingData, weights: TermWeights
-) -> LoopSettings:
-    return LoopSettings.from_args(
-        args,
-        total_steps,
-        default_metric="loss",
-        greater_is_better=lambda metric: metric in GREATER_IS_BETTER,
-        eval_steps=args.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS)),
-        data={
-            "objective": args.objective,
-            "teacher": args.teacher,
-            "weights of the terms": asdict(weights),
-            "trainable": [args.trainable, args.lora_rank, args.lora_alpha],
-            "mlm_probability": args.mlm_probability,
-            "lengths of targets": args.max_target_length,
-            "source_prefix": args.source_prefix,
-            "training examples": len(data.train),
-            "hash of the training data": hash_texts(data.train.texts),
-        },
-        evaluation={"hash of the held-out data": hash_texts(data.held_out.texts)},
-    )
-
-
-def _evaluate_before(evaluator: UptrainingEvaluator, loop: TrainingLoop) -> None:
-    metrics = evaluator()
-    wanted = loop.settings.metric_for_best_model
-    if loop.settings.keep_best and wanted not in metrics:
-        raise ValueError(f"--metric_for_best_model {wanted!r}: the dev metrics are {', '.join(metrics)}")
-    if not math.isfinite(metrics["loss"]):
-        raise NonFiniteLossError(
-            f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no numbers"
+    def total_steps(self, batches_per_epoch: int) -> int:
+        settings, steps = self.settings, self.settings.max_train_steps
+        if settings.alpha is not None:
+            steps = math.ceil(settings.alpha * settings.pretraining_steps)
+        elif steps is None and settings.num_train_epochs is None:
+            steps = DEFAULT_STEPS
+        return total_training_steps(
+            batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
-    loop.evaluated_step = 0
-    loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
+    def loop_options(self, total_steps: int) -> dict[str, Any]:
+        return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
 
-def _results(
-    args: argparse.Namespace,
-    model: nn.Module,
-    evaluator: UptrainingEvaluator,
-    loop: TrainingLoop,
-    data: UptrainingData,
-) -> dict[str, Any]:
-    before = next((record for record in read_log(loop.log.path) if record["step"] == 0), {})
-    return {
-        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
-        **{f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")},
-        "eval_samples": len(data.held_out),
-        "eval_runtime": round(evaluator.seconds, 3),
-        **loop.results(len(data.train)),
-        "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "objective": args.objective,
-        "seed": args.seed,
-    }
+    def make_evaluator(self, model: nn.Module) -> UptrainingEvaluator:
+        settings, held_out = self.settings, self.data.held_out
+        loader = create_eval_dataloader(
+            held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
+        )
+        return UptrainingEvaluator(
+            self.accelerator,
+            model,
+            self.uptraining_objective,
+            self.accelerator.prepare(loader),
+            settings.disable_tqdm,
+            self.tokenizer,
+            [target for _, target in held_out.texts] if settings.predict_with_generate else None,
+            settings.max_target_length or settings.max_length,
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "objective": settings.objective,
+            "teacher": settings.teacher,
+            "weights of the terms": asdict(self.weights),
+            "trainable": [settings.trainable, settings.lora_rank, settings.lora_alpha],
+            "mlm_probability": settings.mlm_probability,
+            "lengths of targets": settings.max_target_length,
+            "source_prefix": settings.source_prefix,
+            "training examples": len(self.rows),
+            "hash of the training data": hash_texts(self.rows.texts),
+        }
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return {"hash of the held-out data": hash_texts(self.data.held_out.texts)}
+
+    def before_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
+        metrics = evaluator()
+        wanted = loop.settings.metric_for_best_model
+        if loop.settings.keep_best and wanted not in metrics:
+            raise ValueError(f"--metric_for_best_model {wanted!r}: the dev metrics are {', '.join(metrics)}")
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteLossError(
+                f"the held-out loss is {metrics['loss']} before training: the checkpoint or its teacher gives no "
+                "numbers"
+            )
+        loop.evaluated_step = 0
+        loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
+
+    def after_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator, model: nn.Module) -> nn.Module:
+        # The scores are those of the updates beside the weights: merged, they round in another way.
+        super().last_evaluation(loop, evaluator)
+        self.log_path = loop.log.path
+        for name, value in self.own_dropout.items():
+            setattr(self.model.config, name, value)
+        names = [name for name in (*RISING_METRICS, *TERMS) if name in evaluator.metrics]
+        self.shown_metrics = [name for name in names if name in RISING_METRICS] or names
+        return model if self.peft_model is None else merge_lora(self.peft_model)
+
+    def save(self, model: nn.Module, history: ModelHistory) -> None:
+        settings = self.settings
+        outputs.save_model(self.accelerator, model, self.tokenizer, settings.output_dir, history, self.carried)
+        if self.accelerator.is_main_process:
+            _copy_side_files(settings, [TOKENIZER_CONFIG_FILE] if self.tells_pairs else [])
+
+    def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
+        """Nothing more: `after_training` did it."""
+
+    def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
+        before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
+        initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
+        return {**initial, "eval_samples": len(self.data.held_out)}
+
+    def results(self) -> dict[str, Any]:
+        return {"num_trainable_parameters": self.trainable_parameters, "objective": self.settings.objective}
+
+    def summary(self, results: dict[str, Any]) -> str:
+        scores = ", ".join(
+            f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
+            for name in ("loss", *self.shown_metrics)
+        )
+        return f"{self.name} on {results['eval_samples']} held-out rows: {scores}"
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Reads what the trained model has no place for, such as the pooler of a BERT that was saved with it.
+    """Read what the trained model has no place for, such as the pooler of a BERT that was saved with it.
 
     A head that is put on the result wants them: it would begin with weights drawn anew.
     """
@@ -336,14 +294,14 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
-def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
-    """Copies what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
+def _copy_side_files(settings: UptrainingSettings, own: Sequence[str]) -> None:
+    """Copy what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
 
     Args:
-        args: The run's.
-        own: Names of files that are not to be the source's.
+        settings: the run's.
+        own: names of files that are not to be the source's.
     """
-    folder, output = resolve_source(args.model_name_or_path, weights=False), Path(args.output_dir)
+    folder, output = resolve_source(settings.model_name_or_path, weights=False), Path(settings.output_dir)
     if folder.resolve() == output.resolve():
         return
     copied, _ = side_files(folder, [])
@@ -351,20 +309,6 @@ def _copy_side_files(args: argparse.Namespace, own: Sequence[str]) -> None:
     kept = [
         name
         for name in copied
-        if not (output / name).exists() or not (name in own or name.endswith(".py") or args.tokenizer_name)
+        if not (output / name).exists() or not (name in own or name.endswith(".py") or settings.tokenizer_name)
     ]
     copy_side_files(folder, output, kept)
-
-
-def _write_outputs(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    names = [name for name in (*GREATER_IS_BETTER, *TERMS) if f"eval_{name}" in results]
-    shown = [name for name in names if name in GREATER_IS_BETTER] or names
-    outputs.write_results(args, results, shown, f"{args.objective}: {Path(args.model_name_or_path).name}")
-    scores = ", ".join(
-        f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
-        for name in ("loss", *shown)
-    )
-    print(
-        f"{args.objective} on {results['eval_samples']} held-out rows: {scores}; {results['steps']} steps in "
-        f"{results['train_runtime']:.0f} s; results in {args.output_dir}"
-    )

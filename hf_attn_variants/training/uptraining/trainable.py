@@ -1,6 +1,5 @@
 """Which parameters of a model are trained: its attention's, all, or low-rank updates of its attention."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,16 +11,12 @@ from ...modeling.variant_mixins import AttentionSite
 from ...registration import variant_model_class
 
 __all__ = [
-    "TRAINABLE",
     "add_lora",
-    "check_trainable",
     "freeze_unused",
     "merge_lora",
     "named_attentions",
     "select_trainable",
 ]
-
-TRAINABLE = ("attention", "all", "lora")
 
 
 def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
@@ -33,16 +28,6 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
     # FSDP2 makes a class of this prefix for a model it shards.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
     return variant_mixins.named_attentions(model, variant_class.attention_sites)
-
-
-def check_trainable(trainable: str) -> None:
-    """Checks that what `--trainable` names can be trained here.
-
-    Raises:
-        ValueError: It is "lora", and peft is not installed.
-    """
-    if trainable == "lora" and importlib.util.find_spec("peft") is None:
-        raise ValueError("--trainable lora needs peft: `pip install peft`")
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:

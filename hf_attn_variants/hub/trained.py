@@ -1,0 +1,67 @@
+"""A push of what a training made: tried before the training begins, done when it has ended."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from .push import check_visibility, full_repo_id, plan_push, push_checkpoint
+
+__all__ = ["check_hub_access", "push_trained"]
+
+
+def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> None:
+    """Check before a training that its model can be pushed after it.
+
+    Args:
+        output_dir: the folder that the model will lie in; its name is the repository's where none is given.
+        hub_model_id: the repository, user/name.
+        private: whether it is to be private.
+        token: instead of the stored one.
+
+    Raises:
+        ValueError: if the repository's name is wrong or it is public against `private`, there is no valid token,
+            or the Hub does not answer.
+    """
+    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id: {' '.join(str(error).split())}") from error
+    try:
+        api.whoami()
+    except Exception as error:  # no token, a bad one, no network: three error families of as many libraries
+        raise ValueError(
+            f"--push_to_hub: the Hub does not accept this session ({type(error).__name__}: {error}); "
+            "run `hf auth login` or give --hub_token"
+        ) from error
+    if private:
+        check_visibility(api, full_repo_id(repo_id, api), private=True)
+
+
+def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
+    """Upload a trained model without its checkpoints, with a model card of the run, in one commit.
+
+    Args: as of `check_hub_access`.
+
+    Returns:
+        Where it is on the Hub.
+
+    Raises:
+        ValueError, OSError: if it was not pushed; the model is in the folder, and the message says what to do.
+    """
+    repo_id, api = _repo_id(output_dir, hub_model_id), HfApi(token=token)
+    try:
+        plan = plan_push(output_dir, full_repo_id(repo_id, api))
+        return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
+    except (ValueError, OSError) as error:
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(
+            f"{error} The trained model is in {output_dir}; `attn-variants push --model_name_or_path {output_dir} "
+            f"--repo_id {repo_id}` pushes it without training again."
+        ) from error
+
+
+def _repo_id(output_dir: str, hub_model_id: str | None) -> str:
+    return hub_model_id or Path(output_dir).resolve().name

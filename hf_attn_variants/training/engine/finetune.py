@@ -1,0 +1,231 @@
+"""The one course of every fine-tuning: load, train, save, score, predict. A task says what is special about it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...model_history import ModelHistory
+from . import outputs
+from .checkpoints import atomic_write
+from .dataloaders import prepare_train_dataloader
+from .loop import TrainingLoop
+from .loop_settings import LoopSettings, total_training_steps
+from .losses import Objective
+from .models import model_name
+from .optimization import prepare_training
+from .session import open_session, start_run
+from .settings import FineTuningSettings
+
+__all__ = ["Evaluator", "FineTuningTask", "fine_tune", "shown_metrics"]
+
+SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
+
+
+class Evaluator(Protocol):
+    """Computes the dev metrics.
+
+    Attributes:
+        metrics: those of the last evaluation, by name without "eval_".
+        seconds: what it took.
+    """
+
+    metrics: dict[str, float]
+    seconds: float
+
+    def __call__(self) -> dict[str, float]:
+        """Evaluate the dev data: "loss", the task's metrics."""
+
+
+class FineTuningTask(ABC, Generic[SettingsT]):
+    """One run's task. `__init__` loads configuration, tokenizer and data: what is wrong with them is said first.
+
+    Attributes:
+        settings, accelerator: the run's.
+        tokenizer: saved with the model.
+        rows: the training examples by index; none for a run that only evaluates.
+        collate: a list of rows -> a batch, a dict of tensors.
+        main_metric: the dev metric that tells the best weights where the settings name none.
+        shown_metrics: those that are drawn and printed, where the results have them.
+        unit: what an example is called in the results.
+        name: what is learned, as it stands above the curves and before the scores.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: Dataset
+    collate: Callable[[list], dict[str, Tensor]]
+    main_metric: str
+    shown_metrics: Sequence[str]
+    unit = "samples"
+    name: str
+
+    def __init__(self, settings: SettingsT, accelerator: Accelerator):
+        self.settings, self.accelerator = settings, accelerator
+
+    @abstractmethod
+    def load_model(self) -> PreTrainedModel:
+        """Return the model to train; new weights are drawn with the run's seed set."""
+
+    @abstractmethod
+    def objective(self) -> Objective:
+        """Return the loss of a batch."""
+
+    @abstractmethod
+    def make_evaluator(self, model: nn.Module) -> Evaluator | None:
+        """Return what evaluates the model, prepared by accelerate; None where there are no dev data."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells this run's training data from others."""
+
+    @abstractmethod
+    def dev_fingerprint(self) -> dict[str, Any]:
+        """Return what tells its dev data and their scoring from others."""
+
+    def summary(self, results: dict[str, Any]) -> str:
+        """Return what is printed at the end, before "; N steps in ..."."""
+        scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in shown_metrics(self, results)]
+        return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}"
+
+    def lengths(self) -> Sequence[int]:
+        """Return the length of each training row, for `group_by_length`."""
+        return [len(row["input_ids"]) for row in self.rows]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Be told which epoch begins."""
+
+    def total_steps(self, batches_per_epoch: int) -> int:
+        """Return the optimiser steps of the run."""
+        settings = self.settings
+        return total_training_steps(
+            batches_per_epoch,
+            settings.gradient_accumulation_steps,
+            settings.num_train_epochs,
+            settings.max_train_steps,
+        )
+
+    def loop_options(self, total_steps: int) -> dict[str, Any]:
+        """Return fields of `LoopSettings` that are not as the run's settings have them."""
+        return {}
+
+    def before_training(self, loop: TrainingLoop, evaluator: Evaluator | None) -> None:
+        """Look at the model once all is loaded, unless the run resumes."""
+
+    def after_training(self, loop: TrainingLoop, evaluator: Evaluator | None, model: nn.Module) -> nn.Module:
+        """Return the trained model as it is to be saved."""
+        return model
+
+    def save(self, model: nn.Module, history: ModelHistory) -> None:
+        """Save the model."""
+        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings.output_dir, history)
+
+    def last_evaluation(self, loop: TrainingLoop, evaluator: Evaluator) -> None:
+        """Evaluate the weights that training ended with, unless that was done."""
+        if not loop.scores_are_current():
+            evaluator()
+
+    def dev_results(self, evaluator: Evaluator) -> dict[str, Any]:
+        """Return further results of the dev data, "eval_samples" among them."""
+        return {}
+
+    def results(self) -> dict[str, Any]:
+        """Return further results of the run."""
+        return {}
+
+    def predictions(self, evaluator: Evaluator) -> dict[str, str]:
+        """Return the contents of the files of dev predictions, by name without `outputs.PREDICTIONS_PREFIX`."""
+        return {}
+
+    def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Predict the test data. Return their results, and the files' contents as `predictions` does."""
+        return {}, {}
+
+
+def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dict[str, Any]:
+    """Fine-tune a checkpoint, save it, score it on the dev data and predict the test data.
+
+    Args:
+        task: what is learned, `GlueFineTuning` for example.
+        settings: its settings.
+
+    Returns:
+        The results that `all_results.json` begins with: "eval_<metric>" and "eval_runtime" (seconds), what
+        `TrainingLoop.results` says of the training, "seed", and the task's own.
+
+    Raises:
+        ValueError, OSError: if a setting, the data or the checkpoint is wrong; said before training where it can be.
+        NonFiniteLossError: if training diverged.
+    """
+    with open_session(settings) as accelerator:
+        return _run(task(settings, accelerator))
+
+
+def shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
+    """Return the task's dev metrics that are drawn and printed."""
+    return [name for name in task.shown_metrics if f"eval_{name}" in results]
+
+
+def _run(task: FineTuningTask) -> dict[str, Any]:
+    settings, accelerator = task.settings, task.accelerator
+    set_seed(settings.seed)
+    model = task.load_model()
+    set_seed(settings.seed, device_specific=True)  # processes drop out different units
+    loader, sampler = prepare_train_dataloader(settings, accelerator, task.rows, task.collate, task.lengths)
+    total_steps = task.total_steps(len(loader))
+    model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
+    evaluator = task.make_evaluator(model)
+    loop = TrainingLoop(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        task.objective(),
+        LoopSettings.from_settings(
+            settings,
+            total_steps,
+            task.main_metric,
+            task.fingerprint(),
+            task.dev_fingerprint(),
+            **task.loop_options(total_steps),
+        ),
+        evaluate=evaluator,
+        start_epoch=lambda epoch: (sampler.start_epoch(epoch), task.start_epoch(epoch)),
+    )
+    history = start_run(settings, accelerator)
+    if not settings.resume_from_checkpoint:
+        task.before_training(loop, evaluator)
+    loop.run()
+    trained = loop.results(len(task.rows), task.unit)
+    task.save(task.after_training(loop, evaluator, model), history)
+    results: dict[str, Any] = {}
+    if evaluator is not None:
+        task.last_evaluation(loop, evaluator)
+        results = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
+        results |= {"eval_runtime": round(evaluator.seconds, 3), **task.dev_results(evaluator)}
+    results |= {**trained, "seed": settings.seed, **task.results()}
+    _write(task, results, task.predictions(evaluator) if evaluator is not None else {})
+    found, files = task.predict()  # whatever ends this, the dev scores are written
+    results |= found
+    if found or files:
+        _write(task, results, files)
+    if accelerator.is_main_process:
+        steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
+        print("; ".join(part for part in (task.summary(results), steps) if part))
+    return results
+
+
+def _write(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
+    if not task.accelerator.is_main_process:
+        return
+    folder = Path(task.settings.output_dir)
+    for name, content in predictions.items():
+        atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
+    title = f"{task.name}: {model_name(task.settings)}"
+    outputs.write_results(task.settings, results, shown_metrics(task, results), title)

@@ -1,0 +1,328 @@
+"""The settings that trainings share: frozen dataclasses, a field a flag, under HF's names where HF has one.
+
+A training is called from Python with them. A class is a group of flags; a script's settings inherit from the groups
+that it has, and a function takes the group that it reads. This file imports neither torch nor transformers: `--help`
+is printed from it.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .options import (
+    ABOVE_0,
+    ALWAYS,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_BELOW_1,
+    WITH_BEST_WEIGHTS,
+    Settings,
+    option,
+    redefault,
+)
+
+__all__ = [
+    "DataSettings",
+    "FineTuningSettings",
+    "HubSettings",
+    "ModelSettings",
+    "NewModelSettings",
+    "OptimizationSettings",
+    "OutputSettings",
+    "RowSettings",
+    "TrainingSettings",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Which checkpoint is trained, and how it is built."""
+
+    title: ClassVar[str] = "model"
+
+    model_name_or_path: str | None = option(
+        "Folder or Hub id of the checkpoint, ours or upstream's.", None, resume=ALWAYS
+    )
+    tokenizer_name: str | None = option(
+        "Folder or Hub id of the tokenizer, where it is not the checkpoint's.", None, resume=ALWAYS
+    )
+    attn_implementation: str | None = option(
+        "eager, sdpa, ...: what the model computes attention with.",
+        None,
+        resume=ALWAYS,  # where there is dropout, each draws its own
+    )
+    dropout_rate: float | None = option(
+        "Replaces every dropout probability of the checkpoint's config.", None, range=FROM_0_BELOW_1, resume=ALWAYS
+    )
+    gradient_checkpointing: bool = option("Recompute activations to save memory.", False)
+    trust_remote_code: bool = option("Run the model code that a Hub repository holds.", False)
+
+    def check(self) -> None:
+        super().check()
+        if self.model_name_or_path is None and not isinstance(self, NewModelSettings):
+            raise ValueError("--model_name_or_path must be given: the folder or Hub id of a checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewModelSettings(ModelSettings):
+    """What a model from scratch is like; see `new_model.new_config`."""
+
+    title: ClassVar[str] = "from scratch (without --model_name_or_path)"
+
+    model_type: str | None = option("The architecture.", None, resume=ALWAYS)
+    config_overrides: str | None = option(
+        "Config fields that differ from the architecture's defaults.", None, resume=ALWAYS, metavar="FIELD=VALUE,..."
+    )
+    num_key_value_heads: int | None = option(
+        "Key/value heads of a layer (T5: a decoder's); 1: multi-query.", None, resume=ALWAYS
+    )
+    talking_heads: str | None = option(
+        "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.model_name_or_path is None:
+            if self.model_type is None or self.tokenizer_name is None:
+                raise ValueError(
+                    "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
+                )
+            return
+        for name in (name for name in NewModelSettings.__annotations__ if name != "title"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"--{name} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has "
+                    "its own (`attn-variants convert` makes variants of it)"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings):
+    """How examples become batches."""
+
+    title: ClassVar[str] = "data"
+
+    max_length: int = option("Tokens per example, special tokens included.", 128, range=AT_LEAST_1, resume=ALWAYS)
+    max_eval_samples: int | None = option(
+        "Use only the first N rows of each dev split.", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
+    )
+    per_device_train_batch_size: int = option(
+        "Examples per device and forward pass.", 32, range=AT_LEAST_1, resume=ALWAYS
+    )
+    per_device_eval_batch_size: int = option("The same, in evaluation.", 64, range=AT_LEAST_1)
+    dataloader_num_workers: int = option("Processes that prepare batches; 0: the main one.", 0, range=AT_LEAST_0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings(DataSettings):
+    """The same, where an example is a row of its own length, and not a block of a stream of text."""
+
+    max_length: int = redefault(
+        DataSettings, "max_length", help="Tokens per example, special tokens included; longer ones are cut."
+    )
+    max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
+    group_by_length: bool = option(
+        "Batches of examples of like length, in random order: less padding.", False, resume=ALWAYS
+    )
+    pad_to_multiple_of: int | None = option(
+        "Pad each batch to a multiple of N tokens (8 suits tensor cores).", None, range=AT_LEAST_1, resume=ALWAYS
+    )
+
+
+# transformers' schedules, but for those that need the metric at every step.
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
+
+
+def _steps_or_epoch(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationSettings(Settings):
+    """The optimiser, its schedule and the length of training."""
+
+    title: ClassVar[str] = "training"
+
+    optim: str = option(
+        "Adafactor keeps no moments of whole matrices.", "adamw", resume=ALWAYS, choices=("adamw", "adafactor")
+    )
+    learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS)
+    weight_decay: float = option(
+        "Decoupled weight decay; biases, norms, logits_proj and weights_proj are exempt.",
+        0.0,
+        range=AT_LEAST_0,
+        resume=ALWAYS,
+    )
+    adam_beta1: float = option("Decay of AdamW's mean of gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS)
+    adam_beta2: float = option("Decay of its mean of squares.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS)
+    adam_epsilon: float = option("Added to its denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
+    adafactor_scale_parameter: bool = option(
+        "Steps in proportion to each parameter's root mean square (T5's pretraining, rate 1e-2).",
+        False,
+        resume=ALWAYS,
+    )
+    adafactor_relative_step: bool = option(
+        "Adafactor's own schedule, min(1e-6 step, 1/sqrt(step)), instead of a rate, a schedule and warm-up.",
+        False,
+        resume=ALWAYS,
+    )
+    max_grad_norm: float = option("Clip the gradient norm to this; 0: never clip.", 1.0, range=AT_LEAST_0)
+    num_train_epochs: float | None = option("Epochs (0: only evaluate).", 3.0, range=AT_LEAST_0)
+    max_train_steps: int | None = option(
+        "Optimiser steps in all; overrides --num_train_epochs.", None, range=AT_LEAST_1
+    )
+    max_train_minutes: float | None = option(
+        "Stop after N minutes of this process's training, with a checkpoint to go on from.", None, range=ABOVE_0
+    )
+    gradient_accumulation_steps: int = option(
+        "Forward passes per optimiser step; the loss is the mean over all their examples.", 1, range=AT_LEAST_1
+    )
+    lr_scheduler_type: str = option(
+        f"One of {', '.join(SCHEDULES)}.", "linear", resume=ALWAYS, choices=SCHEDULES, metavar="NAME"
+    )
+    lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each gets a dictionary of its own)
+        "Further settings of the schedule, such as '{\"num_decay_steps\": 100}'.",
+        {},
+        resume=ALWAYS,
+        metavar="JSON",
+        parse=json.loads,
+    )
+    num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
+    warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
+    seed: int = option(
+        "Seeds the head's weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
+    )
+    mixed_precision: str | None = option(
+        "Autocast of the forward pass, on CPUs faster (bf16) only where they have bfloat16 instructions; default: as "
+        "`accelerate launch` says, or no.",
+        None,
+        choices=("no", "bf16", "fp16"),
+    )
+    cpu: bool = option("Train on the CPU even where an accelerator is present.", False)
+    eval_steps: int | None = option(
+        "Evaluate every N optimiser steps (default: after every epoch).",
+        None,
+        range=AT_LEAST_1,
+        resume=WITH_BEST_WEIGHTS,
+    )
+    metric_for_best_model: str | None = option(
+        "Keep the weights of the best evaluation by this dev metric instead of the last ones.", None
+    )
+    early_stopping_patience: int | None = option(
+        "Stop after N evaluations without a better dev metric; keeps the best weights.", None, range=AT_LEAST_1
+    )
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether the run has no training step: `num_train_epochs` 0 without `max_train_steps`."""
+        return self.max_train_steps is None and self.num_train_epochs == 0
+
+    @property
+    def keeps_best_weights(self) -> bool:
+        """Whether the run ends with the weights of its best evaluation."""
+        return self.metric_for_best_model is not None or self.early_stopping_patience is not None
+
+    def check(self) -> None:
+        super().check()
+        has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
+        if self.num_warmup_steps is not None and self.warmup_ratio:
+            raise ValueError("give --num_warmup_steps or --warmup_ratio, not both")
+        if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":
+            raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor")
+        if self.adafactor_relative_step and (has_warmup or self.lr_scheduler_kwargs):
+            raise ValueError("--adafactor_relative_step is a schedule with a warm-up of its own: give no other")
+        if not isinstance(self.lr_scheduler_kwargs, dict):
+            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}")
+        # transformers would pass over both without a word.
+        if self.lr_scheduler_type == "constant" and has_warmup:
+            raise ValueError("--lr_scheduler_type constant has no warm-up: give constant_with_warmup")
+        if self.lr_scheduler_type in ("constant", "constant_with_warmup") and self.lr_scheduler_kwargs:
+            raise ValueError(f"--lr_scheduler_type {self.lr_scheduler_type} takes no --lr_scheduler_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings(Settings):
+    """Where results go, what is logged and how a run resumes."""
+
+    title: ClassVar[str] = "output"
+
+    output_dir: str = option("Folder for the model, its results and the checkpoints.")
+    overwrite_output_dir: bool = option(
+        "Accept a folder that is not empty; an earlier run's checkpoints, log and results in it, and the README.md of "
+        "a model that the run does not begin with, are removed once the new run's data and model are loaded.",
+        False,
+    )
+    logging_steps: int = option("Log the mean loss of every N steps.", 10, range=AT_LEAST_1)
+    peak_tflops: float | None = option(
+        "What one device could do in this precision, for train_mfu, from its data sheet (an H100 in bf16: 989); "
+        "default: what a large matrix product reaches here.",
+        None,
+        range=ABOVE_0,
+    )
+    checkpointing_steps: int | str | None = option(
+        "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", parse=_steps_or_epoch
+    )
+    save_total_limit: int | None = option(
+        "Keep only the last N checkpoints (default: all; each has the weights and the optimiser's state).",
+        None,
+        range=AT_LEAST_1,
+    )
+    resume_from_checkpoint: str | None = option(
+        "Go on exactly where a checkpoint left off; latest: the newest complete one in --output_dir. One from "
+        "elsewhere needs an empty --output_dir.",
+        None,
+        metavar="PATH|latest",
+    )
+    with_tracking: bool = option("Log to the trackers of --report_to.", False)
+    report_to: str = option("tensorboard, wandb, trackio, ... or all (with --with_tracking).", "tensorboard")
+    disable_tqdm: bool = option("No progress bars.", False)
+
+    def check(self) -> None:
+        super().check()
+        every = self.checkpointing_steps
+        if every not in (None, "epoch") and not (isinstance(every, int) and every >= 1):
+            raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {every!r}")
+        if self.save_total_limit is not None and every is None:
+            raise ValueError("--save_total_limit needs --checkpointing_steps: no checkpoint is saved without it")
+        if self.resume_from_checkpoint and self.overwrite_output_dir:
+            raise ValueError(
+                "--resume_from_checkpoint goes on with what --overwrite_output_dir removes from --output_dir: give one"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSettings(Settings):
+    """Where the trained model is pushed."""
+
+    title: ClassVar[str] = "hub"
+
+    push_to_hub: bool = option("Push the final model.", False)
+    hub_model_id: str | None = option("user/name; default: the name of --output_dir under your account.", None)
+    hub_private_repo: bool = option("Make the repository private.", False)
+    hub_token: str | None = option("Token to use instead of the one `hf auth login` stored.", None)
+
+    def check(self) -> None:
+        super().check()
+        if (self.hub_model_id or self.hub_private_repo) and not self.push_to_hub:
+            raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, OutputSettings, HubSettings):
+    """What every training has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningSettings(TrainingSettings, RowSettings):
+    """What every training on rows has."""

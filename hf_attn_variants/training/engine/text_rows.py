@@ -1,0 +1,151 @@
+"""Texts and pairs of texts as training rows: their keys, their hash, and how they become batches of token ids."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .dataloaders import IGNORED_LABEL
+from .masking import MaskedLMPreparation
+
+__all__ = ["Collator", "TextRows", "hash_texts", "masked_text_collator", "pair_collator", "text_collator"]
+
+# (epoch, index): what, with the run's seed, decides everything random about a row.
+RowKey = tuple[int, int]
+Row = str | tuple[str, ...]
+Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
+
+
+@dataclass
+class TextRows(Dataset):
+    """Texts by index, each with its key of this epoch.
+
+    Attributes:
+        texts: One text, or one (source, target) pair, a row.
+        epoch: The epoch that the keys are for.
+    """
+
+    texts: list[Any]
+    epoch: int = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """Selects the epoch (from 0) whose keys the rows come with."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> tuple[Any, RowKey]:
+        return self.texts[index], (self.epoch, index)
+
+    def lengths(self) -> list[int]:
+        """Characters of each row (a pair's are added up): what rows are grouped by length with."""
+        return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
+
+    def longest_first(self) -> "TextRows":
+        """The same rows, longest first: little padding, and a batch that does not fit into memory fails at once."""
+        lengths = self.lengths()
+        order = sorted(range(len(self.texts)), key=lambda i: -lengths[i])
+        return TextRows([self.texts[i] for i in order])
+
+
+def hash_texts(texts: list[Any]) -> str:
+    """Hash of all rows, by which a resumed run knows that they are the same."""
+    digest = hashlib.sha256()
+    for row in texts:
+        for text in row if isinstance(row, tuple) else (row,):
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None) -> Collator:
+    """Makes the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
+
+    def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
+        return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+
+    return collate
+
+
+def masked_text_collator(
+    tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
+) -> Collator:
+    """Makes the function from rows to a batch of masked language modelling, with "labels" [b, n].
+
+    Args:
+        tokenizer: Has a mask token.
+        max_length, pad_to_multiple_of: As the flags of these names.
+        probability: Chance of each token to be predicted.
+        seed: With a row's key it alone decides which are, so that a resumed run masks the same ones.
+
+    Raises:
+        ValueError: The tokenizer lacks a token that masking needs.
+    """
+    prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
+
+    def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
+        batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        masked = [
+            prepare.mask(ids, np.random.default_rng((seed, *key)))
+            for ids, (_, key) in zip(batch["input_ids"].numpy(), rows, strict=True)
+        ]
+        inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*masked, strict=True))
+        return {**batch, "input_ids": inputs, "labels": labels}
+
+    return collate
+
+
+def pair_collator(
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    pad_to_multiple_of: int | None,
+    max_target_length: int,
+    decoder_start_token_id: int,
+    source_prefix: str = "",
+) -> Collator:
+    """Makes the function from (source, target) rows to a batch of teacher forcing.
+
+    Its batches hold the tokenizer's inputs of the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n]: the
+    labels moved one to the right.
+    """
+
+    def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
+        batch = _tokenize(
+            tokenizer, [source_prefix + source for (source, _), _ in rows], max_length, pad_to_multiple_of
+        )
+        targets = tokenizer(
+            text_target=[target for (_, target), _ in rows],
+            padding=True,
+            truncation=True,
+            max_length=max_target_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            return_tensors="pt",
+        )
+        ids = targets["input_ids"]
+        shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start_token_id), ids[:, :-1]], dim=1)
+        labels = ids.masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
+        return {**batch, "decoder_input_ids": shifted, "labels": labels}
+
+    return collate
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Row], max_length: int, pad_to_multiple_of: int | None
+) -> dict[str, Tensor]:
+    # Pairs in one sequence, as the tokenizer joins them; the longer of the two is cut.
+    columns = [list(column) for column in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [texts]
+    encoded = tokenizer(
+        *columns,
+        padding=True,
+        truncation=True,
+        max_length=max_length,
+        pad_to_multiple_of=pad_to_multiple_of,
+        return_tensors="pt",
+    )
+    return dict(encoded)

@@ -1,0 +1,164 @@
+"""Loads the tokenizer to train with, and makes it fit the model: padding, token types, end tokens, lengths."""
+
+import json
+import logging
+
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ...conversion.checkpoint.source import learned_tokens
+from .models import reading_checkpoint
+from .settings import ModelSettings
+
+__all__ = [
+    "check_max_length",
+    "close_texts",
+    "encode_words",
+    "give_token_types",
+    "load_tokenizer",
+    "too_long",
+    "vocabulary_size",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
+
+    It pads and cuts on the right, whatever side it was saved with.
+
+    Raises:
+        OSError: There is none.
+        ValueError: It cannot be used, has no padding token, or more tokens than the model.
+    """
+    source = settings.tokenizer_name or settings.model_name_or_path
+    with reading_checkpoint(source) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)
+    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
+    if not learned_tokens(tokenizer):
+        raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
+    if tokenizer.pad_token is None:
+        raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
+    if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has {size} tokens and the model only {config.vocab_size}; "
+            "give its own with --tokenizer_name"
+        )
+    # Positions count from the first token, windows are cut at the end, and labels are padded there.
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> bool:
+    """Lets a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
+
+    ALBERT's of transformers v5 does so only where asked.
+
+    Returns:
+        Whether it did not do so before.
+    """
+    if getattr(config, "type_vocab_size", 0) < 2 or "token_type_ids" in tokenizer.model_input_names:
+        return False
+    tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
+    return True
+
+
+def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+    """Lets a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
+
+    That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
+    two texts of a pair.
+
+    Args:
+        tokenizer: Of `load_tokenizer`.
+        config: The model's.
+        pair: Whether an example is a pair of texts.
+
+    Raises:
+        ValueError: It does not, and cannot be made to, or it puts other tokens around texts, which would be lost.
+    """
+    if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
+        return
+    end = tokenizer.eos_token
+    processor = getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None)
+    if tokenizer.eos_token_id != config.eos_token_id or not isinstance(processor, TemplateProcessing | None):
+        raise ValueError(
+            f"the tokenizer does not put the model's end token (number {config.eos_token_id}) behind "
+            f"{'the texts of a pair' if pair else 'a text'}, where its classifier reads: give one that does with "
+            "--tokenizer_name, or set its eos_token and a post-processor that appends it"
+        )
+    if others := sorted(_template_tokens(tokenizer) - {end}):
+        raise ValueError(
+            f"the tokenizer puts {', '.join(others)} around texts, and the model's end token ({end}) not behind "
+            f"{'those of a pair' if pair else 'them'}, where its classifier reads: give one that does with "
+            f"--tokenizer_name, or put {end} into the template of its post-processor"
+        )
+    logger.info("the tokenizer now puts %s behind each text, where the model's classifier reads", end)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+
+
+def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Returns the special tokens that the tokenizer's template, if it has one, puts around texts."""
+    template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
+    pieces = [*template.get("single", []), *template.get("pair", [])]
+    return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
+
+
+def check_max_length(
+    max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pair: bool = False
+) -> None:
+    """Checks that the model has a position for every token, and that text fits beside the special tokens.
+
+    Args:
+        max_length: Of `--max_length`.
+        config: The model's.
+        tokenizer: Its tokenizer.
+        pair: Whether an example is a pair of texts.
+
+    Raises:
+        ValueError: `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.
+    """
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_length < special + 1:
+        raise ValueError(f"--max_length must be at least {special + 1} ({special} special tokens), got {max_length}")
+    if message := too_long(max_length, config, tokenizer):
+        raise ValueError(f"--max_length {max_length} is too long: {message}")
+
+
+def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Says what a text of `length` tokens does not fit into; None: it fits.
+
+    T5 has no positions to run out of: its tokenizer's limit is the length that it was pretrained with.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    if length > positions:
+        return f"the model has {positions} positions"
+    return f"the tokenizer allows {tokenizer.model_max_length} tokens" if length > tokenizer.model_max_length else None
+
+
+def encode_words(
+    tokenizer: PreTrainedTokenizerBase, words: list[str], max_length: int
+) -> tuple[dict[str, list[int]], dict[int, int]]:
+    """Tokenize a sentence that is split into words.
+
+    Returns:
+        The tokenizer's inputs, and the place of the first token of each word by the word's number; words that are cut
+        off at `max_length`, or of which the tokenizer leaves nothing, are not in it.
+    """
+    row = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
+    places: dict[int, int] = {}
+    for place, word in enumerate(row.word_ids()):
+        if word is not None:
+            places.setdefault(word, place)
+    return dict(row), places

@@ -1,0 +1,62 @@
+"""Tagged sentences, from files in CoNLL's format or a `datasets` source with "tokens" and "ner_tags"."""
+
+from datasets import load_dataset
+
+from ...text_files import read_lines
+from .settings import NerSettings
+
+__all__ = ["Sentence", "load_sentences", "read_conll"]
+
+# Words, and the tag of each: "O", or "B-" or "I-" and the kind of entity; no tags: not known.
+Sentence = tuple[list[str], list[str]]
+
+
+def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
+    """Read a file of CoNLL's format: a word first in its line and its tag last, an empty line behind each sentence.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no text, or a line has no tag or one that is none; the message names file and line.
+    """
+    sentences: list[Sentence] = [([], [])]
+    for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
+        cells = line.split()
+        words, tags = sentences[-1]
+        if cells and cells[0] != "-DOCSTART-":
+            if has_tags and (len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-"))):
+                raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+            words.append(cells[0])
+            tags += cells[1:][-1:] if has_tags else []
+        elif words:
+            sentences.append(([], []))
+    return [sentence for sentence in sentences if sentence[0]]
+
+
+def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
+    """Read the sentences that the settings name, by split: those that there are of "train", "validation" and "test".
+
+    Raises:
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if it holds something else.
+    """
+    splits = ["validation", "test"] if settings.only_evaluates else ["train", "validation", "test"]
+    if settings.dataset_name is None:
+        files = {split: getattr(settings, f"{split}_file") for split in splits}
+        return {split: read_conll(path, has_tags=split != "test") for split, path in files.items() if path is not None}
+    try:
+        found = load_dataset(settings.dataset_name, settings.dataset_config_name)
+        names = getattr(found["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
+        return {
+            split: [
+                (row["tokens"], [names[tag] if names else tag for tag in row["ner_tags"]])
+                for row in found[split]
+                if row["tokens"]
+            ]
+            for split in splits
+            if split in found
+        }
+    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+        raise OSError(
+            f"cannot load --dataset_name {settings.dataset_name} with splits train and validation and columns tokens "
+            f"and ner_tags ({type(error).__name__}: {error}); give files instead"
+        ) from error

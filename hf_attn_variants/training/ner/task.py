@@ -1,0 +1,137 @@
+"""Fine-tuning on token classification: tokens and their labels, and the scores of whole entities."""
+
+from typing import Any
+
+import datasets
+import evaluate
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
+
+from ..engine.dataloaders import IGNORED_LABEL, prepare_eval_dataloader
+from ..engine.evaluation import Scores, run_rows
+from ..engine.finetune import FineTuningTask
+from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
+from ..engine.models import load_classifier, load_config
+from ..engine.text_rows import hash_texts
+from ..engine.tokenizers import check_max_length, encode_words, load_tokenizer
+from .data import Sentence, load_sentences
+from .settings import METRICS, NerSettings
+
+__all__ = ["NerFineTuning"]
+
+
+class EntityScores(evaluate.Metric):
+    """Precision, recall and F1 of whole entities, and the accuracy of tags, by seqeval."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        tags = datasets.List(datasets.Value("string"))
+        features = datasets.Features({"predictions": tags, "references": tags})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
+        from seqeval import metrics
+
+        found = {name: getattr(metrics, f"{name}_score") for name in METRICS}
+        none = {name: {"zero_division": 0} for name in ("precision", "recall", "f1")}
+        return {name: float(score(references, predictions, **none.get(name, {}))) for name, score in found.items()}
+
+
+class NerFineTuning(FineTuningTask[NerSettings]):
+    """Named entities (arXiv:cs/0306050), or whatever else tags words: a word is tagged at its first token."""
+
+    name, main_metric, shown_metrics = "tags", "f1", METRICS
+
+    def __init__(self, settings: NerSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config = load_config(settings)
+        self.tokenizer = load_tokenizer(settings, self.config)
+        check_max_length(settings.max_length, self.config, self.tokenizer)
+        self.splits = {"train": [], **load_sentences(settings)}
+        for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
+            self.splits[name] = self.splits[name][:limit]
+        self.collate = DataCollatorForTokenClassification(
+            self.tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of
+        )
+
+    def load_model(self) -> PreTrainedModel:
+        labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}
+        had = {str(name) for name in self.config.id2label.values()}
+        labels = had if labels <= had else labels | {"O"}  # a tagger may know more than these sentences have
+        model, _ = load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
+        self.names, self.labels = model.config.id2label, model.config.label2id
+        self.rows = [row for row, _ in map(self._encode, self.splits["train"])]
+        return model
+
+    def _encode(self, sentence: Sentence) -> tuple[dict[str, list[int]], dict[int, int]]:
+        """Return a sentence's tokens with their labels, -100 but at the first of a word, and the places of these."""
+        words, tags = sentence
+        row, places = encode_words(self.tokenizer, words, self.settings.max_length)
+        row["labels"] = [IGNORED_LABEL] * len(row["input_ids"])
+        for word, place in places.items() if tags else ():
+            row["labels"][place] = self.labels[tags[word]]
+        return row, places
+
+    def objective(self) -> Objective:
+        return label_objective(plain_logits)
+
+    def make_evaluator(self, model: nn.Module) -> Scores:
+        self.model = model
+        self.sets = {split: self._eval_set(self.splits[split]) for split in self.splits if split != "train"}
+        return Scores(self._score)
+
+    def _eval_set(self, sentences: list[Sentence]) -> tuple[Any, ...]:
+        rows, places = zip(*map(self._encode, sentences), strict=True)
+        lengths = [len(row["input_ids"]) for row in rows]
+        return *prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate), places
+
+    def _score(self) -> dict[str, float]:
+        self.dev_tags, loss = self._tag("validation")
+        references = [tags for _, tags in self.splits["validation"]]
+        scores = EntityScores(keep_in_memory=True).compute(predictions=self.dev_tags, references=references)
+        return {**scores, "loss": loss}
+
+    def _tag(self, split: str) -> tuple[list[list[str]], float]:
+        """Return the tags of each sentence, "O" for words that were cut off, and the mean loss of a word."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            logits = plain_logits(self.model, batch)
+            found = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, n], of one n
+            return found, *token_cross_entropy(logits, batch["labels"])
+
+        loader, order, places = self.sets[split]
+        found, losses, counts = run_rows(self.accelerator, self.model, loader, order, outputs, split, self.settings)
+        tags = [
+            [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
+            for row, at, (words, _) in zip(found, places, self.splits[split], strict=True)
+        ]
+        return tags, float(losses.sum() / max(counts.sum(), 1))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"hash of the training data": _hash(self.splits["train"])}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return {"hash of the dev data": _hash(self.splits["validation"])}
+
+    def dev_results(self, evaluator: Scores) -> dict[str, Any]:
+        return {"eval_samples": len(self.splits["validation"])}
+
+    def predictions(self, evaluator: Scores) -> dict[str, str]:
+        return {"dev.txt": _conll(self.splits["validation"], self.dev_tags)}
+
+    def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
+        if "test" not in self.splits:
+            return {}, {}
+        return {}, {"test.txt": _conll(self.splits["test"], self._tag("test")[0])}
+
+
+def _hash(sentences: list[Sentence]) -> str:
+    return hash_texts([(*words, *tags) for words, tags in sentences])
+
+
+def _conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
+    return "\n".join(
+        "".join(f"{word} {tag}\n" for word, tag in zip(words, found, strict=True))
+        for (words, _), found in zip(sentences, tags, strict=True)
+    )

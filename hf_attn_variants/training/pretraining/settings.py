@@ -1,0 +1,120 @@
+"""The settings of pretraining: the text, and what each of its two ways adds."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..engine.options import (
+    ALWAYS,
+    AT_LEAST_1,
+    BETWEEN_0_AND_1,
+    WITH_BEST_WEIGHTS,
+    Settings,
+    check_metric,
+    option,
+    redefault,
+)
+from ..engine.settings import NewModelSettings, TrainingSettings
+
+__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
+
+METRICS = ("loss", "perplexity", "accuracy")
+# nsp, as BERT (arXiv:1810.04805); sop, as ALBERT (arXiv:1909.11942).
+SENTENCE_TASKS = ("nsp", "sop")
+
+
+def check_evaluated(settings: TrainingSettings, why: str = "") -> None:
+    """Raise ValueError if a flag is given that means nothing without held-out text."""
+    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
+        if getattr(settings, name) is not None:
+            raise ValueError(f"--{name} needs --validation_file{why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(Settings):
+    """Which text, files or a stream, and how it is shuffled."""
+
+    title: ClassVar[str] = "text"
+
+    train_file: tuple[str, ...] | None = option("Text files, .txt or .gz; articles separated by empty lines.", None)
+    validation_file: tuple[str, ...] | None = option(
+        "Held-out text, of the same kind.", None, resume=WITH_BEST_WEIGHTS
+    )
+    dataset_name: str | None = option(
+        "Folder or Hub id of a `datasets` source, streamed, instead of --train_file.", None
+    )
+    dataset_config_name: str | None = option("Its configuration.", None)
+    text_column: str = option("Its column that holds an article.", "text")
+    shuffle_buffer_size: int = option(
+        "Blocks that are held in memory and shuffled among themselves.", 4096, range=AT_LEAST_1, resume=ALWAYS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
+    """What both ways of pretraining have."""
+
+    def check(self) -> None:
+        super().check()
+        given = [name for name in (self.train_file, self.dataset_name) if name is not None]
+        if len(given) > 1 or not (given or self.only_evaluates):
+            raise ValueError("give --train_file or --dataset_name, one of them")
+        if self.max_train_steps is None and not self.only_evaluates:
+            raise ValueError("text is a stream without a length: give --max_train_steps (or --num_train_epochs 0)")
+        if self.dataloader_num_workers > 1:
+            raise ValueError(
+                f"--dataloader_num_workers must be 0 or 1 for a stream, got {self.dataloader_num_workers}"
+            )
+        check_metric(self.metric_for_best_model, METRICS)
+        if self.validation_file is None and self.dataset_name is None:
+            check_evaluated(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingSettings(Settings):
+    """How tokens are masked."""
+
+    title: ClassVar[str] = "masking"
+
+    mlm_probability: float = option(
+        "Chance of a token to be masked; anew in every epoch.", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
+    )
+    whole_word_mask: bool = option("Mask words instead of tokens.", False, resume=ALWAYS)
+    sentence_task: str | None = option(
+        "Cut each block in two and learn from the pair as well. nsp, as BERT: does the second segment follow, or is "
+        "it of other text? sop, as ALBERT: are the two in order? The model then is a ...ForPreTraining, and "
+        "eval_sentence_accuracy says how often it is right (0.5: guessing).",
+        None,
+        choices=SENTENCE_TASKS,
+        resume=ALWAYS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLMSettings(MaskingSettings, PretrainingSettings):
+    """The settings of masked language modelling."""
+
+    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("albert", "bert"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSettings(Settings):
+    """Which spans are left out."""
+
+    title: ClassVar[str] = "noise"
+
+    noise_density: float = option(
+        "Share of tokens that is left out (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
+    )
+    mean_noise_span_length: float = option(
+        "Mean length of the spans that are left out, in tokens (default: %(default)s).",
+        3.0,
+        range=AT_LEAST_1,
+        resume=ALWAYS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanCorruptionSettings(NoiseSettings, PretrainingSettings):
+    """The settings of span corruption."""
+
+    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5",))
