@@ -83,21 +83,20 @@ class SafetensorsReader(CheckpointReader):
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
             raise ValueError(f"{self.folder / entry.file}: {name!r} has dtype {entry.dtype}, which torch cannot read.")
-        buffer = self._read_bytes(entry, entry.begin, entry.end)
-        return _tensor_from_bytes(buffer, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        return self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            yield _tensor_from_bytes(self._read_bytes(entry, begin, min(begin + CHUNK_BYTES, entry.end)), dtype)
+            yield self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
 
     def close(self) -> None:
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
-    def _read_bytes(self, entry: TensorEntry, begin: int, end: int) -> bytearray:
+    def _elements(self, entry: TensorEntry, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         handle = self._handles.get(entry.file)
         if handle is None:
             handle = self._handles[entry.file] = open(self.folder / entry.file, "rb")
@@ -105,7 +104,7 @@ class SafetensorsReader(CheckpointReader):
         handle.seek(self._data_starts[entry.file] + begin)
         if handle.readinto(buffer) != len(buffer):
             raise OSError(f"{self.folder / entry.file} became shorter while it was read.")
-        return buffer
+        return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 
 class PickleReader(CheckpointReader):
@@ -165,7 +164,7 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
             "allow_pickle=True (--allow_pickle) to read its tensors with weights_only=True."
         )
     if pickles[0] == PICKLE_WEIGHTS_NAME:
-        return PickleReader(folder, [PICKLE_WEIGHTS_NAME])
+        return PickleReader(folder, pickles[:1])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))
 
 
@@ -253,9 +252,3 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{path} holds a {type(tensors).__name__}, not the tensors of a model by name.")
     return tensors
-
-
-def _tensor_from_bytes(buffer: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    if not buffer:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype)
