@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> Any:
     import transformers
 
     from ..inspection.checkpoint_config import read_checkpoint_config
-    from ..inspection.speed.measure import measure_speed
+    from ..inspection.speed import measure_speed
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)

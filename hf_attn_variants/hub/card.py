@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
-from ..inspection.costs.table import cost_table, used_kv_heads_fields, variant_config
+from ..inspection.costs import cost_table, used_kv_heads_fields, variant_config
 from ..model_history import CARD_NAME, REPORT_NAME, ModelHistory, read_front_matter, read_history
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class

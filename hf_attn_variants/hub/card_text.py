@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..glue_tasks import GlueTask
-from ..inspection.costs.table import CostTable
+from ..inspection.costs import CostTable
 from ..registration import supported_model_types, variant_config_class
 from .card_steps import Step, chain_sentence, last_training
 

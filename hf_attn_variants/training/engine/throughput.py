@@ -72,7 +72,7 @@ class TrainingCost:
 
 def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     """Of each stack: FLOPs a token, and those for each token that it attends to in its own and in the source."""
-    from ...inspection.costs.table import flops_per_token, variant_config
+    from ...inspection.costs import flops_per_token, variant_config
 
     if config is None:
         return {}

@@ -13,10 +13,10 @@ import transformers
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...modeling.configuration_attn_variants import can_cache
-from ...progress import progress_bar
-from ...registration import variant_model_class
-from ..costs.table import check_sizes, kv_head_counts, kv_heads_field, variant_config, variant_name, variant_rows
+from ..modeling.configuration_attn_variants import can_cache
+from ..progress import progress_bar
+from ..registration import variant_model_class
+from .costs import check_sizes, kv_head_counts, kv_heads_field, variant_config, variant_name, variant_rows
 
 __all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
 

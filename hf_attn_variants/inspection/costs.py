@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...conversion.grouping import relation
-from ...errors import as_value_error
-from ...kv_cache import cache_bytes_per_token
-from ...modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
-from ...registration import variant_config_class, variant_model_class
+from ..conversion.grouping import relation
+from ..errors import as_value_error
+from ..kv_cache import cache_bytes_per_token
+from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
+from ..registration import variant_config_class, variant_model_class
 
 __all__ = [
     "CostTable",
