@@ -202,7 +202,6 @@ def tree_files(markdown):
     return {name for name in found if name.startswith(f"{PACKAGE}/")}
 
 
-@pytest.mark.xfail(strict=False, reason="the tree is being rewritten")
 def test_the_tree_of_the_architecture_is_the_packages():
     """Of `__init__.py` only the first one is named, and what is no Python is not."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
