@@ -220,16 +220,22 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("where", ["a pipe with COLUMNS", "a terminal"])
-def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where):
+def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hf_attn_variants", "inspect", str(tmp_path), "--batch_size", "32"]
-    columns = {"COLUMNS": str(width)} if where == "a pipe with COLUMNS" else {}
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
-    if columns:
-        printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600).stdout
+    argv = ["inspect", str(tmp_path), "--batch_size", "32"]
+
+    def in_a_pipe(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capsys.readouterr()
+        assert cli.main(argv) == 0
+        return capsys.readouterr().out
+
+    wide = in_a_pipe(1000)
+    if where == "a terminal":
+        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        printed = in_a_terminal([sys.executable, "-m", "hf_attn_variants", *argv], env, width)
     else:
-        printed = in_a_terminal(command, env, width)
-    wide = subprocess.run(command, env=env | {"COLUMNS": "1000"}, capture_output=True, text=True, timeout=600).stdout
+        printed = in_a_pipe(width)
     lines = [line for line in printed.splitlines() if str(tmp_path) not in line]  # one long word
     assert max(map(len, lines)) <= width
     assert set(printed.split()) - set(re.findall("-+", printed)) == set(wide.split()) - set(re.findall("-+", wide))
