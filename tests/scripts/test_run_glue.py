@@ -1,29 +1,13 @@
 """`scripts/run_glue.py` as a user starts it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.processes import run_processes, run_script
 
 from hf_attn_variants.commands.glue import main, parse_args
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = str(ROOT / "scripts/run_glue.py")
-
-
-def start(*argv, launcher=()):
-    return subprocess.run(
-        [sys.executable, *launcher, SCRIPT, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +24,7 @@ def test_help_ends_with_an_example(capsys):
 
 
 def test_user_error_is_one_line_and_status_2(tmp_path):
-    done = start(
+    argv = [
         "--model_name_or_path",
         tmp_path / "none",
         "--task_name",
@@ -50,21 +34,23 @@ def test_user_error_is_one_line_and_status_2(tmp_path):
         "--output_dir",
         tmp_path / "out",
         "--cpu",
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0] and "none" in errors[0]
+    ]  # fmt: skip
+    statuses, printed = run_processes(1, run_script, "run_glue", [str(part) for part in argv])
+    assert statuses == [2] and "Traceback" not in printed
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and printed.splitlines()[-1] == errors[0] and "none" in errors[0]
 
 
 def test_a_damaged_checkpoint_is_one_line_and_status_2(tiny_bert, tmp_path):
     damaged = shutil.copytree(tiny_bert, tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:500])
-    done = start(
+    argv = [
         "--model_name_or_path", damaged, "--task_name", "cola", "--data_dir", FIXTURES / "CoLA",
         "--output_dir", tmp_path / "out", "--max_length", 48, "--cpu",
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: {damaged}: SafetensorError: ")
+    ]  # fmt: skip
+    statuses, printed = run_processes(1, run_script, "run_glue", [str(part) for part in argv])
+    assert statuses == [2] and "Traceback" not in printed
+    assert printed.splitlines()[-1].startswith(f"error: {damaged}: SafetensorError: ")
 
 
 def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path):
@@ -84,10 +70,9 @@ def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path
 
     one, two = tmp_path / "one", tmp_path / "two"
     main(parse_args([str(flag) for flag in flags(one, 8)]))
-    # Standalone: torch picks a free port, so that two test runs do not meet.
-    done = start(*flags(two, 4), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("STS-B dev") == 1
+    statuses, printed = run_processes(2, run_script, "run_glue", [str(flag) for flag in flags(two, 4)])
+    assert statuses == [0, 0], printed
+    assert printed.count("STS-B dev") == 1
     assert len(losses(one)) == 4 + 2 and losses(two) == pytest.approx(losses(one), rel=1e-4)
     for name in ("predictions_STS-B.tsv", "predictions_dev_STS-B.tsv"):
         rows = [[float(cell) for cell in line.split("\t")] for line in (two / name).read_text().splitlines()[1:]]

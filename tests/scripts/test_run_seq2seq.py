@@ -1,27 +1,12 @@
 """`scripts/run_seq2seq.py` as a user starts it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5, make_text
 
 from hf_attn_variants.commands.seq2seq import main, parse_args
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*argv, launcher=()):
-    return subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "scripts/run_seq2seq.py"), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +20,13 @@ def test_user_error_is_one_line_and_status_2(files, tmp_path):
     model, source, target = files
     target_short = tmp_path / "short.txt"
     target_short.write_text(target.read_text().split("\n", 1)[1])
-    done = start(
+    argv = [
         "--model_name_or_path", model, "--source_file", source, "--target_file", target_short,
         "--output_dir", tmp_path / "out", "--cpu",
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
+    ]  # fmt: skip
+    statuses, printed = run_processes(1, run_script, "run_seq2seq", [str(part) for part in argv])
+    assert statuses == [2] and "Traceback" not in printed
+    last = printed.splitlines()[-1]
     assert (
         last.startswith("error: ") and "has 40 lines" in last and "short.txt has 39: parallel text has as many" in last
     )
@@ -63,9 +49,8 @@ def test_two_processes_train_and_decode_like_one(files, tmp_path):
 
     one, two = tmp_path / "one", tmp_path / "two"
     results = main(parse_args([str(flag) for flag in flags(one, 8)]))
-    # Standalone: torch picks a free port, so that two test runs do not meet.
-    done = start(*flags(two, 4), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
-    assert done.returncode == 0, done.stderr
+    statuses, printed = run_processes(2, run_script, "run_seq2seq", [str(flag) for flag in flags(two, 4)])
+    assert statuses == [0, 0], printed
     losses = [[record["loss"] for record in records(out, "train_log.jsonl") if "loss" in record] for out in (one, two)]
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert records(two, "predictions_dev.jsonl") == records(one, "predictions_dev.jsonl")

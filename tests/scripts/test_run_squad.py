@@ -1,27 +1,12 @@
 """`scripts/run_squad.py` as a user starts it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from fixtures.processes import run_processes, run_script
 from fixtures.squad import make_questions, make_reader, write_questions
 
 from hf_attn_variants.commands.squad import main, parse_args
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(*argv, launcher=()):
-    return subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "scripts/run_squad.py"), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +19,13 @@ def test_user_error_is_one_line_and_status_2(model, tmp_path):
     content["data"][0]["paragraphs"][0]["qas"][1]["answers"][0]["text"] = "Bob"
     (tmp_path / "bad.json").write_text(json.dumps(content))
     good = write_questions(tmp_path / "good.json")
-    done = start(
+    argv = [
         "--model_name_or_path", model, "--train_file", tmp_path / "bad.json", "--validation_file", good,
         "--max_length", 24, "--max_query_length", 8, "--doc_stride", 4, "--output_dir", tmp_path / "out", "--cpu",
-    )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
+    ]  # fmt: skip
+    statuses, printed = run_processes(1, run_script, "run_squad", [str(part) for part in argv])
+    assert statuses == [2] and "Traceback" not in printed
+    last = printed.splitlines()[-1]
     assert (
         last.startswith("error: ") and "bad.json" in last and "(id 0-1): the answer 'Bob' is not what stands" in last
     )
@@ -59,10 +45,9 @@ def test_two_processes_train_and_predict_like_one(model, tmp_path):
 
     one, two = tmp_path / "one", tmp_path / "two"
     results = main(parse_args([str(flag) for flag in flags(one, 4)]))
-    # Standalone: torch picks a free port, so that two test runs do not meet.
-    done = start(*flags(two, 2), launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("SQuAD v2.0 dev (7 questions") == 1
+    statuses, printed = run_processes(2, run_script, "run_squad", [str(flag) for flag in flags(two, 2)])
+    assert statuses == [0, 0], printed
+    assert printed.count("SQuAD v2.0 dev (7 questions") == 1
     other = json.loads((two / "all_results.json").read_text())
     assert other["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
     assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)

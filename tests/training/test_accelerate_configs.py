@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
+from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
@@ -186,7 +187,8 @@ def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(varian
     assert weights_are_close(tmp_path / "two", one_process)
     resume = ["--cpu", "--resume_from_checkpoint", tmp_path / "two/checkpoint-4"]
     flags = glue_flags(variant, glue, tmp_path / "resumed", 2, *resume)
-    launch("cpu.yaml", ROOT / "scripts/run_glue.py", *flags)
+    statuses, printed = run_processes(2, run_script, "run_glue", [str(flag) for flag in flags])
+    assert statuses == [0, 0], printed
     assert losses(tmp_path / "resumed") == losses(tmp_path / "two")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
     assert weights[0] == weights[1]
