@@ -1,5 +1,6 @@
 """The configs of `accelerate_configs/`: accelerate reads them, and what they ask for trains like one process."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,13 +13,15 @@ import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
-from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands import uptrain
 from hf_attn_variants.commands.glue import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import sharded_layer_names
@@ -112,20 +115,16 @@ def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-# accelerate turns FSDP off where it sees no accelerator: the processes are told that they have one.
-FSDP_ON_CPU = """
-import importlib, sys
-import torch
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
-torch.set_num_threads(1)
-script = importlib.import_module(f"hf_attn_variants.commands.{sys.argv[1]}")
-script.main(script.parse_args(sys.argv[2:]))
-"""
+def run_fsdp(environment, command, argv):
+    """Run a training command as `accelerate launch` would under FSDP2, on the CPU."""
+    os.environ.update(environment)
+    # accelerate turns FSDP off where it sees no accelerator: the process is told that it has one.
+    PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
+    script = importlib.import_module(f"hf_attn_variants.commands.{command}")
+    script.main(script.parse_args(argv))
 
 
-def launch(config, script, *argv, **environment):
+def launch(config, script, *argv):
     launcher = ["--config_file", CONFIGS / config, "--num_processes", 2, "--main_process_port", 0]
     launcher += ["--mixed_precision", "no"]  # this CPU may have no bfloat16 instructions
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, script, *argv]
@@ -134,16 +133,26 @@ def launch(config, script, *argv, **environment):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.fixture
-def launch_fsdp(tmp_path):
-    (tmp_path / "fsdp_on_cpu.py").write_text(FSDP_ON_CPU)
-    return lambda *argv: launch("fsdp2.yaml", tmp_path / "fsdp_on_cpu.py", *argv, ACCELERATE_TORCH_DEVICE="cpu")
+def launch_fsdp():
+    """Run a command with the variables that `accelerate launch` sets from fsdp2.yaml, in two forked processes."""
+    argv = ["--config_file", CONFIGS / "fsdp2.yaml", "--num_processes", 2, "--mixed_precision", "no", "script.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args([str(part) for part in argv]))
+    set_by_it = {name: value for name, value in prepare_multi_gpu_env(args).items() if name not in os.environ}
+    set_by_it = {name: value for name, value in set_by_it.items() if not name.startswith("MASTER_")}
+
+    def launch(command, *flags):
+        environment = {**set_by_it, "ACCELERATE_TORCH_DEVICE": "cpu"}
+        statuses, printed = run_processes(2, run_fsdp, environment, command, [str(flag) for flag in flags])
+        assert statuses == [0, 0], printed
+
+    return launch
 
 
 def losses(folder):
