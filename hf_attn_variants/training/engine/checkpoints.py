@@ -42,22 +42,22 @@ class TrainState:
     """Where a run stands; what `accelerate` does not know about it.
 
     Attributes:
-        step: Optimiser steps done.
-        epoch: Epoch the next batch belongs to (from 0).
-        batch_in_epoch: Batches of that epoch already used, on each process.
-        position: The "position" of the last one, where batches have one: how its data is found again.
-        examples, tokens, flops: Training examples used, the tokens in them and what training on them took, over all
+        step: optimiser steps done.
+        epoch: epoch the next batch belongs to (from 0).
+        batch_in_epoch: batches of that epoch already used, on each process.
+        position: the "position" of the last one, where batches have one: how its data is found again.
+        examples, tokens, flops: training examples used, the tokens in them and what training on them took, over all
             processes; see `throughput`.
-        loss_total: Sum of the mean losses of all steps.
-        window_loss, window_steps: The same since the last log record, and its steps.
+        loss_total: sum of the mean losses of all steps.
+        window_loss, window_steps: the same since the last log record, and its steps.
         window_tokens, window_begin: `tokens` and `train_seconds` at the last log record.
-        lr: The learning rate of the last step.
-        best_metric, best_step: The best evaluation so far.
-        bad_evaluations: Evaluations since then.
-        finished: Early stopping ended the run.
-        train_seconds: Time spent in training steps (neither evaluation nor checkpoints).
-        fingerprint: The settings and data that decide which weights the run ends with.
-        environment: What decides how sums are rounded; another one resumes with a warning.
+        lr: the learning rate of the last step.
+        best_metric, best_step: the best evaluation so far.
+        bad_evaluations: evaluations since then.
+        finished: early stopping ended the run.
+        train_seconds: time spent in training steps (neither evaluation nor checkpoints).
+        fingerprint: the settings and data that decide which weights the run ends with.
+        environment: what decides how sums are rounded; another one resumes with a warning.
     """
 
     step: int = 0
@@ -94,10 +94,10 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """Writes a file through a temporary one beside it, so that readers see the old content or the new.
+    """Write a file through a temporary one beside it, so that readers see the old content or the new.
 
     Raises:
-        OSError: It could not be written; nothing half written is left.
+        OSError: if it could not be written; nothing half written is left.
     """
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}")
@@ -110,14 +110,14 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Lists the complete checkpoints of a run, oldest first."""
+    """List the complete checkpoints of a run, oldest first."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     whole = [path for path in folders if (path / STATE_FILE).is_file()]
     return sorted(whole, key=_step_of)
 
 
 def last_good_checkpoint(output_dir: str | Path) -> str:
-    """Ends the message of a failed write: which checkpoint to go on from; nothing where there is none."""
+    """End the message of a failed write: which checkpoint to go on from; nothing where there is none."""
     kept = list_checkpoints(output_dir)
     return f"; the last good checkpoint is {kept[-1]}" if kept else ""
 
@@ -127,14 +127,14 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
-    """Finds the checkpoint that `--resume_from_checkpoint` names.
+    """Find the checkpoint that `--resume_from_checkpoint` names.
 
     Args:
-        resume_from: A checkpoint folder, or "latest".
-        output_dir: Where "latest" looks.
+        resume_from: a checkpoint folder, or "latest".
+        output_dir: where "latest" looks.
 
     Raises:
-        ValueError: There is none, or the folder is no complete checkpoint.
+        ValueError: if there is none, or the folder is no complete checkpoint.
     """
     if resume_from == "latest":
         found = list_checkpoints(output_dir)
@@ -155,23 +155,23 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
 def save_checkpoint(
     accelerator: Accelerator, state: TrainState, output_dir: str | Path, save_total_limit: int | None = None
 ) -> Path:
-    """Saves model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
+    """Save model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
 
     Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled
     on the way leaves the earlier checkpoints as they are. Called on every process.
 
     Args:
-        accelerator: Has prepared the model, optimiser and schedule.
-        state: The run's state.
-        output_dir: The run's folder; its log and best weights are copied into the checkpoint.
-        save_total_limit: Other checkpoints are deleted until this many are left, first those of later steps, which a
+        accelerator: has prepared the model, optimiser and schedule.
+        state: the run's state.
+        output_dir: the run's folder; its log and best weights are copied into the checkpoint.
+        save_total_limit: other checkpoints are deleted until this many are left, first those of later steps, which a
             run that went back to an earlier one leaves behind, then the oldest; None keeps all.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        OSError: It could not be written; nothing is left behind.
+        OSError: if it could not be written; nothing is left behind.
     """
     output_dir = Path(output_dir)
     target = output_dir / f"checkpoint-{state.step}"
@@ -241,19 +241,19 @@ def _remove(folder: Path) -> None:
 def load_checkpoint(
     accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
 ) -> TrainState:
-    """Restores what `save_checkpoint` saved, the random states last. Called on every process.
+    """Restore what `save_checkpoint` saved, the random states last. Called on every process.
 
     Args:
-        accelerator: Has prepared a model, optimiser and schedule like those saved.
-        path: The checkpoint.
-        output_dir: The run's folder, which gets the log and the best weights back as they were.
-        fingerprint: This run's; see `TrainState`.
+        accelerator: has prepared a model, optimiser and schedule like those saved.
+        path: the checkpoint.
+        output_dir: the run's folder, which gets the log and the best weights back as they were.
+        fingerprint: this run's; see `TrainState`.
 
     Returns:
         The saved state.
 
     Raises:
-        ValueError: The run's settings or training data are not those saved (the message names each with its old and
+        ValueError: if the run's settings or training data are not those saved (the message names each with its old and
             new value), or the checkpoint's weights do not fit the model.
     """
     state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
@@ -320,10 +320,10 @@ def _check_random_state(path: Path, device: torch.device) -> None:
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
-    """Writes the weights of the best evaluation so far, in place of earlier ones. Called on every process.
+    """Write the weights of the best evaluation so far, in place of earlier ones. Called on every process.
 
     Raises:
-        OSError: They could not be written; nothing half written is left, and the message names the last good
+        OSError: if they could not be written; nothing half written is left, and the message names the last good
             checkpoint.
     """
     weights = accelerator.get_state_dict(model)
@@ -343,7 +343,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
 
 
 def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """Gives a prepared model the weights of a safetensors file, each process its share. Called on every process."""
+    """Give a prepared model the weights of a safetensors file, each process its share. Called on every process."""
     if not accelerator.is_fsdp2:
         load_model(accelerator.unwrap_model(model), str(path))
         return

@@ -37,10 +37,10 @@ class EpochSampler(Sampler[int]):
     not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
 
     Args:
-        length: Number of examples.
-        seed: The run's seed.
-        group_lengths: Tokens of each example, to group by length; None shuffles freely.
-        batch_size: Batch size the groups are made for.
+        length: number of examples.
+        seed: the run's seed.
+        group_lengths: tokens of each example, to group by length; None shuffles freely.
+        batch_size: batch size the groups are made for.
     """
 
     def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
@@ -51,7 +51,7 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Selects the epoch whose order `__iter__` yields (counted from 0)."""
+        """Select the epoch whose order `__iter__` yields (counted from 0)."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -84,16 +84,16 @@ def create_train_dataloader(
     seed: int,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Makes a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
+    """Make a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
 
     Args:
-        data: Examples by index.
-        sampler: Their order.
-        batch_size: Examples a batch.
-        collate: Examples to a batch; it must be a function of the examples (no random numbers), because batches are
+        data: examples by index.
+        sampler: their order.
+        batch_size: examples a batch.
+        collate: examples to a batch; it must be a function of the examples (no random numbers), because batches are
             prepared ahead of the step that uses them.
-        seed: Seeds the workers.
-        num_workers: Processes that prepare batches.
+        seed: seeds the workers.
+        num_workers: processes that prepare batches.
     """
     return DataLoader(
         data,
@@ -116,14 +116,14 @@ def prepare_train_dataloader(
     collate: Callable[[list], Any],
     lengths: Callable[[], Sequence[int]],
 ) -> tuple[DataLoader | list, EpochSampler]:
-    """Makes the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
+    """Make the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
 
     Args:
-        settings: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
-        accelerator: The run's.
-        rows: Examples by index; without any (a run that only evaluates) there are no batches.
-        collate: See `create_train_dataloader`.
-        lengths: Gives the length of each row; called where rows are grouped by it.
+        settings: reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
+        accelerator: the run's.
+        rows: examples by index; without any (a run that only evaluates) there are no batches.
+        collate: see `create_train_dataloader`.
+        lengths: gives the length of each row; called where rows are grouped by it.
     """
     batch_size = settings.per_device_train_batch_size
     sampler = EpochSampler(
@@ -143,15 +143,15 @@ def prepare_train_dataloader(
 def create_stream_dataloader(
     accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
 ) -> DataLoader:
-    """Makes a prepared dataloader of a stream of batches that are each process's own.
+    """Make a prepared dataloader of a stream of batches that are each process's own.
 
     accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
     and draw from the random state that dropout uses.
 
     Args:
-        accelerator: Gives the device.
-        stream: Batches: dicts of tensors.
-        seed: Seeds the worker.
+        accelerator: gives the device.
+        stream: batches: dicts of tensors.
+        seed: seeds the worker.
         num_workers: 0, or 1 to prepare batches beside the training.
     """
     loader = DataLoader(
@@ -176,7 +176,7 @@ def create_stream_dataloader(
 def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
-    """Makes a dataloader in the data's own order, which likewise leaves the global random state alone."""
+    """Make a dataloader in the data's own order, which likewise leaves the global random state alone."""
     return DataLoader(
         data,
         batch_size=batch_size,

@@ -19,13 +19,13 @@ UNCHANGED, CHANGED = 0, 1
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Says of each token whether it begins a word: a bool array [V].
+    """Say of each token whether it begins a word: a bool array [V].
 
     WordPiece marks the others ("##"), SentencePiece those that do ("▁"); under the latter a token without a letter or
     digit is a word of its own, as in ALBERT's code.
 
     Raises:
-        ValueError: The vocabulary marks neither.
+        ValueError: if the vocabulary marks neither.
     """
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
@@ -40,16 +40,16 @@ class MaskedLMPreparation:
     [CLS] segment [SEP] segment [SEP] of the block cut in two.
 
     Args:
-        tokenizer: Has [CLS], [SEP], [MASK] and padding tokens.
+        tokenizer: has [CLS], [SEP], [MASK] and padding tokens.
         length: n, special tokens included.
-        probability: The chance of each token (with `whole_words`: of each word) to be chosen.
-        seed: The run's seed.
-        whole_words: Choose words instead of tokens.
+        probability: the chance of each token (with `whole_words`: of each word) to be chosen.
+        seed: the run's seed.
+        whole_words: choose words instead of tokens.
         sentence_task: "nsp" (does the second segment follow, or is it of other text?), "sop" (are they in order?) or
             None.
 
     Raises:
-        ValueError: The tokenizer lacks a token, or does not mark words.
+        ValueError: if the tokenizer lacks a token, or does not mark words.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class MaskedLMPreparation:
     def __call__(
         self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Masks a block.
+        """Mask a block.
 
         Args:
-            block: Token ids, at most `block_length`: n - 2, or n - 3 with a sentence task.
+            block: token ids, at most `block_length`: n - 2, or n - 3 with a sentence task.
             key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
-            other: Another block, for "nsp"; without one the pair stays as it is.
+            other: another block, for "nsp"; without one the pair stays as it is.
 
         Returns:
             "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n]; with a

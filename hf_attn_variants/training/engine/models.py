@@ -63,10 +63,10 @@ class LabelMap:
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Sets every dropout probability of a config.
+    """Set every dropout probability of a config.
 
     Raises:
-        ValueError: The config has none.
+        ValueError: if the config has none.
     """
     present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
     if not present:
@@ -77,7 +77,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 @contextmanager
 def reading_checkpoint(source: str) -> Iterator[str]:
-    """Gives what to load from; an error about a file the user gave us is an OSError or a ValueError."""
+    """Give what to load from; an error about a file the user gave us is an OSError or a ValueError."""
     local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
@@ -202,10 +202,10 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
-    """Finds the class that a checkpoint was saved from, ours or upstream's.
+    """Find the class that a checkpoint was saved from, ours or upstream's.
 
     Raises:
-        ValueError: Its config names none that is known.
+        ValueError: if its config names none that is known.
     """
     names = config.architectures or []
     if not names:

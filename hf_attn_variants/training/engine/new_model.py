@@ -17,15 +17,15 @@ VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
 
 
 def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Makes the config of a model from scratch: upstream's class, or ours where a variant is asked for.
+    """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
 
     Args:
-        settings: Reads `model_type`, `config_overrides` ("field=value,..."), `num_key_value_heads`, `talking_heads`,
+        settings: reads `model_type`, `config_overrides` ("field=value,..."), `num_key_value_heads`, `talking_heads`,
             `dropout_rate`.
-        tokenizer: Gives the vocabulary's size and the special tokens.
+        tokenizer: gives the vocabulary's size and the special tokens.
 
     Raises:
-        ValueError: A field is unknown, or a value breaks a rule.
+        ValueError: if a field is unknown, or a value breaks a rule.
     """
     variant = {name: getattr(settings, name) for name in VARIANT_FIELDS if getattr(settings, name) is not None}
     default = variant_config_class(settings.model_type)() if variant else AutoConfig.for_model(settings.model_type)
@@ -61,15 +61,15 @@ def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def new_model(settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
-    """Makes a model of one of transformers' Auto classes in float32, its weights drawn at random.
+    """Make a model of one of transformers' Auto classes in float32, its weights drawn at random.
 
     Args:
-        settings: Reads `attn_implementation`.
-        config: Of the model.
+        settings: reads `attn_implementation`.
+        config: of the model.
         auto_class: AutoModelForMaskedLM, for example.
 
     Raises:
-        ValueError: The config describes no model, or the machine cannot do `attn_implementation`.
+        ValueError: if the config describes no model, or the machine cannot do `attn_implementation`.
     """
     try:
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)

@@ -28,7 +28,7 @@ NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
-    """Names the parameters that weight decay must not touch: biases, norms, talking-heads projections.
+    """Name the parameters that weight decay must not touch: biases, norms, talking-heads projections.
 
     Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
     `relative_attention_bias.weight` is an embedding and decays like one.
@@ -43,7 +43,7 @@ def no_decay_names(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Splits a model's trainable parameters into those that decay and those that do not."""
+    """Split a model's trainable parameters into those that decay and those that do not."""
     exempt = no_decay_names(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -54,11 +54,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """Makes AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
+    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
 
     Args:
-        model: The model.
-        settings: The run's. With `adafactor_relative_step` there is no learning rate.
+        model: the model.
+        settings: the run's. With `adafactor_relative_step` there is no learning rate.
     """
     if settings.optim == "adafactor":
         relative = settings.adafactor_relative_step
@@ -80,10 +80,10 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
 
 
 def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
-    """Steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+    """Step of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
 
     Raises:
-        ValueError: They are more than the run has.
+        ValueError: if they are more than the run has.
     """
     warmup = (
         settings.num_warmup_steps
@@ -98,15 +98,15 @@ def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
 def create_scheduler(
     optimizer: torch.optim.Optimizer, settings: OptimizationSettings, total_steps: int
 ) -> LRScheduler:
-    """Makes the learning-rate schedule.
+    """Make the learning-rate schedule.
 
     Args:
-        optimizer: The optimiser.
-        settings: The run's. Adafactor's relative steps are a schedule of their own.
-        total_steps: Optimiser steps of the whole run.
+        optimizer: the optimiser.
+        settings: the run's. Adafactor's relative steps are a schedule of their own.
+        total_steps: optimiser steps of the whole run.
 
     Raises:
-        ValueError: The warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
+        ValueError: if the warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
             setting.
     """
     if settings.optim == "adafactor" and settings.adafactor_relative_step:
@@ -127,19 +127,19 @@ def create_scheduler(
 def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    """Makes the optimiser and the schedule, and has accelerate prepare them together with the model.
+    """Make the optimiser and the schedule, and has accelerate prepare them together with the model.
 
     Args:
-        settings: The run's.
-        accelerator: The run's.
-        model: The model.
-        total_steps: Optimiser steps of the whole run.
+        settings: the run's.
+        accelerator: the run's.
+        model: the model.
+        total_steps: optimiser steps of the whole run.
 
     Returns:
         The three as `TrainingLoop` takes them.
 
     Raises:
-        ValueError: The schedule's settings do not fit the run.
+        ValueError: if the schedule's settings do not fit the run.
     """
     optimizer = create_optimizer(model, settings)
     scheduler = create_scheduler(optimizer, settings, total_steps)
@@ -161,7 +161,7 @@ def _unite_tied_embeddings(model: nn.Module) -> None:
 
 
 def sharded_layer_names(model: nn.Module) -> set[str]:
-    """Names the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
+    """Name the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
     hold the input embeddings.
 
     accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,

@@ -42,16 +42,16 @@ _started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 @contextmanager
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
-    """Makes the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
+    """Make the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
 
     Args:
-        settings: The run's.
+        settings: the run's.
 
     Raises:
         ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
             there, the output folder is not free or cannot be written to, or several processes were launched that know
             nothing of each other.
-        KeyboardInterrupt, TerminatedError: of the run, with a message that says how to go on.
+        KeyboardInterrupt, TerminatedError: if of the run, with a message that says how to go on.
     """
     _check_machine(settings)
     if settings.resume_from_checkpoint:
@@ -126,7 +126,7 @@ def _check_trackers(report_to: str) -> None:
 
 
 def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
-    """Checks that processes launched together train together: alone, each would take itself for the main one."""
+    """Check that processes launched together train together: alone, each would take itself for the main one."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
@@ -164,7 +164,7 @@ def _check_output_dir(settings: TrainingSettings) -> None:
 
 
 def _make_output_dir(output_dir: str) -> list[Path]:
-    """Makes the folder, and tries whether it can be written to; nothing in it is removed. Returns what is new."""
+    """Make the folder, and tries whether it can be written to; nothing in it is removed. Returns what is new."""
     folder, made = Path(output_dir), []
     try:
         made = make_folders(folder)
@@ -189,14 +189,14 @@ def _how_to_go_on(settings: TrainingSettings) -> str:
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
-    """Gives DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
+    """Give DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
 
     Args:
-        settings: The run's.
-        config: Of accelerate's plugin; changed in place.
+        settings: the run's.
+        config: of accelerate's plugin; changed in place.
 
     Raises:
-        ValueError: Gradients are to be accumulated; DeepSpeed would step after each batch.
+        ValueError: if gradients are to be accumulated; DeepSpeed would step after each batch.
     """
     if settings.gradient_accumulation_steps > 1:
         raise ValueError(
@@ -209,7 +209,7 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
 
 
 def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
-    """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
+    """Clear the output folder where that was asked for, and starts the trackers of `--with_tracking`.
 
     Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
     nothing. The trackers get the run's arguments, its Hub token left out.

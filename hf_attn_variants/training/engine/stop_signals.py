@@ -21,7 +21,7 @@ class StopSignals:
     """Notes the signals that come, for whoever can stop at a better moment.
 
     Attributes:
-        number: The one that came, or None.
+        number: the one that came, or None.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StopSignals:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notes them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
+        """Note them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
             yield
             return

@@ -27,15 +27,15 @@ class TextRows(Dataset):
     """Texts by index, each with its key of this epoch.
 
     Attributes:
-        texts: One text, or one (source, target) pair, a row.
-        epoch: The epoch that the keys are for.
+        texts: one text, or one (source, target) pair, a row.
+        epoch: the epoch that the keys are for.
     """
 
     texts: list[Any]
     epoch: int = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Selects the epoch (from 0) whose keys the rows come with."""
+        """Select the epoch (from 0) whose keys the rows come with."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ def hash_texts(texts: list[Any]) -> str:
 
 
 def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None) -> Collator:
-    """Makes the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
+    """Make the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
@@ -76,16 +76,16 @@ def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_mu
 def masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
-    """Makes the function from rows to a batch of masked language modelling, with "labels" [b, n].
+    """Make the function from rows to a batch of masked language modelling, with "labels" [b, n].
 
     Args:
-        tokenizer: Has a mask token.
-        max_length, pad_to_multiple_of: As the flags of these names.
-        probability: Chance of each token to be predicted.
-        seed: With a row's key it alone decides which are, so that a resumed run masks the same ones.
+        tokenizer: has a mask token.
+        max_length, pad_to_multiple_of: as the flags of these names.
+        probability: chance of each token to be predicted.
+        seed: with a row's key it alone decides which are, so that a resumed run masks the same ones.
 
     Raises:
-        ValueError: The tokenizer lacks a token that masking needs.
+        ValueError: if the tokenizer lacks a token that masking needs.
     """
     prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
 
@@ -109,7 +109,7 @@ def pair_collator(
     decoder_start_token_id: int,
     source_prefix: str = "",
 ) -> Collator:
-    """Makes the function from (source, target) rows to a batch of teacher forcing.
+    """Make the function from (source, target) rows to a batch of teacher forcing.
 
     Its batches hold the tokenizer's inputs of the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n]: the
     labels moved one to the right.

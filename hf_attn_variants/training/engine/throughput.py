@@ -27,8 +27,8 @@ class TrainingCost:
     """Counts the tokens and the training FLOPs of batches.
 
     Args:
-        model: The model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
-        head: A head that is given the counted items of a batch alone (masked tokens); None: all tokens.
+        model: the model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
+        head: a head that is given the counted items of a batch alone (masked tokens); None: all tokens.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | None = None):
@@ -45,11 +45,11 @@ class TrainingCost:
             self.stacks[stack] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
-        """Returns the tokens of a batch, without padding, and the FLOPs of training on it.
+        """Return the tokens of a batch, without padding, and the FLOPs of training on it.
 
         Args:
             batch: "input_ids" [b, n] or "attention_mask" [b, n]; "labels" [b, t] of a decoder, negative at padding.
-            items: The objective's count of it.
+            items: the objective's count of it.
         """
         lengths = _lengths(batch)
         if not lengths:
@@ -112,13 +112,13 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 
 
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Says how well a run used its devices.
+    """Say how well a run used its devices.
 
     Args:
-        accelerator: Has the device, the precision and the number of processes.
-        flops: What training took, over all processes.
-        seconds: The time in training steps.
-        peak_tflops: Of one device; None: what a large matrix product reaches now.
+        accelerator: has the device, the precision and the number of processes.
+        flops: what training took, over all processes.
+        seconds: the time in training steps.
+        peak_tflops: of one device; None: what a large matrix product reaches now.
 
     Returns:
         "train_tflops_per_second" of all processes, "train_mfu", "peak_tflops"; nothing where no FLOPs were counted, or
@@ -143,7 +143,7 @@ def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflop
 
 
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
+    """Measure the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
 
     A device's data sheet promises more; this is what a program gets. It takes about a second, or less.
     """

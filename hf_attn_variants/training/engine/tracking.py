@@ -25,7 +25,7 @@ HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Makes a bar of `hf_attn_variants.progress`, on the main process only."""
+    """Make a bar of `hf_attn_variants.progress`, on the main process only."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
 
@@ -33,9 +33,9 @@ class RunLog:
     """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
 
     Args:
-        accelerator: Knows the main process and the trackers.
-        output_dir: Folder of the log.
-        bar: Progress bar that shows the last loss, and the dev scores above it; None shows none.
+        accelerator: knows the main process and the trackers.
+        output_dir: folder of the log.
+        bar: progress bar that shows the last loss, and the dev scores above it; None shows none.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -44,7 +44,7 @@ class RunLog:
         self.bar = bar
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs one record; it has a "step", and a "loss" or "eval_*" values."""
+        """Log one record; it has a "step", and a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
         try:
@@ -71,7 +71,7 @@ class RunLog:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Reads the records of a `train_log.jsonl`; none where there is no file."""
+    """Read the records of a `train_log.jsonl`; none where there is no file."""
     path = Path(path)
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -97,7 +97,7 @@ def library_versions() -> dict[str, str]:
 
 
 def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
-    """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
+    """Write `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
     arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
     for name in HUB_IDS:
         given = arguments.get(name)
@@ -108,13 +108,13 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
-    """Draws the training loss and the dev metrics against the step.
+    """Draw the training loss and the dev metrics against the step.
 
     Args:
-        records: Of `read_log`.
-        metrics: Names of the dev metrics to draw, without "eval_".
-        path: The PNG.
-        title: Above the plot.
+        records: of `read_log`.
+        metrics: names of the dev metrics to draw, without "eval_".
+        path: the PNG.
+        title: above the plot.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

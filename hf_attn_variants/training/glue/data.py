@@ -24,9 +24,9 @@ class GlueSplit:
     """The rows of one split.
 
     Attributes:
-        name: The Hub's name of the split ("train", "validation_matched", "test", ...).
-        source: Where it was read: a file, or a Hub id.
-        data: Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
+        name: the Hub's name of the split ("train", "validation_matched", "test", ...).
+        source: where it was read: a file, or a Hub id.
+        data: columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
     """
 
     name: str
@@ -44,7 +44,7 @@ class GlueSplit:
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
-    """Makes rows in memory, of columns of one length.
+    """Make rows in memory, of columns of one length.
 
     Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
     in a folder that is not named site-packages.
@@ -56,8 +56,8 @@ def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
     """A short hash of a split's texts and labels, in their order.
 
     Args:
-        split: The rows.
-        chunk: Rows in memory at a time.
+        split: the rows.
+        chunk: rows in memory at a time.
     """
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
@@ -69,20 +69,20 @@ def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
 
 
 def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
-    """Reads one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
+    """Read one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
 
     Args:
-        path: The file.
-        task: Says which columns hold the texts and the label.
-        has_labels: False for a test file, whose label column is neither needed nor read.
+        path: the file.
+        task: says which columns hold the texts and the label.
+        has_labels: false for a test file, whose label column is neither needed nor read.
 
     Returns:
         Columns `text1`, `text2` (pairs only), `label` (int, or float for STS-B; not for test files) and `index`.
 
     Raises:
-        OSError: The file is not there.
-        ValueError: It is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8; the
-            message names the file and the row (counted from 1, a header included).
+        OSError: if the file is not there.
+        ValueError: if it is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8;
+            the message names the file and the row (counted from 1, a header included).
     """
     path = Path(path)
     if not path.is_file():
@@ -182,23 +182,23 @@ def load_glue(
     hub_dataset: str = HUB_DATASET,
     with_train: bool = True,
 ) -> dict[str, GlueSplit]:
-    """Reads every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
+    """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
     Args:
-        task: The task.
-        data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test
-            files; these and `dev_mismatched.tsv` may be missing.
-        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other
-            names are not read.
+        task: the task.
+        data_dir: folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files;
+            these and `dev_mismatched.tsv` may be missing.
+        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other names are not
+            read.
         hub_dataset: Hub id read without a folder.
-        with_train: False: the training split is neither read nor needed.
+        with_train: false: the training split is neither read nor needed.
 
     Returns:
         Split name -> rows, train first.
 
     Raises:
-        OSError: The train or dev file is missing, or the Hub cannot be reached.
-        ValueError: A file is wrong; see `read_tsv`.
+        OSError: if the train or dev file is missing, or the Hub cannot be reached.
+        ValueError: if a file is wrong; see `read_tsv`.
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
@@ -236,7 +236,7 @@ def _hub_split(task: GlueTask, split: str, data: Dataset, hub_dataset: str) -> G
 
 
 def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> GlueSplit | None:
-    """Reads the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
+    """Read the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
 
     Returns:
         Its rows, or None where a folder was given and the file is not in it.
@@ -252,12 +252,12 @@ def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> Glue
 
 
 def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenises a split without padding; that is done per batch.
+    """Tokenise a split without padding; that is done per batch.
 
     Args:
-        split: The rows.
-        tokenizer: Encodes `text1`, or `text1` and `text2` as a pair.
-        max_length: Tokens an example may have; the longer text of a pair is cut first.
+        split: the rows.
+        tokenizer: encodes `text1`, or `text1` and `text2` as a pair.
+        max_length: tokens an example may have; the longer text of a pair is cut first.
 
     Returns:
         The tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).

@@ -11,20 +11,20 @@ class GlueTask:
     """What the code must know about a GLUE task.
 
     Attributes:
-        name: The task's name for `--task_name`, which is also its configuration in `nyu-mll/glue`.
-        folder: The folder's and the submission file's name in the official release.
-        text_columns: One or two text columns; for each the names it goes by in TSVs and on the Hub.
-        label_columns: The names of the label column.
-        labels: Class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
-        metrics: Official metrics, by their names in `training.metrics`.
-        main_metric: The dev metric that decides which weights are best.
+        name: the task's name for `--task_name`, which is also its configuration in `nyu-mll/glue`.
+        folder: the folder's and the submission file's name in the official release.
+        text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
+        label_columns: the names of the label column.
+        labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
+        metrics: official metrics, by their names in `training.metrics`.
+        main_metric: the dev metric that decides which weights are best.
         eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
-        test_splits: The same for the test splits.
-        submissions: Test split -> name of its file in a GLUE submission.
-        submits_names: Whether a submission holds class names (True) or class ids.
-        headerless: Column names of a file without a header, by its number of columns; `headerless_test` holds those of
+        test_splits: the same for the test splits.
+        submissions: test split -> name of its file in a GLUE submission.
+        submits_names: whether a submission holds class names (True) or class ids.
+        headerless: column names of a file without a header, by its number of columns; `headerless_test` holds those of
             test files, which have no label.
-        may_have_broken_rows: The official file has rows cut by a line break inside a question; they are left out, and
+        may_have_broken_rows: the official file has rows cut by a line break inside a question; they are left out, and
             counted.
     """
 
@@ -203,10 +203,10 @@ TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
 
 
 def get_task(name: str) -> GlueTask:
-    """Finds a task by its Hub name ("stsb") or its official one ("STS-B"), whatever the case.
+    """Find a task by its Hub name ("stsb") or its official one ("STS-B"), whatever the case.
 
     Raises:
-        ValueError: There is no such task to train on.
+        ValueError: if there is no such task to train on.
     """
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None or not task.eval_splits:
@@ -217,10 +217,10 @@ def get_task(name: str) -> GlueTask:
 
 
 def parse_label(task: GlueTask, text: str) -> int | float:
-    """Reads a label: a class name, a class id, or a score.
+    """Read a label: a class name, a class id, or a score.
 
     Raises:
-        ValueError: It is none of them; the caller adds file and row.
+        ValueError: if it is none of them; the caller adds file and row.
     """
     if task.labels is None:
         try:
@@ -240,7 +240,7 @@ def parse_label(task: GlueTask, text: str) -> int | float:
 
 
 def format_prediction(task: GlueTask, value: float) -> str:
-    """Writes one prediction as a GLUE submission holds it: a score with three decimals, a class name or a class id."""
+    """Write one prediction as a GLUE submission holds it: a score with three decimals, a class name or a class id."""
     if task.labels is None:
         return f"{min(5.0, max(0.0, float(value))):.3f}"
     return task.labels[int(value)] if task.submits_names else str(int(value))

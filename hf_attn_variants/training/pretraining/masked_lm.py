@@ -32,9 +32,9 @@ def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Object
     """Cross-entropy of the masked tokens, summed over them, and that of the sentence task, where batches have one.
 
     Args:
-        head: Of `find_head`; it computes the masked positions alone, which gives the same loss for a seventh of its
+        head: of `find_head`; it computes the masked positions alone, which gives the same loss for a seventh of its
             work.
-        sentence_weight: Masked tokens that an example's sentence label counts as; with their expected number both
+        sentence_weight: masked tokens that an example's sentence label counts as; with their expected number both
             tasks have the same weight, as in BERT.
     """
 
@@ -54,7 +54,7 @@ def find_head(model: PreTrainedModel) -> nn.Module:
     """The module that maps hidden states to logits in a masked-LM model.
 
     Raises:
-        ValueError: The model has none that is known.
+        ValueError: if the model has none that is known.
     """
     modules = dict(model.named_modules())
     for name in HEADS:
@@ -93,7 +93,8 @@ class MaskedLMScores:
 
 class MaskedLMEvaluator:
     """The dev loss (ln of the pseudo-perplexity, in nats a masked token), accuracy, and both without word order or
-    attention."""
+    attention.
+    """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, loader: DataLoader, quiet: bool):
         self.accelerator, self.model, self.loader, self.quiet = accelerator, model, loader, quiet
@@ -119,7 +120,7 @@ class MaskedLMEvaluator:
 
     @torch.no_grad()
     def score(self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None) -> MaskedLMScores:
-        """Evaluates the dev text, each batch first changed by `change`."""
+        """Evaluate the dev text, each batch first changed by `change`."""
         self.model.eval()
         gathered = []
         bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)

@@ -34,9 +34,9 @@ class BlockPreparation(Protocol):
     """Makes an example of a block of tokens.
 
     Attributes:
-        block_length: Tokens of a block.
-        separator: The token that ends each article.
-        takes_other_block: Whether it is called with another block of the text as well.
+        block_length: tokens of a block.
+        separator: the token that ends each article.
+        takes_other_block: whether it is called with another block of the text as well.
     """
 
     block_length: int
@@ -51,9 +51,9 @@ class TextEvaluator(Protocol):
     """Computes the dev metrics.
 
     Attributes:
-        metrics: Those of the last evaluation; empty before the first.
-        seconds: What it took.
-        loader: Its batches.
+        metrics: those of the last evaluation; empty before the first.
+        seconds: what it took.
+        loader: its batches.
     """
 
     metrics: dict[str, float]
@@ -61,7 +61,7 @@ class TextEvaluator(Protocol):
     loader: DataLoader
 
     def __call__(self) -> dict[str, float]:
-        """Evaluates the dev text: "loss", "perplexity", "accuracy", ..."""
+        """Evaluate the dev text: "loss", "perplexity", "accuracy", ..."""
 
     def check_context(self) -> dict[str, Any]:
         """Say whether the model reads its context; see `context_check.context_results`."""
@@ -89,11 +89,11 @@ class PretrainingTask:
     """What is special about a way of pretraining.
 
     Attributes:
-        name: Shown above the curves.
-        prepare: Makes examples.
-        objective: The loss of their batches.
+        name: shown above the curves.
+        prepare: makes examples.
+        objective: the loss of their batches.
         evaluator: (model, loader of the held-out text) -> its evaluator.
-        results: Entries that `all_results.json` gets besides the shared ones.
+        results: entries that `all_results.json` gets besides the shared ones.
     """
 
     name: str
@@ -111,22 +111,22 @@ def pretrain(
     text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
-    """Trains, evaluates, tries whether the model reads its context and saves.
+    """Train, evaluates, tries whether the model reads its context and saves.
 
     Args:
-        settings: The run's.
-        accelerator: Of `open_session`.
-        model: Made or loaded with the run's seed set.
-        tokenizer: Its tokenizer.
-        text: Of `open_text_sources`.
-        task: What is learned.
+        settings: the run's.
+        accelerator: of `open_session`.
+        model: made or loaded with the run's seed set.
+        tokenizer: its tokenizer.
+        text: of `open_text_sources`.
+        task: what is learned.
 
     Returns:
         The results that `all_results.json` begins with.
 
     Raises:
-        ValueError, OSError: The text is wrong, or something cannot be written.
-        NonFiniteLossError: Training diverged.
+        ValueError, OSError: if the text is wrong, or something cannot be written.
+        NonFiniteLossError: if training diverged.
     """
     if text.train:  # text without a token is an error now
         read_blocks(text.train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)

@@ -38,9 +38,9 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
     """How many tokens of a block are left out, and in how many spans.
 
     Args:
-        length: Tokens of the block.
-        density: The share of them that is left out.
-        mean_span: Mean length of a span.
+        length: tokens of the block.
+        density: the share of them that is left out.
+        mean_span: mean length of a span.
     """
     noise = min(max(round(length * density), 1), max(length - 1, 1))
     # Text stands before each span, so that no two touch.
@@ -57,7 +57,7 @@ def block_length(max_length: int, density: float, mean_span: float) -> int:
     """The longest block whose inputs have at most `max_length` tokens: 568 for 512 inputs, with 114 targets.
 
     Raises:
-        ValueError: None has.
+        ValueError: if none has.
     """
     length = 1
     if corrupted_lengths(length, density, mean_span)[0] > max_length:
@@ -68,7 +68,7 @@ def block_length(max_length: int, density: float, mean_span: float) -> int:
 
 
 def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Draws the spans of a block: text and spans alternate, text first, every division of either as likely as another.
+    """Draw the spans of a block: text and spans alternate, text first, every division of either as likely as another.
 
     Returns:
         The beginning and the end of each span [spans, 2].
@@ -89,13 +89,13 @@ class SpanCorruption:
     """Makes an example of a block of tokens, padded to one length of inputs and one of targets.
 
     Args:
-        tokenizer: Has sentinels (<extra_id_0>, ...), an end and a padding token.
+        tokenizer: has sentinels (<extra_id_0>, ...), an end and a padding token.
         max_length: n.
-        seed: The run's seed.
-        density, mean_span: See `noise_counts`.
+        seed: the run's seed.
+        density, mean_span: see `noise_counts`.
 
     Raises:
-        ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
+        ValueError: if the tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
     """
 
     takes_other_block = False
@@ -126,10 +126,10 @@ class SpanCorruption:
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Corrupts a block.
+        """Corrupt a block.
 
         Args:
-            block: Token ids, at most `block_length`.
+            block: token ids, at most `block_length`.
             key: (epoch, number in the epoch), of which alone, with the seed, the spans are a function.
 
         Returns:
@@ -156,7 +156,7 @@ class SpanCorruption:
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Puts the inputs' words into another order; sentinels, the end and padding stay where they are.
+        """Put the inputs' words into another order; sentinels, the end and padding stay where they are.
 
         Returns:
             The batch, the same for the same examples.

@@ -22,10 +22,10 @@ class PretrainingText:
     """The text to pretrain on.
 
     Attributes:
-        train: Shards to train on.
-        dev: Held-out ones; none: no evaluation.
-        train_fingerprint: What tells this training text from others.
-        dev_fingerprint: The same of the held-out text.
+        train: shards to train on.
+        dev: held-out ones; none: no evaluation.
+        train_fingerprint: what tells this training text from others.
+        dev_fingerprint: the same of the held-out text.
     """
 
     train: Sequence[TextSource]
@@ -35,10 +35,10 @@ class PretrainingText:
 
 
 def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
-    """Opens the text.
+    """Open the text.
 
     Raises:
-        OSError, ValueError: A file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
+        OSError, ValueError: if a file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
             flag needs it.
     """
     dev_files = check_text_files(settings.validation_file or [])
@@ -66,7 +66,7 @@ def _text_hash(kind: str, value: str) -> dict[str, str]:
 
 
 def _open_dataset(settings: PretrainingSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
-    """Finds the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
+    """Find the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
     named = (settings.dataset_name, settings.dataset_config_name)
     files: Mapping[str, Sequence[str]] = {}
     with tempfile.TemporaryDirectory() as temporary:

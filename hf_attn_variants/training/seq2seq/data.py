@@ -33,8 +33,8 @@ class Seq2SeqSplit:
 
     Attributes:
         name: "train", "dev" or "test".
-        sources: What the encoder reads, prefix included.
-        references: The texts that are right for each source, the first of them the one to train on; None: unknown.
+        sources: what the encoder reads, prefix included.
+        references: the texts that are right for each source, the first of them the one to train on; None: unknown.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Seq2SeqData:
     """What is trained on, evaluated and predicted.
 
     Attributes:
-        splits: By name, those that there are of "train", "dev" and "test".
+        splits: by name, those that there are of "train", "dev" and "test".
         score: (predictions, references) -> metrics of a split.
-        metric_names: What `score` returns.
-        main_metric: The one that the best weights are told by.
-        results: Further entries of the results.
+        metric_names: what `score` returns.
+        main_metric: the one that the best weights are told by.
+        results: further entries of the results.
     """
 
     splits: dict[str, Seq2SeqSplit]
@@ -76,11 +76,11 @@ class Seq2SeqData:
 
 
 def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Reads what the flags name: parallel text, tables, or a `datasets` source.
+    """Read what the flags name: parallel text, tables, or a `datasets` source.
 
     Raises:
-        OSError: A file or the Hub's dataset cannot be read.
-        ValueError: It holds something else, has no row, or lacks a column.
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if it holds something else, has no row, or lacks a column.
     """
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
@@ -151,10 +151,10 @@ def _rows(data: Dataset) -> Any:
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Checks that sources and targets of the lengths asked for fit the model, and leave room for text.
+    """Check that sources and targets of the lengths asked for fit the model, and leave room for text.
 
     Raises:
-        ValueError: A length is too long or too short, or the model is no encoder-decoder.
+        ValueError: if a length is too long or too short, or the model is no encoder-decoder.
     """
     if not config.is_encoder_decoder:
         raise ValueError(
@@ -174,7 +174,7 @@ def check_seq2seq_lengths(
 def warn_of_cuts(
     split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
 ) -> dict[str, int]:
-    """Warns of sources and targets that have more tokens than they may.
+    """Warn of sources and targets that have more tokens than they may.
 
     Returns:
         How many of the split's first 10,000 rows are cut: "sources" and "targets".

@@ -44,9 +44,9 @@ class Decoded:
     """What decoding a split gave.
 
     Attributes:
-        texts: One a row, in the rows' order.
-        tokens: Tokens generated, each text's end included and padding not, over all processes.
-        seconds: Time in `generate`, of the slowest process.
+        texts: one a row, in the rows' order.
+        tokens: tokens generated, each text's end included and padding not, over all processes.
+        seconds: time in `generate`, of the slowest process.
     """
 
     texts: list[str]
@@ -62,8 +62,8 @@ class Decoder:
     """Generates the texts of a split, greedily or by beam search.
 
     Args:
-        accelerator, model, tokenizer: The run's.
-        settings: Longest text, and how texts are searched for.
+        accelerator, model, tokenizer: the run's.
+        settings: longest text, and how texts are searched for.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Decoder:
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
-        """Generates the text of every row.
+        """Generate the text of every row.
 
         Args:
-            data: The split.
-            num_beams: Beams; 1: greedy.
+            data: the split.
+            num_beams: beams; 1: greedy.
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
@@ -131,11 +131,11 @@ class Seq2SeqEvaluator:
     """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass.
 
     Args:
-        accelerator, model: The run's.
-        data: The dev split.
-        decoder: Generates its texts.
+        accelerator, model: the run's.
+        data: the dev split.
+        decoder: generates its texts.
         score: (predictions, references) -> metrics.
-        settings: Each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
+        settings: each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
             it computes the loss alone, and not texts.
     """
 
@@ -160,14 +160,14 @@ class Seq2SeqEvaluator:
         return dict(self.metrics)
 
     def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
-        """Computes the loss, and decodes with each number of beams.
+        """Compute the loss, and decodes with each number of beams.
 
         `metrics` gets "loss" and the metrics of each number of beams, from the second on with the suffix
         `_beam<number>`; `texts` the texts by number of beams.
 
         Args:
-            beams: The first ones of `num_beams`, or all.
-            afresh: False: the weights are those of the last evaluation, and only what it left out is computed.
+            beams: the first ones of `num_beams`, or all.
+            afresh: false: the weights are those of the last evaluation, and only what it left out is computed.
         """
         if afresh:
             self.metrics, self.texts, self.seconds = {}, {}, 0.0

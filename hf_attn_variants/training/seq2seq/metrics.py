@@ -20,7 +20,7 @@ class TextMetric:
     """A metric over texts.
 
     Attributes:
-        names: What it returns.
+        names: what it returns.
         score: (predictions, references) -> values by name.
     """
 
@@ -79,20 +79,20 @@ TEXT_METRICS: dict[str, TextMetric] = {
 
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Computes metrics by name.
+    """Compute metrics by name.
 
     To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
 
     Args:
-        names: Keys of `TEXT_METRICS`.
-        predictions: One text a row.
-        references: The right texts of each row, at least one.
+        names: keys of `TEXT_METRICS`.
+        predictions: one text a row.
+        references: the right texts of each row, at least one.
 
     Returns:
         Values by the names that the metrics give them.
 
     Raises:
-        ValueError: A metric is unknown or its package missing, or predictions and references are not as many.
+        ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.
     """
     check_text_metrics(names)
     if not predictions or len(predictions) != len(references) or not all(references):

@@ -27,25 +27,25 @@ SCORE_STEPS = 5
 
 
 def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
-    """Words an example: "qnli question: ... sentence: ..."."""
+    """Word an example: "qnli question: ... sentence: ..."."""
     words = WORDS.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
     return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
 
 
 def format_label(task: GlueTask, label: float) -> str:
-    """Words a label: a class name, or a score rounded to 0.2."""
+    """Word a label: a class name, or a score rounded to 0.2."""
     if task.labels is None:
         return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
 
 
 def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
-    """Reads generated texts as predictions.
+    """Read generated texts as predictions.
 
     Args:
-        task: The task.
-        texts: Generated.
-        labels: The true ones: a text that is no class name counts as another class than the true one.
+        task: the task.
+        texts: generated.
+        labels: the true ones: a text that is no class name counts as another class than the true one.
 
     Returns:
         Class ids, or scores (-1 where a text is no number), one a text.
@@ -66,16 +66,16 @@ def _parse_score(text: str) -> float:
 
 
 def format_squad(question: Question) -> str:
-    """Words an example: "question: ... context: ..."."""
+    """Word an example: "question: ... context: ..."."""
     return f"question: {question.question} context: {question.context}"
 
 
 def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Reads the task that `--task_name` names.
+    """Read the task that `--task_name` names.
 
     Raises:
-        OSError: A file or the Hub's dataset cannot be read.
-        ValueError: There is no such task, or a file is wrong.
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if there is no such task, or a file is wrong.
     """
     files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if settings.task_name.lower() == SQUAD else _load_glue(settings, files)

@@ -30,9 +30,9 @@ class Prediction:
     """What a model answers to a question.
 
     Attributes:
-        id: The question's.
-        spans: The best spans, best first; none where the context has no token.
-        null: The score of "no answer": the smallest of the windows', since an answer in one of them is an answer.
+        id: the question's.
+        spans: the best spans, best first; none where the context has no token.
+        null: the score of "no answer": the smallest of the windows', since an answer in one of them is an answer.
     """
 
     id: str
@@ -63,14 +63,14 @@ def find_predictions(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> list[Prediction]:
-    """Finds the best spans of every question in all its windows.
+    """Find the best spans of every question in all its windows.
 
     Args:
-        questions: The questions.
-        windows: Of `make_windows`, with offsets.
+        questions: the questions.
+        windows: of `make_windows`, with offsets.
         start_logits, end_logits: [windows, tokens].
-        n_best: Starts and ends that are combined in a window, and spans that are kept of a question.
-        max_answer_length: Tokens of a span.
+        n_best: starts and ends that are combined in a window, and spans that are kept of a question.
+        max_answer_length: tokens of a span.
 
     Returns:
         One a question, in their order.
@@ -120,9 +120,9 @@ def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> 
     """What the n-best file holds of a question: text, logits and probability among the entries, best first.
 
     Args:
-        prediction: Of `find_predictions`.
-        with_null: Whether "no answer" is an entry (v2.0).
-        n_best: Entries, beside that one.
+        prediction: of `find_predictions`.
+        with_null: whether "no answer" is an entry (v2.0).
+        n_best: entries, beside that one.
     """
     spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)

@@ -21,8 +21,8 @@ class Answer:
     """A span of the context.
 
     Attributes:
-        text: The span's text.
-        start: Where it begins, in characters of the context.
+        text: the span's text.
+        start: where it begins, in characters of the context.
     """
 
     text: str
@@ -34,9 +34,9 @@ class Question:
     """A question about a context.
 
     Attributes:
-        id: Unique in its file.
-        question, context: Texts.
-        answers: The spans that are right; none: the context does not answer it (or, in a test file, unknown).
+        id: unique in its file.
+        question, context: texts.
+        answers: the spans that are right; none: the context does not answer it (or, in a test file, unknown).
     """
 
     id: str
@@ -46,15 +46,15 @@ class Question:
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
-    """Reads a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
+    """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
 
     Args:
-        path: The file, plain or .gz.
-        has_answers: False for a test file, whose answers are neither needed nor read.
+        path: the file, plain or .gz.
+        has_answers: false for a test file, whose answers are neither needed nor read.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It has another layout or no question, or an answer is not in the context; the message names the
+        OSError: if the file cannot be read.
+        ValueError: if it has another layout or no question, or an answer is not in the context; the message names the
             file and the question.
     """
     path = Path(path)
@@ -136,11 +136,11 @@ def _check_answer(text: str, start: Any, context: str, where: str) -> None:
 
 
 def load_squad_hub(split: str, version_2: bool) -> list[Question]:
-    """Loads a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
+    """Load a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
 
     Raises:
-        OSError: It cannot be loaded.
-        ValueError: An answer is not in its context.
+        OSError: if it cannot be loaded.
+        ValueError: if an answer is not in its context.
     """
     name = HUB_DATASETS[version_2]
     try:
@@ -171,10 +171,10 @@ def _check_ids(source: str, questions: list[Question]) -> None:
 
 
 def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
-    """Checks that questions without an answer are expected.
+    """Check that questions without an answer are expected.
 
     Raises:
-        ValueError: There are some, and `version_2` is False.
+        ValueError: if there are some, and `version_2` is False.
     """
     found = [question.id for question in questions if not question.answers]
     if found and not version_2:

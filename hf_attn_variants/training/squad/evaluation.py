@@ -65,9 +65,9 @@ class SquadEvaluator(Scores):
     """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
 
     Args:
-        accelerator, model: The run's.
-        data: The dev split.
-        settings: The longest window, and how spans are chosen.
+        accelerator, model: the run's.
+        data: the dev split.
+        settings: the longest window, and how spans are chosen.
     """
 
     def __init__(

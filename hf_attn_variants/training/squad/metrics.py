@@ -29,8 +29,8 @@ def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
     """Harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
 
     Args:
-        prediction, truth: Answers.
-        both_empty: Its value where neither has a word: 0 in the official script of v1.1, 1 in that of v2.0.
+        prediction, truth: answers.
+        both_empty: its value where neither has a word: 0 in the official script of v1.1, 1 in that of v2.0.
     """
     found, right = normalize_answer(prediction).split(), normalize_answer(truth).split()
     if not found or not right:
@@ -68,13 +68,13 @@ def best_threshold(
     texts: Mapping[str, str],
     has_answer: Mapping[str, bool],
 ) -> tuple[float, float]:
-    """Finds the threshold above which "no answer" is best predicted.
+    """Find the threshold above which "no answer" is best predicted.
 
     Args:
-        scores: Exact match or F1 of each question's answer.
-        odds: How little an answer is to be expected.
-        texts: The predicted answers.
-        has_answer: Whether there is one.
+        scores: exact match or F1 of each question's answer.
+        odds: how little an answer is to be expected.
+        texts: the predicted answers.
+        has_answer: whether there is one.
 
     Returns:
         The best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).

@@ -34,11 +34,11 @@ class Window:
     """One pass of the model over a part of a context.
 
     Attributes:
-        question: The question's number.
-        input_ids, token_type_ids: Token ids and types [n]; types None where the tokenizer gives none.
-        context_begin: The context's first token in the window.
-        offsets: Characters of the context at which its tokens begin and end [tokens, 2].
-        start, end: The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
+        question: the question's number.
+        input_ids, token_type_ids: token ids and types [n]; types None where the tokenizer gives none.
+        context_begin: the context's first token in the window.
+        offsets: characters of the context at which its tokens begin and end [tokens, 2].
+        start, end: the answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
     """
 
     question: int
@@ -51,15 +51,15 @@ class Window:
 
 
 def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that windows of the lengths asked for fit the model, and that each has room to move on.
+    """Check that windows of the lengths asked for fit the model, and that each has room to move on.
 
     Args:
-        settings: The run's.
-        config: The model's.
-        tokenizer: Its tokenizer.
+        settings: the run's.
+        config: the model's.
+        tokenizer: its tokenizer.
 
     Raises:
-        ValueError: A length does not fit, or the tokenizer cannot say where its tokens stand in the text.
+        ValueError: if a length does not fit, or the tokenizer cannot say where its tokens stand in the text.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -85,17 +85,17 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Cuts all questions' contexts into windows.
+    """Cut all questions' contexts into windows.
 
     Args:
-        questions: With answers, their first one is looked for.
-        tokenizer: A fast tokenizer.
-        max_length: Tokens of a window, the question's and special ones included.
-        doc_stride: Tokens of a context that two windows share.
-        max_query_length: Tokens of a question; a longer one is cut.
-        token_types: Whether the model tells question and context by token types; ALBERT's tokenizer gives them only
+        questions: with answers, their first one is looked for.
+        tokenizer: a fast tokenizer.
+        max_length: tokens of a window, the question's and special ones included.
+        doc_stride: tokens of a context that two windows share.
+        max_query_length: tokens of a question; a longer one is cut.
+        token_types: whether the model tells question and context by token types; ALBERT's tokenizer gives them only
             when asked.
-        for_training: Leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
+        for_training: leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
 
     Returns:
         The windows, in the questions' order.
@@ -203,7 +203,7 @@ class WindowRows(Dataset):
 def window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Makes the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
+    """Make the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:
         rows: dict[str, list] = {"input_ids": [window.input_ids.tolist() for window in windows]}

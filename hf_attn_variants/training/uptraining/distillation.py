@@ -35,9 +35,9 @@ class Activations:
 
     Attributes:
         logits: [b, n, vocabulary] or [b, labels]; None for a model without such a head.
-        span_logits: Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
+        span_logits: of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
             be either.
-        hidden_states: Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
+        hidden_states: side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
         attention_outputs: Side -> the output projection of each attention [b, n, D].
     """
 
@@ -51,11 +51,11 @@ class ActivationRecorder:
     """Runs a model and keeps what `Activations` holds.
 
     Args:
-        model: Its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
-        attention_outputs: Whether to keep the attentions' outputs.
+        model: its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
+        attention_outputs: whether to keep the attentions' outputs.
 
     Raises:
-        ValueError: The attentions of this architecture are not known.
+        ValueError: if the attentions of this architecture are not known.
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
@@ -75,7 +75,7 @@ class ActivationRecorder:
         module.register_forward_hook(keep)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
-        """Runs `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
+        """Run `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
         self._outputs = {}
         options = {"use_cache": False} if self.is_encoder_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
@@ -103,9 +103,9 @@ class Teacher:
     """A frozen model whose activations a student is compared with; it belongs to no checkpoint.
 
     Args:
-        model: The teacher; put into evaluation mode and frozen.
-        hidden_states, attention_outputs: What is to be compared.
-        autocast: The context that it runs in, for mixed precision.
+        model: the teacher; put into evaluation mode and frozen.
+        hidden_states, attention_outputs: what is to be compared.
+        autocast: the context that it runs in, for mixed precision.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
-        """Returns the teacher's activations on a batch of model inputs."""
+        """Return the teacher's activations on a batch of model inputs."""
         context: AbstractContextManager = self._autocast()
         with context:
             return self.recorder.run(self.model, inputs, self.hidden_states)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measures the variance of each layer's activations over tokens, by which errors are divided.
+        """Measure the variance of each layer's activations over tokens, by which errors are divided.
 
         Args:
-            batches: Model inputs, and the mask [b, n] of real tokens of each side.
+            batches: model inputs, and the mask [b, n] of real tokens of each side.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
@@ -151,7 +151,7 @@ class _Moments:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, states: Tensor) -> None:
-        """Takes vectors [n, D] in."""
+        """Take vectors [n, D] in."""
         states = states.cpu().double()
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
@@ -171,8 +171,8 @@ def layer_error(
     0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere.
 
     Args:
-        student, teacher: One tensor [b, n, D] a layer.
-        variances: The teacher's, a scalar a layer.
+        student, teacher: one tensor [b, n, D] a layer.
+        variances: the teacher's, a scalar a layer.
         mask: [b, n], 1 for a real token.
     """
     errors = torch.zeros(mask.shape, device=mask.device)
@@ -186,9 +186,9 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
     """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats (arXiv:1503.02531).
 
     Args:
-        student, teacher: Logits [b, n, classes], or [b, classes].
+        student, teacher: logits [b, n, classes], or [b, classes].
         mask: [b, n], 1 where it counts; None for logits [b, classes].
-        temperature: Divides the logits; the result is multiplied by its square, so that gradients keep their size.
+        temperature: divides the logits; the result is multiplied by its square, so that gradients keep their size.
     """
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
@@ -207,14 +207,14 @@ def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Checks from their configurations that a teacher and a student can be compared.
+    """Check from their configurations that a teacher and a student can be compared.
 
     Args:
-        student, teacher: Configurations.
-        hidden_states, attention_outputs, embedding: What is compared, beyond logits.
+        student, teacher: configurations.
+        hidden_states, attention_outputs, embedding: what is compared, beyond logits.
 
     Raises:
-        ValueError: They differ in something that has to be the same; the message names it.
+        ValueError: if they differ in something that has to be the same; the message names it.
     """
     rules = {"vocab_size": "the teacher reads the student's token ids"}
     if hidden_states or attention_outputs or embedding:

@@ -50,11 +50,11 @@ class TermWeights:
     """What each term of the loss is multiplied by; 0 leaves it out.
 
     Attributes:
-        cross_entropy: Of the labels: masked tokens, or target tokens.
+        cross_entropy: of the labels: masked tokens, or target tokens.
         embedding_distance: 1 - cosine of the sentence embeddings.
-        hidden_states, attention_outputs: Error of each layer, see `layer_error`.
-        logits: Divergence of the output distributions, see `logits_divergence`.
-        temperature: Of that divergence.
+        hidden_states, attention_outputs: error of each layer, see `layer_error`.
+        logits: divergence of the output distributions, see `logits_divergence`.
+        temperature: of that divergence.
     """
 
     cross_entropy: float = 0.0
@@ -76,9 +76,9 @@ class UptrainingObjective:
     embeddings are compared, and by its tokens otherwise.
 
     Args:
-        model: The student, not yet wrapped.
-        weights: Of the terms.
-        teacher: For all terms but the cross-entropy.
+        model: the student, not yet wrapped.
+        weights: of the terms.
+        teacher: for all terms but the cross-entropy.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
@@ -112,12 +112,12 @@ class UptrainingObjective:
         return torch.stack(losses).sum()
 
     def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
-        """Computes each term, example by example.
+        """Compute each term, example by example.
 
         Args:
-            model: The student, perhaps wrapped.
-            batch: Of one of the collators of `uptraining_data`.
-            evaluating: Also those that cost nothing more but have no weight: cross-entropy and embedding distance.
+            model: the student, perhaps wrapped.
+            batch: of one of the collators of `uptraining_data`.
+            evaluating: also those that cost nothing more but have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
         inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -179,10 +179,10 @@ class UptrainingEvaluator:
     """Evaluates held-out rows: the loss, each of its terms and, where asked for, BLEU.
 
     Args:
-        accelerator, model, objective: The run's.
-        loader: Held-out batches, prepared by the accelerator.
-        quiet: No progress bar.
-        tokenizer, references, max_target_length: For BLEU: the targets in the loader's order, and the most tokens to
+        accelerator, model, objective: the run's.
+        loader: held-out batches, prepared by the accelerator.
+        quiet: no progress bar.
+        tokenizer, references, max_target_length: for BLEU: the targets in the loader's order, and the most tokens to
             generate; without `references` none are generated.
     """
 
@@ -252,10 +252,10 @@ def translation_bleu(predictions: list[str], references: list[str]) -> float:
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
-    """Checks that the checkpoint is of the kind that the flags are for.
+    """Check that the checkpoint is of the kind that the flags are for.
 
     Raises:
-        ValueError: It is not.
+        ValueError: if it is not.
     """
     pairs = {"mlm": False, "embedding": False, "seq2seq": True}
     wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
@@ -274,11 +274,11 @@ def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> Term
     """The weights of the loss's terms, defaults filled in.
 
     Args:
-        settings: The run's.
-        config: The student's.
+        settings: the run's.
+        config: the student's.
 
     Raises:
-        ValueError: There is a teacher, and no term looks at it.
+        ValueError: if there is a teacher, and no term looks at it.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq"), settings.objective == "embedding"
     if settings.teacher is None:

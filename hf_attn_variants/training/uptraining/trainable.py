@@ -20,10 +20,10 @@ __all__ = [
 
 
 def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yields each attention of a model, ours or upstream's, with its site and its path inside the base model.
+    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model.
 
     Raises:
-        ValueError: The architecture is none of this package's.
+        ValueError: if the architecture is none of this package's.
     """
     # FSDP2 makes a class of this prefix for a model it shards.
     sites = variant_model_class(type(model).__name__.removeprefix("FSDP")).attention_sites
@@ -34,10 +34,10 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:
-    """Leaves only some parameters of a model with `requires_grad`.
+    """Leave only some parameters of a model with `requires_grad`.
 
     Args:
-        model: The model.
+        model: the model.
         trainable: "attention" (every parameter of the attention modules) or "all"; "lora" freezes all of them.
     """
     for parameter in model.parameters():
@@ -49,12 +49,12 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Adds trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
+    """Add trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
 
     Args:
-        model: A model whose parameters are frozen.
-        rank: Of the updates.
-        alpha: They are scaled by alpha / rank.
+        model: a model whose parameters are frozen.
+        rank: of the updates.
+        alpha: they are scaled by alpha / rank.
 
     Returns:
         peft's model around it, for `merge_lora`.
@@ -71,18 +71,18 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
 
 def merge_lora(peft_model: Any) -> PreTrainedModel:
-    """Adds the low-rank updates to the weights that they belong to and returns the plain model."""
+    """Add the low-rank updates to the weights that they belong to and returns the plain model."""
     return peft_model.merge_and_unload()
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freezes the trainable parameters that a loss does not depend on (a pooler, a head that it does not look at).
+    """Freeze the trainable parameters that a loss does not depend on (a pooler, a head that it does not look at).
 
     Data-parallel training would wait for their gradients.
 
     Args:
-        model: In evaluation mode, so that nothing random is drawn.
-        loss: Computes the loss of one batch.
+        model: in evaluation mode, so that nothing random is drawn.
+        loss: computes the loss of one batch.
 
     Returns:
         The names of the parameters frozen.
