@@ -129,10 +129,6 @@ def _step_of(checkpoint: Path) -> int:
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
     """Find the checkpoint that `--resume_from_checkpoint` names.
 
-    Args:
-        resume_from: a checkpoint folder, or "latest".
-        output_dir: where "latest" looks.
-
     Raises:
         ValueError: if there is none, or the folder is no complete checkpoint.
     """
@@ -161,8 +157,6 @@ def save_checkpoint(
     on the way leaves the earlier checkpoints as they are. Called on every process.
 
     Args:
-        accelerator: has prepared the model, optimiser and schedule.
-        state: the run's state.
         output_dir: the run's folder; its log and best weights are copied into the checkpoint.
         save_total_limit: other checkpoints are deleted until this many are left, first those of later steps, which a
             run that went back to an earlier one leaves behind, then the oldest; None keeps all.
@@ -244,8 +238,6 @@ def load_checkpoint(
     """Restore what `save_checkpoint` saved, the random states last. Called on every process.
 
     Args:
-        accelerator: has prepared a model, optimiser and schedule like those saved.
-        path: the checkpoint.
         output_dir: the run's folder, which gets the log and the best weights back as they were.
         fingerprint: this run's; see `TrainState`.
 

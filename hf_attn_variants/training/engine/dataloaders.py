@@ -37,8 +37,6 @@ class EpochSampler(Sampler[int]):
     not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
 
     Args:
-        length: number of examples.
-        seed: the run's seed.
         group_lengths: tokens of each example, to group by length; None shuffles freely.
         batch_size: batch size the groups are made for.
     """
@@ -87,13 +85,8 @@ def create_train_dataloader(
     """Make a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
 
     Args:
-        data: examples by index.
-        sampler: their order.
-        batch_size: examples a batch.
         collate: examples to a batch; it must be a function of the examples (no random numbers), because batches are
             prepared ahead of the step that uses them.
-        seed: seeds the workers.
-        num_workers: processes that prepare batches.
     """
     return DataLoader(
         data,
@@ -119,10 +112,7 @@ def prepare_train_dataloader(
     """Make the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
 
     Args:
-        settings: reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
-        accelerator: the run's.
         rows: examples by index; without any (a run that only evaluates) there are no batches.
-        collate: see `create_train_dataloader`.
         lengths: gives the length of each row; called where rows are grouped by it.
     """
     batch_size = settings.per_device_train_batch_size
@@ -149,9 +139,6 @@ def create_stream_dataloader(
     and draw from the random state that dropout uses.
 
     Args:
-        accelerator: gives the device.
-        stream: batches: dicts of tensors.
-        seed: seeds the worker.
         num_workers: 0, or 1 to prepare batches beside the training.
     """
     loader = DataLoader(

@@ -43,8 +43,6 @@ class MaskedLMPreparation:
         tokenizer: has [CLS], [SEP], [MASK] and padding tokens.
         length: n, special tokens included.
         probability: the chance of each token (with `whole_words`: of each word) to be chosen.
-        seed: the run's seed.
-        whole_words: choose words instead of tokens.
         sentence_task: "nsp" (does the second segment follow, or is it of other text?), "sop" (are they in order?) or
             None.
 

@@ -110,10 +110,8 @@ def load_classifier(
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
     Args:
-        settings: the run's.
         config: of `load_config`; gets the labels' names.
         labels: class names in the task's order; None for regression.
-        model_class: AutoModelForSequenceClassification or AutoModelForTokenClassification.
 
     Returns:
         The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order
@@ -160,9 +158,6 @@ def load_model_and_rest(
     """Load a checkpoint in float32.
 
     Args:
-        settings: which checkpoint, and how it computes.
-        config: of `load_config`.
-        model_class: a model or Auto class.
         needs_all: whether the checkpoint must have every weight, as that of a language model must in any case.
         **options: of `from_pretrained`.
 

@@ -19,11 +19,6 @@ VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
 def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
 
-    Args:
-        settings: reads `model_type`, `config_overrides` ("field=value,..."), `num_key_value_heads`, `talking_heads`,
-            `dropout_rate`.
-        tokenizer: gives the vocabulary's size and the special tokens.
-
     Raises:
         ValueError: if a field is unknown, or a value breaks a rule.
     """
@@ -62,11 +57,6 @@ def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
 
 def new_model(settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
     """Make a model of one of transformers' Auto classes in float32, its weights drawn at random.
-
-    Args:
-        settings: reads `attn_implementation`.
-        config: of the model.
-        auto_class: AutoModelForMaskedLM, for example.
 
     Raises:
         ValueError: if the config describes no model, or the machine cannot do `attn_implementation`.

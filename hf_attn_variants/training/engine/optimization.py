@@ -54,12 +54,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
-
-    Args:
-        model: the model.
-        settings: the run's. With `adafactor_relative_step` there is no learning rate.
-    """
+    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`."""
     if settings.optim == "adafactor":
         relative = settings.adafactor_relative_step
         return Adafactor(
@@ -100,11 +95,6 @@ def create_scheduler(
 ) -> LRScheduler:
     """Make the learning-rate schedule.
 
-    Args:
-        optimizer: the optimiser.
-        settings: the run's. Adafactor's relative steps are a schedule of their own.
-        total_steps: optimiser steps of the whole run.
-
     Raises:
         ValueError: if the warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
             setting.
@@ -128,12 +118,6 @@ def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
     """Make the optimiser and the schedule, and has accelerate prepare them together with the model.
-
-    Args:
-        settings: the run's.
-        accelerator: the run's.
-        model: the model.
-        total_steps: optimiser steps of the whole run.
 
     Returns:
         The three as `TrainingLoop` takes them.

@@ -48,7 +48,6 @@ def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
     """Remove an earlier run's checkpoints, log, best weights and reports; its final model stays until it is replaced.
 
     Args:
-        output_dir: the folder.
         is_source: whether the model there is the one that the new run begins with: its history and the report of its
             conversion stay. The README.md of another model, with its licence, is removed: the new model's card would
             take both from it.
@@ -77,10 +76,6 @@ def save_model(
     Called on every process; only the main one writes.
 
     Args:
-        accelerator: of the run.
-        model: as it was prepared.
-        tokenizer: its tokenizer.
-        output_dir: the folder, which is there.
         history: of `session.start_run`: how the model was made before this run.
         carried: further tensors for the weights' file, which the model has no place for.
 
@@ -142,8 +137,6 @@ def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: 
     """Write `all_results.json` and `training_curves.png`. Called on the main process.
 
     Args:
-        settings: the run's.
-        results: what `all_results.json` begins with.
         metrics: names of the dev metrics to draw, without "eval_".
         title: above the curves; the seed is added.
 

@@ -44,9 +44,6 @@ _started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     """Make the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
 
-    Args:
-        settings: the run's.
-
     Raises:
         ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
             there, the output folder is not free or cannot be written to, or several processes were launched that know
@@ -190,10 +187,6 @@ def _how_to_go_on(settings: TrainingSettings) -> str:
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
     """Give DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
-
-    Args:
-        settings: the run's.
-        config: of accelerate's plugin; changed in place.
 
     Raises:
         ValueError: if gradients are to be accumulated; DeepSpeed would step after each batch.

@@ -79,7 +79,6 @@ def masked_text_collator(
     """Make the function from rows to a batch of masked language modelling, with "labels" [b, n].
 
     Args:
-        tokenizer: has a mask token.
         max_length, pad_to_multiple_of: as the flags of these names.
         probability: chance of each token to be predicted.
         seed: with a row's key it alone decides which are, so that a resumed run masks the same ones.

@@ -49,7 +49,6 @@ class TrainingCost:
 
         Args:
             batch: "input_ids" [b, n] or "attention_mask" [b, n]; "labels" [b, t] of a decoder, negative at padding.
-            items: the objective's count of it.
         """
         lengths = _lengths(batch)
         if not lengths:
@@ -115,9 +114,7 @@ def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflop
     """Say how well a run used its devices.
 
     Args:
-        accelerator: has the device, the precision and the number of processes.
         flops: what training took, over all processes.
-        seconds: the time in training steps.
         peak_tflops: of one device; None: what a large matrix product reaches now.
 
     Returns:

@@ -76,11 +76,6 @@ def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pa
     That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
     two texts of a pair.
 
-    Args:
-        tokenizer: of `load_tokenizer`.
-        config: the model's.
-        pair: whether an example is a pair of texts.
-
     Raises:
         ValueError: if it does not, and cannot be made to, or it puts other tokens around texts, which would be lost.
     """
@@ -117,12 +112,6 @@ def check_max_length(
     max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pair: bool = False
 ) -> None:
     """Check that the model has a position for every token, and that text fits beside the special tokens.
-
-    Args:
-        max_length: of `--max_length`.
-        config: the model's.
-        tokenizer: its tokenizer.
-        pair: whether an example is a pair of texts.
 
     Raises:
         ValueError: if `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.

@@ -33,8 +33,6 @@ class RunLog:
     """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
 
     Args:
-        accelerator: knows the main process and the trackers.
-        output_dir: folder of the log.
         bar: progress bar that shows the last loss, and the dev scores above it; None shows none.
     """
 
@@ -111,10 +109,7 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     """Draw the training loss and the dev metrics against the step.
 
     Args:
-        records: of `read_log`.
         metrics: names of the dev metrics to draw, without "eval_".
-        path: the PNG.
-        title: above the plot.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

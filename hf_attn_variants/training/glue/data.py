@@ -53,12 +53,7 @@ def make_rows(columns: dict[str, list]) -> Dataset:
 
 
 def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
-    """A short hash of a split's texts and labels, in their order.
-
-    Args:
-        split: the rows.
-        chunk: rows in memory at a time.
-    """
+    """A short hash of a split's texts and labels, in their order."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -72,8 +67,6 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """Read one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
 
     Args:
-        path: the file.
-        task: says which columns hold the texts and the label.
         has_labels: false for a test file, whose label column is neither needed nor read.
 
     Returns:
@@ -185,12 +178,10 @@ def load_glue(
     """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
     Args:
-        task: the task.
         data_dir: folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files;
             these and `dev_mismatched.tsv` may be missing.
         files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other names are not
             read.
-        hub_dataset: Hub id read without a folder.
         with_train: false: the training split is neither read nor needed.
 
     Returns:
@@ -255,8 +246,6 @@ def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_len
     """Tokenise a split without padding; that is done per batch.
 
     Args:
-        split: the rows.
-        tokenizer: encodes `text1`, or `text1` and `text2` as a pair.
         max_length: tokens an example may have; the longer text of a pair is cut first.
 
     Returns:

@@ -35,9 +35,7 @@ def compute_metrics(names: Sequence[str], predictions: np.ndarray, references: n
     """Compute metrics by name.
 
     Args:
-        names: keys of `METRICS`.
         predictions: class ids or scores [examples].
-        references: the same, true ones.
 
     Returns:
         Metric -> value; with several metrics also `combined_score`, their mean, by which GLUE ranks such tasks.

@@ -114,12 +114,7 @@ def pretrain(
     """Train, evaluates, tries whether the model reads its context and saves.
 
     Args:
-        settings: the run's.
-        accelerator: of `open_session`.
         model: made or loaded with the run's seed set.
-        tokenizer: its tokenizer.
-        text: of `open_text_sources`.
-        task: what is learned.
 
     Returns:
         The results that `all_results.json` begins with.

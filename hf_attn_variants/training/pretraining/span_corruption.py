@@ -38,7 +38,6 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
     """How many tokens of a block are left out, and in how many spans.
 
     Args:
-        length: tokens of the block.
         density: the share of them that is left out.
         mean_span: mean length of a span.
     """
@@ -91,7 +90,6 @@ class SpanCorruption:
     Args:
         tokenizer: has sentinels (<extra_id_0>, ...), an end and a padding token.
         max_length: n.
-        seed: the run's seed.
         density, mean_span: see `noise_counts`.
 
     Raises:

@@ -189,9 +189,7 @@ def pack_blocks(
     """Cut the tokens of all articles into blocks of one length; the last one is shorter.
 
     Args:
-        sources: shards in the order they are read.
         tokenizer: a fast tokenizer; no special tokens are added, and those that the text spells out are left out.
-        length: tokens a block.
         separator: the token that ends each article.
         start: where the first block begins.
 
@@ -286,14 +284,11 @@ class TextStream(IterableDataset):
     them.
 
     Args:
-        sources: shards.
-        tokenizer: a fast tokenizer.
         length: tokens a block, before `prepare`.
         separator: the token that ends each article.
         prepare: (token ids, (epoch, number of the block in it)) -> arrays of one shape for every block; anything
             random in it must be drawn from those two numbers.
         batch_size: blocks of one process.
-        seed: the run's seed.
         window: blocks that are shuffled among themselves; they are held in memory.
         process_index, num_processes: which rows are this process's.
         with_other: hand `prepare` another block of the same window as well, as a third argument; None where the window

@@ -59,12 +59,7 @@ class Decoded:
 
 
 class Decoder:
-    """Generates the texts of a split, greedily or by beam search.
-
-    Args:
-        accelerator, model, tokenizer: the run's.
-        settings: longest text, and how texts are searched for.
-    """
+    """Generates the texts of a split, greedily or by beam search."""
 
     def __init__(
         self,
@@ -77,12 +72,7 @@ class Decoder:
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
-        """Generate the text of every row.
-
-        Args:
-            data: the split.
-            num_beams: beams; 1: greedy.
-        """
+        """Generate the text of every row."""
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
         options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
@@ -132,8 +122,6 @@ class Seq2SeqEvaluator:
 
     Args:
         accelerator, model: the run's.
-        data: the dev split.
-        decoder: generates its texts.
         score: (predictions, references) -> metrics.
         settings: each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
             it computes the loss alone, and not texts.

@@ -84,7 +84,6 @@ def score_texts(names: Sequence[str], predictions: Sequence[str], references: Re
     To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
 
     Args:
-        names: keys of `TEXT_METRICS`.
         predictions: one text a row.
         references: the right texts of each row, at least one.
 

@@ -43,8 +43,6 @@ def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.
     """Read generated texts as predictions.
 
     Args:
-        task: the task.
-        texts: generated.
         labels: the true ones: a text that is no class name counts as another class than the true one.
 
     Returns:

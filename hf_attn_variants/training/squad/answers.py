@@ -66,7 +66,6 @@ def find_predictions(
     """Find the best spans of every question in all its windows.
 
     Args:
-        questions: the questions.
         windows: of `make_windows`, with offsets.
         start_logits, end_logits: [windows, tokens].
         n_best: starts and ends that are combined in a window, and spans that are kept of a question.
@@ -120,9 +119,7 @@ def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> 
     """What the n-best file holds of a question: text, logits and probability among the entries, best first.
 
     Args:
-        prediction: of `find_predictions`.
         with_null: whether "no answer" is an entry (v2.0).
-        n_best: entries, beside that one.
     """
     spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)

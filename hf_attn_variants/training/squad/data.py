@@ -49,7 +49,6 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
     """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
 
     Args:
-        path: the file, plain or .gz.
         has_answers: false for a test file, whose answers are neither needed nor read.
 
     Raises:

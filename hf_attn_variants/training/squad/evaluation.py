@@ -62,13 +62,7 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class SquadEvaluator(Scores):
-    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
-
-    Args:
-        accelerator, model: the run's.
-        data: the dev split.
-        settings: the longest window, and how spans are chosen.
-    """
+    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass."""
 
     def __init__(
         self,

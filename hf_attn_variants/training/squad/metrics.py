@@ -73,8 +73,6 @@ def best_threshold(
     Args:
         scores: exact match or F1 of each question's answer.
         odds: how little an answer is to be expected.
-        texts: the predicted answers.
-        has_answer: whether there is one.
 
     Returns:
         The best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).
@@ -99,7 +97,6 @@ def compute_squad(
     """Compute exact match and F1, from 0 to 100, as the official scripts do.
 
     Args:
-        questions: with their true answers.
         texts: the predicted answer of each by id.
         odds: for v2.0: by id, any score that is larger where an answer is less likely; None: v1.1.
         no_answer_threshold: where the score is more than this, no answer is what counts as predicted.

@@ -53,11 +53,6 @@ class Window:
 def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that windows of the lengths asked for fit the model, and that each has room to move on.
 
-    Args:
-        settings: the run's.
-        config: the model's.
-        tokenizer: its tokenizer.
-
     Raises:
         ValueError: if a length does not fit, or the tokenizer cannot say where its tokens stand in the text.
     """
@@ -89,7 +84,6 @@ def make_windows(
 
     Args:
         questions: with answers, their first one is looked for.
-        tokenizer: a fast tokenizer.
         max_length: tokens of a window, the question's and special ones included.
         doc_stride: tokens of a context that two windows share.
         max_query_length: tokens of a question; a longer one is cut.

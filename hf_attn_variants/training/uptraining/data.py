@@ -21,7 +21,6 @@ def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], 
     """Split off the last rows for evaluation (lines beside each other often come from one article).
 
     Args:
-        texts: all rows.
         max_rows: of the 5 % that are held out, no more than this; None: 512.
 
     Returns:

@@ -52,7 +52,6 @@ class ActivationRecorder:
 
     Args:
         model: its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
-        attention_outputs: whether to keep the attentions' outputs.
 
     Raises:
         ValueError: if the attentions of this architecture are not known.
@@ -103,7 +102,6 @@ class Teacher:
     """A frozen model whose activations a student is compared with; it belongs to no checkpoint.
 
     Args:
-        model: the teacher; put into evaluation mode and frozen.
         hidden_states, attention_outputs: what is to be compared.
         autocast: the context that it runs in, for mixed precision.
     """

@@ -77,8 +77,6 @@ class UptrainingObjective:
 
     Args:
         model: the student, not yet wrapped.
-        weights: of the terms.
-        teacher: for all terms but the cross-entropy.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
@@ -115,8 +113,6 @@ class UptrainingObjective:
         """Compute each term, example by example.
 
         Args:
-            model: the student, perhaps wrapped.
-            batch: of one of the collators of `uptraining_data`.
             evaluating: also those that cost nothing more but have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
@@ -181,7 +177,6 @@ class UptrainingEvaluator:
     Args:
         accelerator, model, objective: the run's.
         loader: held-out batches, prepared by the accelerator.
-        quiet: no progress bar.
         tokenizer, references, max_target_length: for BLEU: the targets in the loader's order, and the most tokens to
             generate; without `references` none are generated.
     """
@@ -272,10 +267,6 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
 
 def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> TermWeights:
     """The weights of the loss's terms, defaults filled in.
-
-    Args:
-        settings: the run's.
-        config: the student's.
 
     Raises:
         ValueError: if there is a teacher, and no term looks at it.

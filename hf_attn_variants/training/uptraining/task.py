@@ -298,7 +298,6 @@ def _copy_side_files(settings: UptrainingSettings, own: Sequence[str]) -> None:
     """Copy what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
 
     Args:
-        settings: the run's.
         own: names of files that are not to be the source's.
     """
     folder, output = resolve_source(settings.model_name_or_path, weights=False), Path(settings.output_dir)

@@ -37,7 +37,6 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
     """Leave only some parameters of a model with `requires_grad`.
 
     Args:
-        model: the model.
         trainable: "attention" (every parameter of the attention modules) or "all"; "lora" freezes all of them.
     """
     for parameter in model.parameters():
@@ -52,8 +51,6 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     """Add trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
 
     Args:
-        model: a model whose parameters are frozen.
-        rank: of the updates.
         alpha: they are scaled by alpha / rank.
 
     Returns:
@@ -82,7 +79,6 @@ def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
 
     Args:
         model: in evaluation mode, so that nothing random is drawn.
-        loss: computes the loss of one batch.
 
     Returns:
         The names of the parameters frozen.
