@@ -83,7 +83,7 @@ class TrainState:
 
 
 def _environment(accelerator: Accelerator) -> dict[str, Any]:
-    # Each of these decides in which order sums are rounded.
+    """Return what decides in which order sums are rounded."""
     device = accelerator.device.type
     return {
         "device": torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device,
@@ -117,7 +117,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def last_good_checkpoint(output_dir: str | Path) -> str:
-    """End the message of a failed write: which checkpoint to go on from; nothing where there is none."""
+    """Return the end of a failed write's message: which checkpoint to go on from; "" where there is none."""
     kept = list_checkpoints(output_dir)
     return f"; the last good checkpoint is {kept[-1]}" if kept else ""
 
@@ -157,7 +157,7 @@ def save_checkpoint(
     on the way leaves the earlier checkpoints as they are. Called on every process.
 
     Args:
-        output_dir: the run's folder; its log and best weights are copied into the checkpoint.
+        output_dir: the run's folder, which has the log and the best weights.
         save_total_limit: other checkpoints are deleted until this many are left, first those of later steps, which a
             run that went back to an earlier one leaves behind, then the oldest; None keeps all.
 
@@ -181,13 +181,12 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
         shutil.rmtree(temporary, ignore_errors=True)
-        last = last_good_checkpoint(output_dir)
-        raise OSError(f"could not write checkpoint {target} ({type(error).__name__}: {error}){last}") from error
+        reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+        raise OSError(f"could not write checkpoint {target} {reason}") from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
-        later = [path for path in others if _step_of(path) > state.step]
-        doomed = [*later, *(path for path in others if path not in later)]
-        for old in doomed[: max(len(others) + 1 - save_total_limit, 0)]:
+        others.sort(key=lambda path: _step_of(path) <= state.step)  # later ones first, each kind oldest first
+        for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
             _remove(old)
     accelerator.wait_for_everyone()
     return target
@@ -249,25 +248,11 @@ def load_checkpoint(
             new value), or the checkpoint's weights do not fit the model.
     """
     state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
-    changed = {
-        key: (state.fingerprint.get(key), value)
-        for key, value in fingerprint.items()
-        if state.fingerprint.get(key) != value
-    }
-    if changed:
-        listed = ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in changed.items())
-        raise ValueError(f"cannot resume exactly from {path}: {listed}; give the values it was saved with")
-    rounding = {
-        key: (state.environment.get(key), value)
-        for key, value in _environment(accelerator).items()
-        if state.environment.get(key) != value
-    }
+    if changed := _changes(state.fingerprint, fingerprint):
+        raise ValueError(f"cannot resume exactly from {path}: {changed}; give the values it was saved with")
+    rounding = _changes(state.environment, _environment(accelerator))
     if rounding and accelerator.is_main_process:
-        logger.warning(
-            "resuming from %s to rounding, not bit by bit: %s",
-            path,
-            ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in rounding.items()),
-        )
+        logger.warning("resuming from %s to rounding, not bit by bit: %s", path, rounding)
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if not random_states.is_file():
         raise ValueError(f"cannot resume exactly from {path}: no {random_states.name}")
@@ -296,8 +281,12 @@ def load_checkpoint(
     return state
 
 
+def _changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
+
+
 def _check_random_state(path: Path, device: torch.device) -> None:
-    # accelerate goes on where it cannot restore one.
+    """Check that accelerate restored the random states: where it cannot, it goes on without them."""
     try:
         states = load(path)
         restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
@@ -327,10 +316,8 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
             temporary.replace(path)
         except Exception as error:  # safetensors has its own error for a full disk
             temporary.unlink(missing_ok=True)
-            last = last_good_checkpoint(output_dir)
-            raise OSError(
-                f"could not write the best weights to {output_dir} ({type(error).__name__}: {error}){last}"
-            ) from error
+            reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+            raise OSError(f"could not write the best weights to {output_dir} {reason}") from error
     accelerator.wait_for_everyone()
 
 

@@ -19,7 +19,7 @@ UNCHANGED, CHANGED = 0, 1
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Say of each token whether it begins a word: a bool array [V].
+    """Return of each token whether it begins a word: a bool array [V].
 
     WordPiece marks the others ("##"), SentencePiece those that do ("▁"); under the latter a token without a letter or
     digit is a word of its own, as in ALBERT's code.
@@ -78,7 +78,7 @@ class MaskedLMPreparation:
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether it takes a segment from another block than its own."""
+        """Whether a pair can have a segment of another block."""
         return self.sentence_task == "nsp"
 
     def __call__(
@@ -117,16 +117,12 @@ class MaskedLMPreparation:
         generator = np.random.default_rng((self.seed, PAIRS, *key))
         cut = generator.integers(1, len(block))
         first, second = block[:cut], block[cut:]
-        if generator.random() >= CHANGED_SHARE:
+        if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
             return [first, second], UNCHANGED
-        if self.sentence_task == "sop":
-            return [second, first], CHANGED
-        if other is None:
-            return [first, second], UNCHANGED
-        return [first, other[: len(second)]], CHANGED
+        return [second, first] if self.sentence_task == "sop" else [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Replaces chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
+        """Replace chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
 
         Returns:
             The inputs and the labels [n].

@@ -77,7 +77,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 @contextmanager
 def reading_checkpoint(source: str) -> Iterator[str]:
-    """Give what to load from; an error about a file the user gave us is an OSError or a ValueError."""
+    """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
     local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:

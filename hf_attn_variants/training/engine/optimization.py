@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW or Adafactor, and the schedule."""
+"""The optimiser, its parameter groups and its schedule."""
 
 import math
 import re
@@ -28,7 +28,7 @@ NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
-    """Name the parameters that weight decay must not touch: biases, norms, talking-heads projections.
+    """Return the names of parameters that must not decay: biases, norms, talking-heads projections.
 
     Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
     `relative_attention_bias.weight` is an embedding and decays like one.
@@ -75,16 +75,14 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
 
 
 def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
-    """Step of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
 
     Raises:
         ValueError: if they are more than the run has.
     """
-    warmup = (
-        settings.num_warmup_steps
-        if settings.num_warmup_steps is not None
-        else math.ceil(settings.warmup_ratio * total_steps)
-    )
+    warmup = settings.num_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(settings.warmup_ratio * total_steps)
     if warmup > total_steps:
         raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
     return warmup
@@ -117,10 +115,7 @@ def create_scheduler(
 def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    """Make the optimiser and the schedule, and has accelerate prepare them together with the model.
-
-    Returns:
-        The three as `TrainingLoop` takes them.
+    """Make the optimiser and the schedule, and prepare both with the model, as `TrainingLoop` takes them.
 
     Raises:
         ValueError: if the schedule's settings do not fit the run.
@@ -145,8 +140,7 @@ def _unite_tied_embeddings(model: nn.Module) -> None:
 
 
 def sharded_layer_names(model: nn.Module) -> set[str]:
-    """Name the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
-    hold the input embeddings.
+    """Return the classes of the layers that FSDP2 shards one by one, less those that hold the input embeddings.
 
     accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,
     as BertEmbeddings would be.

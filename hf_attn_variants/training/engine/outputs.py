@@ -45,7 +45,7 @@ STALE_PATTERN = re.compile(
 
 
 def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
-    """Remove an earlier run's checkpoints, log, best weights and reports; its final model stays until it is replaced.
+    """Remove an earlier run's checkpoints, log, best weights and reports, but not its final model.
 
     Args:
         is_source: whether the model there is the one that the new run begins with: its history and the report of its

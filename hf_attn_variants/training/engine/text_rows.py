@@ -45,18 +45,17 @@ class TextRows(Dataset):
         return self.texts[index], (self.epoch, index)
 
     def lengths(self) -> list[int]:
-        """Characters of each row (a pair's are added up): what rows are grouped by length with."""
+        """Return the characters of each row, a pair's added up, to group rows by length."""
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
     def longest_first(self) -> "TextRows":
-        """The same rows, longest first: little padding, and a batch that does not fit into memory fails at once."""
-        lengths = self.lengths()
-        order = sorted(range(len(self.texts)), key=lambda i: -lengths[i])
-        return TextRows([self.texts[i] for i in order])
+        """Return the same rows, longest first: little padding, and memory that is too small fails at once."""
+        by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
+        return TextRows([text for _, text in by_length])
 
 
 def hash_texts(texts: list[Any]) -> str:
-    """Hash of all rows, by which a resumed run knows that they are the same."""
+    """Return the hash of all rows, by which a resumed run knows that they are the same."""
     digest = hashlib.sha256()
     for row in texts:
         for text in row if isinstance(row, tuple) else (row,):
@@ -137,7 +136,7 @@ def pair_collator(
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Row], max_length: int, pad_to_multiple_of: int | None
 ) -> dict[str, Tensor]:
-    # Pairs in one sequence, as the tokenizer joins them; the longer of the two is cut.
+    """Return the tokenizer's inputs; a pair is one sequence, of which the longer text is cut."""
     columns = [list(column) for column in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [texts]
     encoded = tokenizer(
         *columns,

@@ -7,7 +7,6 @@ count. Letters: b examples, n tokens of an example, t target tokens of a decoder
 
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ class TrainingCost:
         # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
         # frozen head counts as if the gradient went through it.
         self.passes = 2 + _trained_share(model, config)
-        self.head = sum(2 * each.weight.numel() for each in _linears(head)) if self.stacks and head is not None else 0
+        linears = [each for each in head.modules() if isinstance(each, nn.Linear)] if self.stacks and head else []
+        self.head = sum(2 * each.weight.numel() for each in linears)
         if self.head:
             stack = next(iter(self.stacks))  # a masked-LM model has one
             per_token, per_attended = self.stacks[stack]
@@ -69,7 +69,7 @@ class TrainingCost:
 
 
 def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Of each stack: FLOPs a token, and those for each token that it attends to in its own and in the source."""
+    """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
     from ...inspection.costs.table import flops_per_token, variant_config
 
     if config is None:
@@ -86,7 +86,7 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
 
 
 def _trained_share(model: nn.Module, config: Any) -> float:
-    """The share of a pass through the model's matrices that goes through trained ones."""
+    """Return the share of a pass through the model's matrices that goes through trained ones."""
     from ...inspection.costs.table import module_runs
 
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -99,10 +99,6 @@ def _trained_share(model: nn.Module, config: Any) -> float:
     return trained / max(runs, 1)
 
 
-def _linears(module: nn.Module) -> Iterable[nn.Linear]:
-    return (each for each in module.modules() if isinstance(each, nn.Linear))
-
-
 def _lengths(batch: dict[str, Tensor]) -> list[int]:
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1).tolist()
@@ -111,7 +107,7 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 
 
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Say how well a run used its devices.
+    """Return how well a run used its devices.
 
     Args:
         flops: what training took, over all processes.
@@ -151,7 +147,6 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for _ in range(MATMUL_REPEATS):
         start = time.perf_counter()
-        # Looking at a number waits for the device.
-        (left @ right)[0, 0].item()
+        (left @ right)[0, 0].item()  # a number is read only when the device is done
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best

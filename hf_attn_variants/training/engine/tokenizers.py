@@ -58,10 +58,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> bool:
     """Let a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
 
-    ALBERT's of transformers v5 does so only where asked.
-
-    Returns:
-        Whether it did not do so before.
+    ALBERT's of transformers v5 does so only where asked. Return whether this one did not do so before.
     """
     if getattr(config, "type_vocab_size", 0) < 2 or "token_type_ids" in tokenizer.model_input_names:
         return False
@@ -124,7 +121,7 @@ def check_max_length(
 
 
 def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Say what a text of `length` tokens does not fit into; None: it fits.
+    """Return what a text of `length` tokens does not fit into; None: it fits.
 
     T5 has no positions to run out of: its tokenizer's limit is the length that it was pretrained with.
     """

@@ -59,7 +59,7 @@ class RunLog:
             self._show(record["step"], values)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
-        # Beside dev scores, 80 columns have no room for the bar.
+        # Dev scores stand above the bar: 80 columns have no room for both.
         if "loss" in values:
             self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
         scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
@@ -84,7 +84,7 @@ def _finite(value: Any) -> Any:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Return the versions of what a result depends on."""
     found = {"python": platform.python_version()}
     for name in ("hf-attn-variants", "torch", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
         try:
@@ -116,24 +116,21 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     from matplotlib.ticker import MaxNLocator
 
     records = list(records)
-    losses = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+
+    def points(key: str) -> tuple[list[int], list[float]]:
+        found = [record for record in records if record.get(key) is not None]
+        return [record["step"] for record in found], [record[key] for record in found]
+
+    steps, losses = points("loss")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot(
-        [step for step, _ in losses],
-        [loss for _, loss in losses],
-        ".-" if len(losses) < 50 else "-",
-        label="train",
-        color="tab:blue",
-    )
-    dev = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
-    left.plot([step for step, _ in dev], [loss for _, loss in dev], "o--", label="dev", color="tab:orange")
+    left.plot(steps, losses, ".-" if len(losses) < 50 else "-", label="train", color="tab:blue")
+    left.plot(*points("eval_loss"), "o--", label="dev", color="tab:orange")
     left.set(xlabel="optimiser step", ylabel="loss", title="loss")
     left.legend()
     for name in metrics:
-        points = [(r["step"], r[f"eval_{name}"]) for r in records if r.get(f"eval_{name}") is not None]
-        right.plot([step for step, _ in points], [value for _, value in points], "o-", label=name)
+        right.plot(*points(f"eval_{name}"), "o-", label=name)
     right.set(xlabel="optimiser step", title="dev metrics")
     if metrics:
         right.legend()

@@ -52,7 +52,7 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
-    """Replaces what every attention of a BERT or ALBERT model found by zeros, before its output projection.
+    """Replace what every attention of a BERT or ALBERT model found by zeros, before its output projection.
 
     Raises:
         ValueError: if the architecture is not one of this package's.

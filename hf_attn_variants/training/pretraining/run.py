@@ -1,4 +1,4 @@
-"""What the two pretraining scripts share: a stream of text in; a model and its dev loss out."""
+"""The course of pretraining: a stream of text in; a model and its dev scores out."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
@@ -21,11 +21,12 @@ from ..engine.models import model_name
 from ..engine.optimization import prepare_training
 from ..engine.session import start_run
 from .context_check import MIN_COST
+from .evaluation import RowSums, TextEvaluator
 from .settings import PretrainingSettings
 from .text_sources import PretrainingText
 from .text_stream import TextSource, TextStream, read_blocks, stack_rows
 
-__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "TextEvaluator", "pretrain"]
+__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "pretrain"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,27 +45,7 @@ class BlockPreparation(Protocol):
     takes_other_block: bool
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Arrays of one shape for every block; `key` alone, with the run's seed, decides what is random in them."""
-
-
-class TextEvaluator(Protocol):
-    """Computes the dev metrics.
-
-    Attributes:
-        metrics: those of the last evaluation; empty before the first.
-        seconds: what it took.
-        loader: its batches.
-    """
-
-    metrics: dict[str, float]
-    seconds: float
-    loader: DataLoader
-
-    def __call__(self) -> dict[str, float]:
-        """Evaluate the dev text: "loss", "perplexity", "accuracy", ..."""
-
-    def check_context(self) -> dict[str, Any]:
-        """Say whether the model reads its context; see `context_check.context_results`."""
+        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random."""
 
 
 class PreparedBlocks(Dataset):
@@ -92,14 +73,16 @@ class PretrainingTask:
         name: shown above the curves.
         prepare: makes examples.
         objective: the loss of their batches.
-        evaluator: (model, loader of the held-out text) -> its evaluator.
+        row_sums, items, shuffle: what they are evaluated by; see `TextEvaluator`.
         results: entries that `all_results.json` gets besides the shared ones.
     """
 
     name: str
     prepare: BlockPreparation
     objective: Objective
-    evaluator: Callable[[nn.Module, DataLoader], TextEvaluator]
+    row_sums: RowSums
+    items: str
+    shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     results: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +94,7 @@ def pretrain(
     text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
-    """Train, evaluates, tries whether the model reads its context and saves.
+    """Train, save, evaluate, and try whether the model reads its context.
 
     Args:
         model: made or loaded with the run's seed set.
@@ -145,9 +128,6 @@ def pretrain(
     )
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     evaluator = _evaluator(settings, accelerator, model, text.dev, tokenizer, task) if text.dev else None
-    loop_settings = LoopSettings.from_settings(
-        settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint
-    )
     loop = TrainingLoop(
         accelerator,
         model,
@@ -155,7 +135,7 @@ def pretrain(
         scheduler,
         train_loader,
         replace(task.objective, examples=lambda batch: int(batch["examples"])),
-        loop_settings,
+        LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
         evaluate=evaluator,
         start_epoch=stream.start_epoch,
         seek=stream.seek,
@@ -163,8 +143,7 @@ def pretrain(
     history = start_run(settings, accelerator)
     state = loop.run()
     outputs.save_model(accelerator, model, tokenizer, settings.output_dir, history)
-    results = {**loop.results(state.examples), **task.results}
-    results |= {"epoch": state.epoch, "seed": settings.seed}
+    results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
     if evaluator is not None:
         if not loop.scores_are_current():
             evaluator()
@@ -191,7 +170,8 @@ def _evaluator(
         stack_rows,
         settings.dataloader_num_workers,
     )
-    return task.evaluator(model, accelerator.prepare(loader))
+    loader = accelerator.prepare(loader)
+    return TextEvaluator(accelerator, model, loader, task.row_sums, task.items, task.shuffle, settings)
 
 
 def _dev_results(evaluator: TextEvaluator) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from ..engine.models import load_config, load_model
 from ..engine.new_model import new_config, new_model
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length, load_tokenizer
-from .masked_lm import MaskedLMEvaluator, find_head, masked_lm_objective
+from .context_check import shuffle_positions
+from .masked_lm import find_head, masked_lm_objective, masked_lm_sums
 from .run import PretrainingTask, pretrain
 from .settings import MaskedLMSettings
 from .text_sources import open_text_sources
@@ -51,11 +52,14 @@ def _run(settings: MaskedLMSettings, accelerator: Accelerator) -> dict[str, Any]
     )
     set_seed(settings.seed)
     model = _model(settings, config)
+    head = find_head(model)
     task = PretrainingTask(
         "masked LM",
         prepare,
-        masked_lm_objective(find_head(model), sentence_weight=settings.mlm_probability * prepare.block_length),
-        lambda model, loader: MaskedLMEvaluator(accelerator, model, loader, settings.disable_tqdm),
+        masked_lm_objective(head, sentence_weight=settings.mlm_probability * prepare.block_length),
+        lambda model, batch: masked_lm_sums(model, head, batch),
+        "masked_tokens",
+        shuffle_positions,
     )
     return pretrain(settings, accelerator, model, tokenizer, text, task)
 

@@ -12,7 +12,7 @@ from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .run import PretrainingTask, pretrain
 from .settings import SpanCorruptionSettings
-from .span_corruption import SpanCorruption, SpanCorruptionEvaluator
+from .span_corruption import SpanCorruption, target_sums
 from .text_sources import open_text_sources
 
 __all__ = ["pretrain_span_corruption"]
@@ -47,8 +47,10 @@ def _run(settings: SpanCorruptionSettings, accelerator: Accelerator) -> dict[str
         "span corruption",
         prepare,
         label_objective(target_logits),
-        lambda model, loader: SpanCorruptionEvaluator(accelerator, model, loader, prepare, settings.disable_tqdm),
-        results={"block_length": prepare.block_length, "target_length": prepare.target_length},
+        target_sums,
+        "target_tokens",
+        prepare.shuffle_text,
+        {"block_length": prepare.block_length, "target_length": prepare.target_length},
     )
     return pretrain(settings, accelerator, model, tokenizer, text, task)
 

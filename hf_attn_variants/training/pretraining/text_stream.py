@@ -150,7 +150,7 @@ TEXT_BEGIN = Place()
 
 
 def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
-    """Open text files and reads the first article of each.
+    """Open text files and read the first article of each.
 
     Raises:
         OSError: if one is not there, or cannot be read.
@@ -236,7 +236,7 @@ def _tokenized(
 
 
 def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Token ids that text may not hold: special tokens, but the unknown one, and sentinels.
+    """Return the token ids that text may not hold: special tokens, but the unknown one, and sentinels.
 
     Not `all_special_ids`: some tokenizers count punctuation among them.
     """

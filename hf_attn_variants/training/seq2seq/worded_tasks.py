@@ -9,7 +9,7 @@ import numpy as np
 from ..glue.data import GlueSplit, load_glue
 from ..glue.metrics import compute_metrics
 from ..glue.tasks import GlueTask, get_task
-from ..squad.data import Question, check_unanswerable, load_squad_hub, read_squad
+from ..squad.data import Question, load_squad
 from ..squad.metrics import score_answer
 from ..squad.settings import METRIC_NAMES
 from .data import Seq2SeqData, Seq2SeqSplit
@@ -78,12 +78,8 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if settings.task_name.lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
-        data.splits.update(
-            {
-                name: replace(split, sources=[settings.source_prefix + source for source in split.sources])
-                for name, split in data.splits.items()
-            }
-        )
+        for name, split in data.splits.items():
+            data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
     return data
 
 
@@ -123,26 +119,10 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
     if settings.data_dir is not None:
         raise ValueError("--data_dir is for GLUE; --task_name squad reads --train_file and --validation_file")
     splits = {}
-    for name, flag, hub_split in (
-        ("train", "train", "train"),
-        ("dev", "validation", "validation"),
-        ("test", "test", ""),
-    ):
-        path = files[f"{flag}_file"]
-        if path is None and (any(files.values()) or not hub_split):
-            continue
-        if name == "train" and settings.only_evaluates:
-            continue
-        questions = (
-            read_squad(path, has_answers=name != "test") if path else load_squad_hub(hub_split, version_2=False)
-        )
-        if name != "test":
-            check_unanswerable(path or f"{SQUAD} ({hub_split})", questions, version_2=False)
-        splits[name] = Seq2SeqSplit(
-            name,
-            [format_squad(question) for question in questions],
-            [tuple(answer.text for answer in q.answers) for q in questions] if name != "test" else None,
-        )
+    found = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
+    for name, questions in found.items():
+        answers = [tuple(answer.text for answer in question.answers) for question in questions]
+        splits[name] = Seq2SeqSplit(name, list(map(format_squad, questions)), answers if name != "test" else None)
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])

@@ -41,17 +41,15 @@ class Prediction:
 
     @property
     def text(self) -> str:
-        """The best span's text."""
         return self.spans[0].text if self.spans else ""
 
     @property
     def null_odds(self) -> float:
         """By how much the score of "no answer" is above that of the best span."""
-        # A finite number: JSON and float32 hold it.
-        return self.null.score - self.spans[0].score if self.spans else 1e9
+        return self.null.score - self.spans[0].score if self.spans else 1e9  # finite: for JSON
 
     def answer(self, null_threshold: float | None) -> str:
-        """The text, or the empty one where `null_odds` is above a threshold (None: never)."""
+        """Return the text, or the empty one where `null_odds` is above a threshold (None: never)."""
         return "" if null_threshold is not None and self.null_odds > null_threshold else self.text
 
 
@@ -116,7 +114,7 @@ def _window_spans(
 
 
 def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
-    """What the n-best file holds of a question: text, logits and probability among the entries, best first.
+    """Return what the n-best file holds of a question: text, logits and probability of each entry, best first.
 
     Args:
         with_null: whether "no answer" is an entry (v2.0).

@@ -15,21 +15,20 @@ PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and English articles, one space between words."""
+    """Return a text in lower case, without punctuation and English articles, one space between words."""
     kept = "".join(character for character in text.lower() if character not in PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", kept).split())
 
 
 def exact_match(prediction: str, truth: str) -> float:
-    """1.0 where two answers are the same once normalised."""
+    """Return 1.0 where two answers are the same once normalised, else 0.0."""
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
 def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
-    """Harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
+    """Return the harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
 
     Args:
-        prediction, truth: answers.
         both_empty: its value where neither has a word: 0 in the official script of v1.1, 1 in that of v2.0.
     """
     found, right = normalize_answer(prediction).split(), normalize_answer(truth).split()
@@ -40,7 +39,7 @@ def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
 
 
 def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
-    """Exact match and F1 with whichever true answer is nearest; no true answer: the right one is the empty text."""
+    """Return exact match and F1 with the nearest true answer; without any, the empty text is right."""
     truths = truths or [""]
     return (
         max(exact_match(prediction, truth) for truth in truths),

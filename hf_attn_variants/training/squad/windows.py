@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
 from .settings import SquadSettings
 
-__all__ = ["NO_ANSWER", "Window", "WindowRows", "check_squad_lengths", "make_windows", "window_collator"]
+__all__ = ["NO_ANSWER", "Window", "check_squad_lengths", "make_windows", "window_collator"]
 
 logger = logging.getLogger(__name__)
 # The token that stands for "no answer": the first one, which is [CLS] in BERT and ALBERT.
@@ -94,8 +93,7 @@ def make_windows(
     Returns:
         The windows, in the questions' order.
     """
-    windows: list[Window] = []
-    cut = 0
+    windows, cut = [], 0
     for begin in range(0, len(questions), TOKENIZER_BATCH):
         batch = questions[begin : begin + TOKENIZER_BATCH]
         texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
@@ -177,23 +175,6 @@ def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
     return replace(window, start=first, end=last)
 
 
-class WindowRows(Dataset):
-    """Windows by index."""
-
-    def __init__(self, windows: Sequence[Window]):
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> Window:
-        return self.windows[index]
-
-    def lengths(self) -> list[int]:
-        """Tokens of each."""
-        return [len(window.input_ids) for window in self.windows]
-
-
 def window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
@@ -204,10 +185,7 @@ def window_collator(
         if windows[0].token_type_ids is not None:
             rows["token_type_ids"] = [window.token_type_ids.tolist() for window in windows]
         batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
-        return {
-            **batch,
-            "start_positions": torch.tensor([window.start for window in windows]),
-            "end_positions": torch.tensor([window.end for window in windows]),
-        }
+        starts, ends = zip(*((window.start, window.end) for window in windows), strict=True)
+        return {**batch, "start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
 
     return collate
