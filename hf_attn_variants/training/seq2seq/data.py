@@ -1,21 +1,14 @@
-"""Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are `seq2seq_tasks`'."""
+"""Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are in `worded_tasks`."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...text_files import (
-    column_names,
-    column_value,
-    has_text,
-    read_columns,
-    read_lines,
-    read_pairs,
-)
+from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
 from ..engine.tokenizers import too_long
 from .metrics import TEXT_METRICS, score_texts
 from .settings import Seq2SeqSettings
@@ -45,12 +38,12 @@ class Seq2SeqSplit:
         return len(self.sources)
 
     def first(self, count: int | None) -> "Seq2SeqSplit":
-        """The split's first `count` rows (all of them with None)."""
+        """Return the split's first `count` rows, with None all of them."""
         references = self.references[:count] if self.references is not None else None
         return Seq2SeqSplit(self.name, self.sources[:count], references)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(source, target) of each row, the target empty where none is known."""
+        """Return (source, target) of each row, the target empty where none is known."""
         if self.references is None:
             return [(source, "") for source in self.sources]
         return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
@@ -129,7 +122,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
         columns = columns[:1]  # its targets are not public, as those of many test splits
     rows = []
-    for number, row in enumerate(_rows(splits[split])):
+    for number, row in enumerate(splits[split]):
         texts = tuple(column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
@@ -142,10 +135,6 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     if not any(text.strip() for texts in rows for text in texts):
         raise ValueError(f"{settings.dataset_name} ({split}) has no row of text")
     return rows
-
-
-def _rows(data: Dataset) -> Any:
-    return (data[i] for i in range(len(data)))
 
 
 def check_seq2seq_lengths(
@@ -180,11 +169,9 @@ def warn_of_cuts(
         How many of the split's first 10,000 rows are cut: "sources" and "targets".
     """
     rows = split.pairs()[:COUNTED_ROWS]
+    limits = {"sources": ("max_length", max_length), "targets": ("max_target_length", max_target_length)}
     found = {}
-    limits = {"max_length": max_length, "max_target_length": max_target_length}
-    for side, (flag, limit), texts in zip(
-        ("sources", "targets"), limits.items(), zip(*rows, strict=True), strict=True
-    ):
+    for (side, (flag, limit)), texts in zip(limits.items(), zip(*rows, strict=True), strict=True):
         ids = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
         found[side] = sum(len(row) > limit for row in ids)
         if found[side]:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 from .settings import check_text_metrics
 
@@ -28,22 +30,12 @@ class TextMetric:
     score: Callable[[Sequence[str], References], dict[str, float]]
 
 
-def _bleu(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _sacrebleu(name: str, predictions: Sequence[str], references: References) -> dict[str, float]:
     import sacrebleu
 
-    return {"bleu": sacrebleu.corpus_bleu(list(predictions), _streams(references)).score}
-
-
-def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
-    import sacrebleu
-
-    return {"chrf": sacrebleu.corpus_chrf(list(predictions), _streams(references)).score}
-
-
-def _streams(references: References) -> list[list[str | None]]:
-    # sacrebleu wants the first reference of every row, then the second, ...; None where a row has fewer.
-    count = max(len(row) for row in references)
-    return [[row[i] if i < len(row) else None for row in references] for i in range(count)]
+    # It wants the first reference of every row, then the second, ...; None where a row has fewer.
+    streams = list(zip_longest(*references))
+    return {name: getattr(sacrebleu, f"corpus_{name}")(list(predictions), streams).score}
 
 
 def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
@@ -71,8 +63,8 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
 # sacrebleu with its default settings (0 to 100); ROUGE F-measures with Porter stemming (0 to 100); accuracy: the share
 # of texts that are a reference, spaces around them aside.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), _bleu),
-    "chrf": TextMetric(("chrf",), _chrf),
+    "bleu": TextMetric(("bleu",), partial(_sacrebleu, "bleu")),
+    "chrf": TextMetric(("chrf",), partial(_sacrebleu, "chrf")),
     "rouge": TextMetric(ROUGE_TYPES, _rouge),
     "accuracy": TextMetric(("accuracy",), _accuracy),
 }

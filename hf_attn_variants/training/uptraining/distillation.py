@@ -1,7 +1,7 @@
 """How far a student is from its teacher: hidden states, attention outputs, logits, sentence embeddings."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,7 @@ class ActivationRecorder:
     def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
         """Run `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
         self._outputs = {}
+        # A decoder would keep keys and values that nothing reads; an encoder does not know the argument.
         options = {"use_cache": False} if self.is_encoder_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         kept, self._outputs = self._outputs, None
@@ -121,8 +122,7 @@ class Teacher:
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
         """Return the teacher's activations on a batch of model inputs."""
-        context: AbstractContextManager = self._autocast()
-        with context:
+        with self._autocast():
             return self.recorder.run(self.model, inputs, self.hidden_states)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
@@ -155,7 +155,7 @@ class _Moments:
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 
     def variance(self) -> Tensor:
-        """The mean variance of a coordinate, a scalar."""
+        """Return the mean variance of a coordinate, a scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
         return variance.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that always gives the same vector
@@ -164,7 +164,7 @@ class _Moments:
 def layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
 ) -> Term:
-    """Squared error of each token's vectors as a share of their variance, averaged over layers.
+    """Return the squared error of each token's vectors as a share of their variance, averaged over layers.
 
     0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere.
 
@@ -181,7 +181,7 @@ def layer_error(
 
 
 def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats (arXiv:1503.02531).
+    """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv:1503.02531).
 
     Args:
         student, teacher: logits [b, n, classes], or [b, classes].
@@ -199,7 +199,7 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
 
 
 def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
-    """1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
+    """Return 1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
     mine, other = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     return 1 - functional.cosine_similarity(mine, other, dim=-1), torch.ones_like(mask[:, 0])
 

@@ -10,13 +10,7 @@ from transformers import PreTrainedModel
 from ...modeling.variant_mixins import AttentionSite
 from ...registration import variant_model_class
 
-__all__ = [
-    "add_lora",
-    "freeze_unused",
-    "merge_lora",
-    "named_attentions",
-    "select_trainable",
-]
+__all__ = ["add_lora", "freeze_unused", "named_attentions", "select_trainable"]
 
 
 def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
@@ -54,7 +48,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
         alpha: they are scaled by alpha / rank.
 
     Returns:
-        peft's model around it, for `merge_lora`.
+        peft's model around it, whose `merge_and_unload` adds the updates to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -65,11 +59,6 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
         for path in (site.query, site.key, site.value, site.output)
     ]
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
-
-
-def merge_lora(peft_model: Any) -> PreTrainedModel:
-    """Add the low-rank updates to the weights that they belong to and returns the plain model."""
-    return peft_model.merge_and_unload()
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
