@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
@@ -25,22 +25,18 @@ class GlueSplit:
 
     Attributes:
         name: the Hub's name of the split ("train", "validation_matched", "test", ...).
-        source: where it was read: a file, or a Hub id.
         data: columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
     """
 
     name: str
-    source: str
     data: Dataset
 
     def __len__(self) -> int:
         return len(self.data)
 
     def first(self, count: int | None) -> "GlueSplit":
-        """The split's first `count` rows (all of them with None)."""
-        if count is None or count >= len(self.data):
-            return self
-        return GlueSplit(self.name, self.source, self.data.select(range(count)))
+        """Return the split's first `count` rows, with None all of them."""
+        return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
@@ -53,7 +49,7 @@ def make_rows(columns: dict[str, list]) -> Dataset:
 
 
 def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
-    """A short hash of a split's texts and labels, in their order."""
+    """Return a short hash of a split's texts and labels, in their order."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -91,9 +87,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     text_at = [_find(header, names) for names in task.text_columns]
     label_at = _find(header, task.label_columns) if has_labels else None
     index_at = None if has_labels else _find(header, ("index", "id"))
-    columns: dict[str, list] = {"index": [], **{f"text{i + 1}": [] for i in range(len(text_at))}}
-    if has_labels:
-        columns["label"] = []
+    names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
+    columns: dict[str, list] = {name: [] for name in names}
     broken = 0
     for position, (number, cells) in enumerate(rows):
         if len(cells) != len(header):
@@ -172,7 +167,6 @@ def load_glue(
     task: GlueTask,
     data_dir: str | None = None,
     files: dict[str, str | None] | None = None,
-    hub_dataset: str = HUB_DATASET,
     with_train: bool = True,
 ) -> dict[str, GlueSplit]:
     """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
@@ -194,39 +188,37 @@ def load_glue(
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
         paths = _file_splits(task, data_dir, files, with_train)
-        return {
-            split: GlueSplit(split, str(path), read_tsv(path, task, has_labels=split not in task.test_splits))
-            for split, path in paths.items()
-        }
+        is_labelled = {split: split not in task.test_splits for split in paths}
+        return {split: GlueSplit(split, read_tsv(path, task, is_labelled[split])) for split, path in paths.items()}
     try:
-        loaded = load_dataset(hub_dataset, task.name)
+        loaded = load_dataset(HUB_DATASET, task.name)
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
-            f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
+            f"cannot load {task.name} of {HUB_DATASET} from the Hub ({type(error).__name__}: {error}); "
             "give a folder of GLUE TSVs with --data_dir"
         ) from error
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
-    return {split: _hub_split(task, split, loaded[split], hub_dataset) for split in splits if split in loaded}
+    return {split: _hub_split(task, split, loaded[split]) for split in splits if split in loaded}
 
 
-def _hub_split(task: GlueTask, split: str, data: Dataset, hub_dataset: str) -> GlueSplit:
+def _hub_split(task: GlueTask, split: str, data: Dataset) -> GlueSplit:
     renamed = {}
     for i, names in enumerate(task.text_columns):
         at = _find(data.column_names, names)
         if at is None:
             raise ValueError(
-                f"{hub_dataset}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
+                f"{HUB_DATASET}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
             )
         renamed[data.column_names[at]] = f"text{i + 1}"
     data = data.rename_columns(renamed)
     if "idx" in data.column_names:
         data = data.rename_column("idx", "index")
-    if split in task.test_splits:
-        data = data.remove_columns([name for name in ("label",) if name in data.column_names])
-    return GlueSplit(split, f"{hub_dataset} ({task.name}, {split})", data)
+    if split in task.test_splits and "label" in data.column_names:
+        data = data.remove_columns("label")
+    return GlueSplit(split, data)
 
 
-def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> GlueSplit | None:
+def load_ax(data_dir: str | None = None) -> GlueSplit | None:
     """Read the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
 
     Returns:
@@ -234,11 +226,11 @@ def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> Glue
     """
     task = TASKS["ax"]
     if data_dir is None:
-        return _hub_split(task, "test", load_dataset(hub_dataset, "ax", split="test"), hub_dataset)
+        return _hub_split(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():
-                return GlueSplit("test", str(folder / name), read_tsv(folder / name, task, has_labels=False))
+                return GlueSplit("test", read_tsv(folder / name, task, has_labels=False))
     return None
 
 
@@ -263,9 +255,7 @@ def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_len
     # A longer name than this leaves no room for the bar in 80 columns.
     shown = f"{split.name.replace('validation', 'dev')} tokens"
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
-    full = sum(length == max_length for length in data["length"])
-    if full:
-        logger.info(
-            "%s: %d of %d examples fill --max_length %d and may have been cut", split.name, full, len(data), max_length
-        )
+    if full := sum(length == max_length for length in data["length"]):
+        message = "%s: %d of %d examples fill --max_length %d and may have been cut"
+        logger.info(message, split.name, full, len(data), max_length)
     return data

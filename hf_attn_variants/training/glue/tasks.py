@@ -14,13 +14,11 @@ class GlueTask:
         name: the task's name for `--task_name`, which is also its configuration in `nyu-mll/glue`.
         folder: the folder's and the submission file's name in the official release.
         text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
-        label_columns: the names of the label column.
         labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
-        metrics: official metrics, by their names in `training.metrics`.
+        metrics: official metrics, by their names in `glue.metrics`.
         main_metric: the dev metric that decides which weights are best.
         eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
         test_splits: the same for the test splits.
-        submissions: test split -> name of its file in a GLUE submission.
         submits_names: whether a submission holds class names (True) or class ids.
         headerless: column names of a file without a header, by its number of columns; `headerless_test` holds those of
             test files, which have no label.
@@ -37,7 +35,6 @@ class GlueTask:
     main_metric: str = "accuracy"
     eval_splits: dict[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
     test_splits: dict[str, str] = field(default_factory=lambda: {"test": "test.tsv"})
-    submissions: dict[str, str] = field(default_factory=dict)
     submits_names: bool = False
     headerless: dict[int, tuple[str, ...]] = field(default_factory=dict)
     headerless_test: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -47,41 +44,18 @@ class GlueTask:
     def is_regression(self) -> bool:
         return self.labels is None
 
-    @property
-    def num_labels(self) -> int:
-        return 1 if self.labels is None else len(self.labels)
-
     def submission_file(self, split: str) -> str:
-        return self.submissions.get(split, f"{self.folder}.tsv")
+        """Return the name of a split's file in a GLUE submission."""
+        kind = {"matched": "-m", "mismatched": "-mm"}.get(split.partition("_")[2], "")
+        return f"{self.folder}{kind}.tsv"
 
 
 _PAIR = (("sentence1", "premise"), ("sentence2", "hypothesis"))
 _PAIR_LAYOUT = {4: ("index", "sentence1", "sentence2", "label")}
 _PAIR_TEST_LAYOUT = {3: ("index", "sentence1", "sentence2")}
-_STSB_LAYOUT = (
-    "index",
-    "genre",
-    "filename",
-    "year",
-    "old_index",
-    "source1",
-    "source2",
-    "sentence1",
-    "sentence2",
-    "score",
-)
-_MNLI_START = (
-    "index",
-    "promptID",
-    "pairID",
-    "genre",
-    "sentence1_binary_parse",
-    "sentence2_binary_parse",
-    "sentence1_parse",
-    "sentence2_parse",
-    "sentence1",
-    "sentence2",
-)
+_STSB_LAYOUT = tuple("index genre filename year old_index source1 source2 sentence1 sentence2 score".split())
+_PARSES = ("sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse", "sentence2_parse")
+_MNLI_START = ("index", "promptID", "pairID", "genre", *_PARSES, "sentence1", "sentence2")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _TASKS = [
@@ -145,12 +119,6 @@ _TASKS = [
         labels=_NLI_LABELS,
         eval_splits={"validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
         test_splits={"test_matched": "test_matched.tsv", "test_mismatched": "test_mismatched.tsv"},
-        submissions={
-            "validation_matched": "MNLI-m.tsv",
-            "validation_mismatched": "MNLI-mm.tsv",
-            "test_matched": "MNLI-m.tsv",
-            "test_mismatched": "MNLI-mm.tsv",
-        },
         submits_names=True,
         headerless={
             4: ("index", "sentence1", "sentence2", "gold_label"),
