@@ -39,46 +39,31 @@ NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class TrainState:
-    """Where a run stands; what `accelerate` does not know about it.
+    """Where a run stands; what `accelerate` does not know about it."""
 
-    Attributes:
-        step: optimiser steps done.
-        epoch: epoch the next batch belongs to (from 0).
-        batch_in_epoch: batches of that epoch already used, on each process.
-        position: the "position" of the last one, where batches have one: how its data is found again.
-        examples, tokens, flops: training examples used, the tokens in them and what training on them took, over all
-            processes; see `throughput`.
-        loss_total: sum of the mean losses of all steps.
-        window_loss, window_steps: the same since the last log record, and its steps.
-        window_tokens, window_begin: `tokens` and `train_seconds` at the last log record.
-        lr: the learning rate of the last step.
-        best_metric, best_step: the best evaluation so far.
-        bad_evaluations: evaluations since then.
-        finished: early stopping ended the run.
-        train_seconds: time spent in training steps (neither evaluation nor checkpoints).
-        fingerprint: the settings and data that decide which weights the run ends with.
-        environment: what decides how sums are rounded; another one resumes with a warning.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch_in_epoch: int = 0
-    position: list[int] | None = None
+    step: int = 0  # optimiser steps done
+    epoch: int = 0  # which the next batch belongs to, from 0
+    batch_in_epoch: int = 0  # batches of that epoch already used, on each process
+    position: list[int] | None = None  # the last batch's "position", where it has one: how its data is found again
+    # Over all processes: training examples, the tokens in them, and what training on them took; see `throughput`.
     examples: int = 0
     tokens: int = 0
     flops: int = 0
-    loss_total: float = 0.0
+    loss_total: float = 0.0  # the sum of the mean losses of all steps
+    # The same since the last log record, and its steps; `tokens` and `train_seconds` at that record.
     window_loss: float = 0.0
     window_steps: int = 0
     window_tokens: int = 0
     window_begin: float = 0.0
-    lr: float = 0.0
+    lr: float = 0.0  # of the last step
     best_metric: float | None = None
     best_step: int | None = None
-    bad_evaluations: int = 0
-    finished: bool = False
-    train_seconds: float = 0.0
+    bad_evaluations: int = 0  # since the best one
+    finished: bool = False  # by early stopping
+    train_seconds: float = 0.0  # in training steps, neither evaluation nor checkpoints
+    # The settings and data that decide which weights the run ends with.
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    # What decides how sums are rounded; another one resumes with a warning.
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -156,13 +141,8 @@ def save_checkpoint(
     Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled
     on the way leaves the earlier checkpoints as they are. Called on every process.
 
-    Args:
-        output_dir: the run's folder, which has the log and the best weights.
-        save_total_limit: other checkpoints are deleted until this many are left, first those of later steps, which a
-            run that went back to an earlier one leaves behind, then the oldest; None keeps all.
-
-    Returns:
-        The checkpoint's folder.
+    With `save_total_limit` other checkpoints are deleted until this many are left, first those of later steps, which a
+    run that went back to an earlier one leaves behind, then the oldest.
 
     Raises:
         OSError: if it could not be written; nothing is left behind.
@@ -234,14 +214,9 @@ def _remove(folder: Path) -> None:
 def load_checkpoint(
     accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
 ) -> TrainState:
-    """Restore what `save_checkpoint` saved, the random states last. Called on every process.
+    """Restore what `save_checkpoint` saved, the random states last, and return the state. Called on every process.
 
-    Args:
-        output_dir: the run's folder, which gets the log and the best weights back as they were.
-        fingerprint: this run's; see `TrainState`.
-
-    Returns:
-        The saved state.
+    The run's folder gets the log and the best weights back as they were.
 
     Raises:
         ValueError: if the run's settings or training data are not those saved (the message names each with its old and

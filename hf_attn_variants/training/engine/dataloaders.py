@@ -37,8 +37,7 @@ class EpochSampler(Sampler[int]):
     not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
 
     Args:
-        group_lengths: tokens of each example, to group by length; None shuffles freely.
-        batch_size: batch size the groups are made for.
+        group_lengths: tokens of each example, to group by length in batches of `batch_size`; None shuffles freely.
     """
 
     def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
@@ -84,9 +83,7 @@ def create_train_dataloader(
 ) -> DataLoader:
     """Make a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
 
-    Args:
-        collate: examples to a batch; it must be a function of the examples (no random numbers), because batches are
-            prepared ahead of the step that uses them.
+    `collate` must be a function of the examples alone: batches are prepared ahead of the step that uses them.
     """
     return _data_loader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
@@ -100,9 +97,7 @@ def prepare_train_dataloader(
 ) -> tuple[DataLoader | list, EpochSampler]:
     """Make the prepared training dataloader that the settings ask for, and the sampler that knows its epochs.
 
-    Args:
-        rows: examples by index; without any (a run that only evaluates) there are no batches.
-        lengths: gives the length of each row; called where rows are grouped by it.
+    Without rows (a run that only evaluates) there are no batches. `lengths` is called where it groups rows.
     """
     batch_size, seed = settings.per_device_train_batch_size, settings.seed
     group_lengths = lengths() if settings.group_by_length else None
@@ -116,13 +111,10 @@ def prepare_train_dataloader(
 def create_stream_dataloader(
     accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
 ) -> DataLoader:
-    """Make a prepared dataloader of a stream of batches that are each process's own.
+    """Make a prepared dataloader of a stream of batches that are each process's own, with 0 workers or 1.
 
     accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
     and draw from the random state that dropout uses.
-
-    Args:
-        num_workers: 0, or 1 to prepare batches beside the training.
     """
     return prepare_data_loader(
         _data_loader(stream, seed, num_workers, batch_size=None),
@@ -151,8 +143,7 @@ def prepare_eval_dataloader(
 ) -> tuple[DataLoader, list[int]]:
     """Make a prepared dataloader of rows, longest first: little padding, and memory that is too small fails at once.
 
-    Returns:
-        The dataloader, and the numbers of the rows in its order; see `in_rows_order`.
+    Return it and the numbers of the rows in its order, for `in_rows_order`.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     loader = create_eval_dataloader(

@@ -124,8 +124,7 @@ class MaskedLMPreparation:
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Replace chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
 
-        Returns:
-            The inputs and the labels [n].
+        Return the inputs and the labels [n].
         """
         maskable = ~self.special[ids]
         draws = generator.random(len(ids))

@@ -155,14 +155,12 @@ def load_model(
 def load_model_and_rest(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type, needs_all: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a checkpoint in float32.
+    """Load a checkpoint in float32, with `options` of `from_pretrained`.
+
+    Return the model, and the names of the checkpoint's tensors for which it has no place.
 
     Args:
         needs_all: whether the checkpoint must have every weight, as that of a language model must in any case.
-        **options: of `from_pretrained`.
-
-    Returns:
-        The model, and the names of the checkpoint's tensors for which it has no place.
 
     Raises:
         OSError: if the checkpoint cannot be read.

@@ -1,4 +1,4 @@
-"""Builds a model from scratch: an architecture's defaults, the fields that differ, and the attention variant."""
+"""Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
 import json
 from typing import Any
@@ -7,13 +7,27 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...registration import variant_config_class
-from .models import enable_gradient_checkpointing, set_dropout
+from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import NewModelSettings
-from .tokenizers import vocabulary_size
+from .tokenizers import load_tokenizer, vocabulary_size
 
-__all__ = ["new_config", "new_model"]
+__all__ = ["load_or_make_config", "load_or_make_model", "new_config"]
 
 VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
+
+
+def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Return the config of the checkpoint, or of the model from scratch that the settings describe; and the tokenizer.
+
+    Raises:
+        OSError: if the checkpoint or the tokenizer is not there.
+        ValueError: if one cannot be used, they do not fit, or a field of the new config is wrong.
+    """
+    if settings.model_name_or_path is not None:
+        config = load_config(settings)
+        return config, load_tokenizer(settings, config)
+    tokenizer = load_tokenizer(settings, None)
+    return new_config(settings, tokenizer), tokenizer
 
 
 def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -55,12 +69,16 @@ def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
-def new_model(settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
-    """Make a model of one of transformers' Auto classes in float32, its weights drawn at random.
+def load_or_make_model(
+    settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, needs_all: bool = False
+) -> PreTrainedModel:
+    """Load the checkpoint, or make a new model with weights drawn at random, in float32.
 
     Raises:
-        ValueError: if the config describes no model, or the machine cannot do `attn_implementation`.
+        OSError, ValueError: as for `load_model_and_rest`, or if the config describes no model.
     """
+    if settings.model_name_or_path is not None:
+        return load_model(settings, config, auto_class, needs_all=needs_all)
     try:
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     except (ValueError, ImportError) as error:

@@ -73,11 +73,7 @@ def save_model(
 ) -> None:
     """Save model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
 
-    Called on every process; only the main one writes.
-
-    Args:
-        history: of `session.start_run`: how the model was made before this run.
-        carried: further tensors for the weights' file, which the model has no place for.
+    Called on every process; only the main one writes. `carried` goes into the weights' file beside the model's.
 
     Raises:
         OSError: if the folder cannot be written; what was in it stays.
@@ -134,11 +130,7 @@ def save_bad_batch(
 
 
 def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Write `all_results.json` and `training_curves.png`. Called on the main process.
-
-    Args:
-        metrics: names of the dev metrics to draw, without "eval_".
-        title: above the curves; the seed is added.
+    """Write `all_results.json` and `training_curves.png`, which shows `metrics`; called on the main process.
 
     Raises:
         OSError: if a file could not be written.

@@ -18,11 +18,7 @@ SAME_CTRL_C = 1.0
 
 
 class StopSignals:
-    """Notes the signals that come, for whoever can stop at a better moment.
-
-    Attributes:
-        number: the one that came, or None.
-    """
+    """Notes the signal that comes as `number`, for whoever can stop at a better moment."""
 
     def __init__(self) -> None:
         self.number: int | None = None

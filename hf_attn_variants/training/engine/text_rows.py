@@ -24,12 +24,7 @@ Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 
 @dataclass
 class TextRows(Dataset):
-    """Texts by index, each with its key of this epoch.
-
-    Attributes:
-        texts: one text, or one (source, target) pair, a row.
-        epoch: the epoch that the keys are for.
-    """
+    """Texts, or pairs (source, target), by index, each with its key of the epoch that `start_epoch` selects."""
 
     texts: list[Any]
     epoch: int = 0
@@ -77,10 +72,8 @@ def masked_text_collator(
 ) -> Collator:
     """Make the function from rows to a batch of masked language modelling, with "labels" [b, n].
 
-    Args:
-        max_length, pad_to_multiple_of: as the flags of these names.
-        probability: chance of each token to be predicted.
-        seed: with a row's key it alone decides which are, so that a resumed run masks the same ones.
+    Each token is predicted with this probability. The seed and a row's key alone decide which are, so that a resumed
+    run masks the same ones.
 
     Raises:
         ValueError: if the tokenizer lacks a token that masking needs.

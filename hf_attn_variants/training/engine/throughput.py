@@ -109,10 +109,6 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
     """Return how well a run used its devices.
 
-    Args:
-        flops: what training took, over all processes.
-        peak_tflops: of one device; None: what a large matrix product reaches now.
-
     Returns:
         "train_tflops_per_second" of all processes, "train_mfu", "peak_tflops"; nothing where no FLOPs were counted, or
         the device could not be measured.

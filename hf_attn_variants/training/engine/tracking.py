@@ -32,8 +32,7 @@ def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any)
 class RunLog:
     """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
 
-    Args:
-        bar: progress bar that shows the last loss, and the dev scores above it; None shows none.
+    A bar shows the last loss, and the dev scores above it.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -106,11 +105,7 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
-    """Draw the training loss and the dev metrics against the step.
-
-    Args:
-        metrics: names of the dev metrics to draw, without "eval_".
-    """
+    """Draw the training loss and the dev metrics (names without "eval_") of `read_log` against the step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

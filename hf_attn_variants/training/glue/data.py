@@ -62,11 +62,8 @@ def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
 def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
     """Read one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
 
-    Args:
-        has_labels: false for a test file, whose label column is neither needed nor read.
-
-    Returns:
-        Columns `text1`, `text2` (pairs only), `label` (int, or float for STS-B; not for test files) and `index`.
+    Return the columns `text1`, `text2` (pairs only), `index` and, unless `has_labels` is false as for a test file,
+    `label` (int, or float for STS-B).
 
     Raises:
         OSError: if the file is not there.
@@ -171,15 +168,8 @@ def load_glue(
 ) -> dict[str, GlueSplit]:
     """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
-    Args:
-        data_dir: folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files;
-            these and `dev_mismatched.tsv` may be missing.
-        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other names are not
-            read.
-        with_train: false: the training split is neither read nor needed.
-
-    Returns:
-        Split name -> rows, train first.
+    The folder has `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files; these and
+    `dev_mismatched.tsv` may be missing. `train_file`, `validation_file` and `test_file` of `files` go before it.
 
     Raises:
         OSError: if the train or dev file is missing, or the Hub cannot be reached.
@@ -221,8 +211,7 @@ def _hub_split(task: GlueTask, split: str, data: Dataset) -> GlueSplit:
 def load_ax(data_dir: str | None = None) -> GlueSplit | None:
     """Read the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
 
-    Returns:
-        Its rows, or None where a folder was given and the file is not in it.
+    Return None where a folder was given and the file is not in it.
     """
     task = TASKS["ax"]
     if data_dir is None:
@@ -235,13 +224,9 @@ def load_ax(data_dir: str | None = None) -> GlueSplit | None:
 
 
 def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenise a split without padding; that is done per batch.
+    """Tokenise a split without padding; that is done per batch. The longer text of a pair is cut first.
 
-    Args:
-        max_length: tokens an example may have; the longer text of a pair is cut first.
-
-    Returns:
-        The tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
+    Return the tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
     """
     pair = "text2" in split.data.column_names
 

@@ -35,11 +35,7 @@ def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> di
 def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Put the tokens of each example, with their labels, into another order; the first, the last and padding stay.
 
-    Args:
-        batch: "input_ids", "attention_mask" and "labels" [b, n].
-
-    Returns:
-        The batch, the same for the same examples.
+    Return the batch ("input_ids", "attention_mask", "labels" [b, n]), the same for the same examples.
     """
     lengths = batch["attention_mask"].sum(-1).tolist()
     order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)

@@ -96,11 +96,7 @@ def pretrain(
 ) -> dict[str, Any]:
     """Train, save, evaluate, and try whether the model reads its context.
 
-    Args:
-        model: made or loaded with the run's seed set.
-
-    Returns:
-        The results that `all_results.json` begins with.
+    The model was made or loaded with the run's seed set. Return the results that `all_results.json` begins with.
 
     Raises:
         ValueError, OSError: if the text is wrong, or something cannot be written.

@@ -4,13 +4,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig
 
 from ..engine.masking import MaskedLMPreparation
-from ..engine.models import load_config, load_model
-from ..engine.new_model import new_config, new_model
+from ..engine.new_model import load_or_make_config, load_or_make_model
 from ..engine.session import open_session
-from ..engine.tokenizers import check_max_length, load_tokenizer
+from ..engine.tokenizers import check_max_length
 from .context_check import shuffle_positions
 from .masked_lm import find_head, masked_lm_objective, masked_lm_sums
 from .run import PretrainingTask, pretrain
@@ -36,9 +35,7 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
 
 
 def _run(settings: MaskedLMSettings, accelerator: Accelerator) -> dict[str, Any]:
-    config = load_config(settings) if settings.model_name_or_path is not None else None
-    tokenizer = load_tokenizer(settings, config)
-    config = config if config is not None else new_config(settings, tokenizer)
+    config, tokenizer = load_or_make_config(settings)
     check_max_length(settings.max_length, config, tokenizer)
     _check_pairs(settings, config)
     text = open_text_sources(settings)
@@ -51,7 +48,9 @@ def _run(settings: MaskedLMSettings, accelerator: Accelerator) -> dict[str, Any]
         settings.sentence_task,
     )
     set_seed(settings.seed)
-    model = _model(settings, config)
+    auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+    # A sentence task's head may be new, but not where it is only evaluated.
+    model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
     head = find_head(model)
     task = PretrainingTask(
         "masked LM",
@@ -80,11 +79,3 @@ def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
             f"--sentence_task {task}: the model has {token_types} token type(s), and tells the two segments of a pair "
             "apart by two (type_vocab_size)"
         )
-
-
-def _model(settings: MaskedLMSettings, config: PreTrainedConfig) -> PreTrainedModel:
-    auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-    if settings.model_name_or_path is None:
-        return new_model(settings, config, auto_class)
-    # A sentence task's head may be new, but not where it is only evaluated.
-    return load_model(settings, config, auto_class, needs_all=settings.only_evaluates)

@@ -4,10 +4,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.losses import label_objective, target_logits
-from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
+from ..engine.new_model import load_or_make_model
+from ..engine.seq2seq_model import load_seq2seq_config
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .run import PretrainingTask, pretrain
@@ -42,7 +43,7 @@ def _run(settings: SpanCorruptionSettings, accelerator: Accelerator) -> dict[str
         tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
     )
     set_seed(settings.seed)
-    model = load_seq2seq_model(settings, config)
+    model = load_or_make_model(settings, config, AutoModelForSeq2SeqLM)
     task = PretrainingTask(
         "span corruption",
         prepare,

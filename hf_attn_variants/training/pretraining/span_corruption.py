@@ -27,12 +27,7 @@ SPANS = 4
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return how many tokens of a block are left out, and in how many spans.
-
-    Args:
-        density: the share of them that is left out.
-        mean_span: mean length of a span.
-    """
+    """Return how many tokens of a block are left out (a share of `density`), and in how many spans."""
     noise = min(max(round(length * density), 1), max(length - 1, 1))
     # Text stands before each span, so that no two touch.
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
@@ -59,10 +54,9 @@ def block_length(max_length: int, density: float, mean_span: float) -> int:
 
 
 def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Draw the spans of a block: text and spans alternate, text first, every division of either as likely as another.
+    """Draw the beginning and the end of each span of a block [spans, 2].
 
-    Returns:
-        The beginning and the end of each span [spans, 2].
+    Text and spans alternate, text first; every division of either is as likely as another.
     """
     noise, spans = noise_counts(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
@@ -144,11 +138,7 @@ class SpanCorruption:
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Put the inputs' words into another order; sentinels, the end and padding stay where they are.
-
-        Returns:
-            The batch, the same for the same examples.
-        """
+        """Put the inputs' words into another order, always the same; sentinels, the end and padding stay."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
         for row in ids:

@@ -19,14 +19,7 @@ __all__ = ["PretrainingText", "open_text_sources"]
 
 @dataclass(frozen=True)
 class PretrainingText:
-    """The text to pretrain on.
-
-    Attributes:
-        train: shards to train on.
-        dev: held-out ones; none: no evaluation.
-        train_fingerprint: what tells this training text from others.
-        dev_fingerprint: the same of the held-out text.
-    """
+    """The shards to train on, those held out (none: no evaluation), and what tells either from other text."""
 
     train: Sequence[TextSource]
     dev: Sequence[TextSource]

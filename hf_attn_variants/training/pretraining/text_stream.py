@@ -78,17 +78,14 @@ class TextFile:
         try:
             with self._open() as file:
                 file.seek(offset)
-                for line in file:
-                    blank = not line.strip()
-                    if not blank:
+                for line in itertools.chain(file, [b""]):  # the end of the file ends an article
+                    if line.strip():
                         lines.append(line)
                     size += len(line)
-                    if blank or size >= MAX_ARTICLE_BYTES:
+                    if not line.strip() or size >= MAX_ARTICLE_BYTES:
                         if lines:
-                            yield begin, _decode(lines, begin)
+                            yield begin, b"".join(lines).decode("utf-8" if begin else "utf-8-sig")
                         begin, lines, size = begin + size, [], 0
-                if lines:
-                    yield begin, _decode(lines, begin)
         except UnicodeDecodeError as error:
             raise OSError(f"{self.path}: not UTF-8 text ({error.reason} in the article at byte {begin})") from error
         except (OSError, EOFError, zlib.error) as error:
@@ -96,10 +93,6 @@ class TextFile:
 
     def _open(self) -> IO[bytes]:
         return gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
-
-
-def _decode(lines: list[bytes], offset: int) -> str:
-    return b"".join(lines).decode("utf-8" if offset else "utf-8-sig")
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,7 @@ def warn_of_cuts(
 ) -> dict[str, int]:
     """Warn of sources and targets that have more tokens than they may.
 
-    Returns:
-        How many of the split's first 10,000 rows are cut: "sources" and "targets".
+    Return how many of the split's first 10,000 rows are cut: "sources" and "targets".
     """
     rows = split.pairs()[:COUNTED_ROWS]
     limits = {"sources": ("max_length", max_length), "targets": ("max_target_length", max_target_length)}

@@ -111,14 +111,7 @@ def _text_lengths(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
 
 
 class Seq2SeqEvaluator:
-    """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass.
-
-    Args:
-        accelerator, model: the run's.
-        score: (predictions, references) -> metrics.
-        settings: each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
-            it computes the loss alone, and not texts.
-    """
+    """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass."""
 
     def __init__(
         self,
@@ -141,14 +134,11 @@ class Seq2SeqEvaluator:
         return dict(self.metrics)
 
     def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
-        """Compute the loss, and decode with each number of beams.
+        """Compute the loss, and decode with the numbers of beams, the first of `num_beams` or all.
 
         `metrics` gets "loss" and the metrics of each number of beams, from the second on with the suffix
-        `_beam<number>`; `texts` the texts by number of beams.
-
-        Args:
-            beams: the first ones of `num_beams`, or all.
-            afresh: false: the weights are those of the last evaluation, and only what it left out is computed.
+        `_beam<number>`; `texts` the texts by number of beams. Unless `afresh`, the weights are those of the last
+        evaluation, and only what it left out is computed.
         """
         if afresh:
             self.metrics, self.texts, self.seconds = {}, {}, 0.0
@@ -189,8 +179,7 @@ def decode_and_score(
 ) -> tuple[dict[str, float], list[str]]:
     """Decode a split and compare it with its references, where it has some.
 
-    Returns:
-        The metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; the texts.
+    Return the metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; and the texts.
     """
     found = decoder.decode(data, num_beams)
     values = score(found.texts, data.split.references) if data.split.references is not None else {}

@@ -19,12 +19,7 @@ References = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric over texts.
-
-    Attributes:
-        names: what it returns.
-        score: (predictions, references) -> values by name.
-    """
+    """A metric over texts: the names of its values, and the function from predictions and references to them."""
 
     names: tuple[str, ...]
     score: Callable[[Sequence[str], References], dict[str, float]]
@@ -71,16 +66,9 @@ TEXT_METRICS: dict[str, TextMetric] = {
 
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Compute metrics by name.
+    """Compute metrics by name, of one text a row and the texts that are right for it.
 
     To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
-
-    Args:
-        predictions: one text a row.
-        references: the right texts of each row, at least one.
-
-    Returns:
-        Values by the names that the metrics give them.
 
     Raises:
         ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.

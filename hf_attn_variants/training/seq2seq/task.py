@@ -5,14 +5,15 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.losses import Objective, label_objective, target_logits
+from ..engine.new_model import load_or_make_model
 from ..engine.options import check_metric
-from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
+from ..engine.seq2seq_model import load_seq2seq_config
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
 from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix, decode_and_score
@@ -70,7 +71,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
                 raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
 
     def load_model(self) -> PreTrainedModel:
-        return load_seq2seq_model(self.settings, self.config)
+        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
     def objective(self) -> Objective:
         return label_objective(target_logits, self.settings.label_smoothing_factor)

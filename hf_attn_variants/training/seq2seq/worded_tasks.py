@@ -40,13 +40,9 @@ def format_label(task: GlueTask, label: float) -> str:
 
 
 def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
-    """Read generated texts as predictions.
+    """Read generated texts as class ids, or scores (-1 where a text is no number).
 
-    Args:
-        labels: the true ones: a text that is no class name counts as another class than the true one.
-
-    Returns:
-        Class ids, or scores (-1 where a text is no number), one a text.
+    A text that is no class name counts as another class than the true one, of `labels`.
     """
     if task.labels is None:
         return np.array([_parse_score(text) for text in texts])

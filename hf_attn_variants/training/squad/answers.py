@@ -64,13 +64,9 @@ def find_predictions(
     """Find the best spans of every question in all its windows.
 
     Args:
-        windows: of `make_windows`, with offsets.
         start_logits, end_logits: [windows, tokens].
         n_best: starts and ends that are combined in a window, and spans that are kept of a question.
-        max_answer_length: tokens of a span.
-
-    Returns:
-        One a question, in their order.
+        max_answer_length: in tokens.
     """
     spans: list[dict[tuple[int, int], Span]] = [{} for _ in questions]
     nulls: list[Span | None] = [None] * len(questions)
@@ -116,8 +112,7 @@ def _window_spans(
 def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
     """Return what the n-best file holds of a question: text, logits and probability of each entry, best first.
 
-    Args:
-        with_null: whether "no answer" is an entry (v2.0).
+    With `with_null` (v2.0) "no answer" is an entry.
     """
     spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)

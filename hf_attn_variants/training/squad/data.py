@@ -18,12 +18,7 @@ HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
 @dataclass(frozen=True)
 class Answer:
-    """A span of the context.
-
-    Attributes:
-        text: the span's text.
-        start: where it begins, in characters of the context.
-    """
+    """A span of the context, and the character of the context that it begins at."""
 
     text: str
     start: int
@@ -46,10 +41,9 @@ class Question:
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
-    """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
+    """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}, plain or .gz.
 
-    Args:
-        has_answers: false for a test file, whose answers are neither needed nor read.
+    The answers of a test file are neither needed nor read (`has_answers` false).
 
     Raises:
         OSError: if the file cannot be read.
@@ -136,12 +130,9 @@ def _check_answer(text: str, start: Any, context: str, where: str) -> None:
 def load_squad(
     files: Mapping[str, Any], from_hub: bool, version_2: bool = False, with_train: bool = True
 ) -> dict[str, list[Question]]:
-    """Read SQuAD's splits that there are of "train", "dev" and "test".
+    """Read SQuAD's splits that there are of "train", "dev" and "test", from the files or, `from_hub`, the Hub.
 
-    Args:
-        files: "train_file", "validation_file" and "test_file": paths, or None.
-        from_hub: whether train and dev questions without a file are the Hub's.
-        version_2: whether questions may have no answer.
+    `files` has "train_file", "validation_file" and "test_file", a path or None each.
 
     Raises:
         OSError: if a file or the Hub's dataset cannot be read.

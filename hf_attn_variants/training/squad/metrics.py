@@ -28,8 +28,7 @@ def exact_match(prediction: str, truth: str) -> float:
 def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
     """Return the harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
 
-    Args:
-        both_empty: its value where neither has a word: 0 in the official script of v1.1, 1 in that of v2.0.
+    Where neither has a word it is `both_empty`: 0 in the official script of v1.1, 1 in that of v2.0.
     """
     found, right = normalize_answer(prediction).split(), normalize_answer(truth).split()
     if not found or not right:
@@ -67,14 +66,9 @@ def best_threshold(
     texts: Mapping[str, str],
     has_answer: Mapping[str, bool],
 ) -> tuple[float, float]:
-    """Find the threshold above which "no answer" is best predicted.
+    """Find the threshold of `odds`, how little an answer is to be expected, above which "no answer" is best predicted.
 
-    Args:
-        scores: exact match or F1 of each question's answer.
-        odds: how little an answer is to be expected.
-
-    Returns:
-        The best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).
+    Return the best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).
     """
     current = best = float(sum(not has_answer[key] for key in scores))
     threshold = 0.0

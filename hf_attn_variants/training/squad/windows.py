@@ -79,19 +79,15 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Cut all questions' contexts into windows.
+    """Cut all questions' contexts into windows, in the questions' order.
 
     Args:
-        questions: with answers, their first one is looked for.
         max_length: tokens of a window, the question's and special ones included.
         doc_stride: tokens of a context that two windows share.
         max_query_length: tokens of a question; a longer one is cut.
-        token_types: whether the model tells question and context by token types; ALBERT's tokenizer gives them only
-            when asked.
+        token_types: whether the model tells question and context by token types; ALBERT's tokenizer must be
+            asked for them.
         for_training: leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
-
-    Returns:
-        The windows, in the questions' order.
     """
     windows, cut = [], 0
     for begin in range(0, len(questions), TOKENIZER_BATCH):

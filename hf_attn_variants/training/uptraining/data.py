@@ -18,13 +18,9 @@ HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
 def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Split off the last rows for evaluation (lines beside each other often come from one article).
+    """Split off the last rows, since neighbours often come from one article; return rows to train on and held out.
 
-    Args:
-        max_rows: of the 5 % that are held out, no more than this; None: 512.
-
-    Returns:
-        Rows to train on, rows held out.
+    Held out are 5 % of the rows, no more than `max_rows` or, without it, 512.
 
     Raises:
         ValueError: if there are fewer than two.

@@ -50,8 +50,7 @@ class Activations:
 class ActivationRecorder:
     """Runs a model and keeps what `Activations` holds.
 
-    Args:
-        model: its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
+    The model's attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
 
     Raises:
         ValueError: if the attentions of this architecture are not known.
@@ -100,12 +99,7 @@ def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
 
 
 class Teacher:
-    """A frozen model whose activations a student is compared with; it belongs to no checkpoint.
-
-    Args:
-        hidden_states, attention_outputs: what is to be compared.
-        autocast: the context that it runs in, for mixed precision.
-    """
+    """A frozen model, run in the context `autocast`, whose activations a student is compared with."""
 
     def __init__(
         self,
@@ -128,8 +122,7 @@ class Teacher:
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
         """Measure the variance of each layer's activations over tokens, by which errors are divided.
 
-        Args:
-            batches: model inputs, and the mask [b, n] of real tokens of each side.
+        The batches are model inputs, and the mask [b, n] of real tokens of each side.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
@@ -205,11 +198,7 @@ def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Check from their configurations that a teacher and a student can be compared.
-
-    Args:
-        student, teacher: configurations.
-        hidden_states, attention_outputs, embedding: what is compared, beyond logits.
+    """Check from their configurations that a teacher and a student can be compared in what is asked.
 
     Raises:
         ValueError: if they differ in something that has to be the same; the message names it.

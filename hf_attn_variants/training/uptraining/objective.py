@@ -72,10 +72,7 @@ class UptrainingObjective:
     """The weighted sum of terms, each the mean over its own items (tokens, or sentences) of the batch.
 
     A batch counts by its labels, where it has some (masked tokens, or targets), by its sentences, where only their
-    embeddings are compared, and by its tokens otherwise.
-
-    Args:
-        model: the student, not yet wrapped.
+    embeddings are compared, and by its tokens otherwise. The model is the student, not yet wrapped.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
@@ -107,8 +104,7 @@ class UptrainingObjective:
     def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
         """Compute each term, example by example.
 
-        Args:
-            evaluating: also those that cost nothing more but have no weight: cross-entropy and embedding distance.
+        Evaluating, also those that cost nothing more but have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
         inputs = {key: value for key, value in batch.items() if key != "labels"}

@@ -279,11 +279,7 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _copy_side_files(settings: UptrainingSettings, own: Sequence[str]) -> None:
-    """Copy what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
-
-    Args:
-        own: names of files that are not to be the source's.
-    """
+    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole."""
     folder, output = resolve_source(settings.model_name_or_path, weights=False), Path(settings.output_dir)
     if folder.resolve() == output.resolve():
         return

@@ -28,11 +28,7 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:
-    """Leave only some parameters of a model with `requires_grad`.
-
-    Args:
-        trainable: "attention" (every parameter of the attention modules) or "all"; "lora" freezes all of them.
-    """
+    """Give only some parameters `requires_grad`: "attention" those of the attention modules, "lora" none, or "all"."""
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
@@ -44,11 +40,8 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     """Add trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
 
-    Args:
-        alpha: they are scaled by alpha / rank.
-
-    Returns:
-        peft's model around it, whose `merge_and_unload` adds the updates to the weights.
+    The model's parameters are frozen; updates are scaled by alpha / rank. Return peft's model around it, whose
+    `merge_and_unload` adds them to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -62,15 +55,9 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freeze the trainable parameters that a loss does not depend on (a pooler, a head that it does not look at).
+    """Freeze the trainable parameters that a loss does not depend on (a pooler, a head), and return their names.
 
-    Data-parallel training would wait for their gradients.
-
-    Args:
-        model: in evaluation mode, so that nothing random is drawn.
-
-    Returns:
-        The names of the parameters frozen.
+    Data-parallel training would wait for their gradients. The model is in evaluation mode: nothing random is drawn.
     """
     loss().backward()
     unused = [
