@@ -13,24 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...model_history import (
-    CARD_NAME,
-    HISTORY_NAME,
-    REPORT_NAME,
-    RESULTS_NAME,
-    ModelHistory,
-    write_history,
-)
+from ...model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, ModelHistory, write_history
 from .checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN
 from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
-__all__ = [
-    "remove_earlier_run",
-    "save_bad_batch",
-    "save_model",
-    "write_results",
-]
+__all__ = ["remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
 
 CURVES_FILE = "training_curves.png"
 PREDICTIONS_PREFIX = "predictions_"

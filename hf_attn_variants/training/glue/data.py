@@ -161,10 +161,7 @@ def _file_splits(
 
 
 def load_glue(
-    task: GlueTask,
-    data_dir: str | None = None,
-    files: dict[str, str | None] | None = None,
-    with_train: bool = True,
+    task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
 ) -> dict[str, GlueSplit]:
     """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 

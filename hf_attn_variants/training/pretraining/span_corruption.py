@@ -13,14 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.losses import target_logits
 
-__all__ = [
-    "SpanCorruption",
-    "block_length",
-    "corrupted_lengths",
-    "noise_counts",
-    "noise_spans",
-    "target_sums",
-]
+__all__ = ["SpanCorruption", "block_length", "corrupted_lengths", "noise_counts", "noise_spans", "target_sums"]
 
 # What its random numbers are for; see `masking`.
 SPANS = 4

@@ -21,14 +21,7 @@ from ..engine.tracking import progress_bar
 from .data import Seq2SeqSplit
 from .settings import Seq2SeqSettings
 
-__all__ = [
-    "Decoded",
-    "Decoder",
-    "GenerationSet",
-    "Seq2SeqEvaluator",
-    "beam_suffix",
-    "decode_and_score",
-]
+__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "beam_suffix", "decode_and_score"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +51,7 @@ class Decoder:
     """Generates the texts of a split, greedily or by beam search."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: Seq2SeqSettings,
+        self, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Seq2SeqSettings
     ):
         self.accelerator, self.model, self.tokenizer, self.settings = accelerator, model, tokenizer, settings
 

@@ -119,11 +119,6 @@ def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> 
     scores = np.array([span.score for span in spans])
     shares = np.exp(scores - scores.max())
     return [
-        {
-            "text": span.text,
-            "probability": float(share),
-            "start_logit": span.start_logit,
-            "end_logit": span.end_logit,
-        }
+        {"text": span.text, "probability": float(share), "start_logit": span.start_logit, "end_logit": span.end_logit}
         for span, share in zip(spans, shares / shares.sum(), strict=True)
     ]

@@ -61,10 +61,7 @@ def _split_means(
 
 
 def best_threshold(
-    scores: Mapping[str, float],
-    odds: Mapping[str, float],
-    texts: Mapping[str, str],
-    has_answer: Mapping[str, bool],
+    scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
 ) -> tuple[float, float]:
     """Find the threshold of `odds`, how little an answer is to be expected, above which "no answer" is best predicted.
 

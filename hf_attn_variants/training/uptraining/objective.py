@@ -27,13 +27,7 @@ from .distillation import (
 )
 from .settings import UptrainingSettings
 
-__all__ = [
-    "TermWeights",
-    "UptrainingEvaluator",
-    "UptrainingObjective",
-    "check_architecture",
-    "term_weights",
-]
+__all__ = ["TermWeights", "UptrainingEvaluator", "UptrainingObjective", "check_architecture", "term_weights"]
 
 # Each term, by its name among the metrics -> the weight that it is multiplied by.
 TERMS = {
