@@ -11,19 +11,15 @@ class GlueTask:
     """What the code must know about a GLUE task.
 
     Attributes:
-        name: the task's name for `--task_name`, which is also its configuration in `nyu-mll/glue`.
-        folder: the folder's and the submission file's name in the official release.
+        name, folder: its names on the Hub (and as `--task_name`) and in the official release.
         text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
         labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
         metrics: official metrics, by their names in `glue.metrics`.
-        main_metric: the dev metric that decides which weights are best.
         eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
         test_splits: the same for the test splits.
-        submits_names: whether a submission holds class names (True) or class ids.
-        headerless: column names of a file without a header, by its number of columns; `headerless_test` holds those of
-            test files, which have no label.
-        may_have_broken_rows: the official file has rows cut by a line break inside a question; they are left out, and
-            counted.
+        submits_names: whether a submission holds class names, and not ids.
+        headerless, headerless_test: column names of a file (a test file) without a header, by their number.
+        may_have_broken_rows: the official file has rows cut by a line break; they are left out, and counted.
     """
 
     name: str

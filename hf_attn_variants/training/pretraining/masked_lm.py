@@ -70,7 +70,7 @@ def _logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tupl
 
 
 def masked_lm_sums(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `evaluation.RowSums`: of the masked tokens and, with a sentence task, of the pairs."""
+    """Return the sums of `PretrainingTask.row_sums`: of the masked tokens and, with a sentence task, of the pairs."""
     logits, labels, sentence_logits = _logits(model, head, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()

@@ -1,89 +1,32 @@
 """The course of pretraining: a stream of text in; a model and its dev scores out."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
-from ..engine.losses import Objective
 from ..engine.models import model_name
 from ..engine.optimization import prepare_training
 from ..engine.session import start_run
 from .context_check import MIN_COST
-from .evaluation import RowSums, TextEvaluator
+from .evaluation import TextEvaluator
 from .settings import PretrainingSettings
+from .task import PreparedBlocks, PretrainingTask
 from .text_sources import PretrainingText
 from .text_stream import TextSource, TextStream, read_blocks, stack_rows
 
-__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "pretrain"]
+__all__ = ["pretrain"]
 
 logger = logging.getLogger(__name__)
-
-
-class BlockPreparation(Protocol):
-    """Makes an example of a block of tokens.
-
-    Attributes:
-        block_length: tokens of a block.
-        separator: the token that ends each article.
-        takes_other_block: whether it is called with another block of the text as well.
-    """
-
-    block_length: int
-    separator: int
-    takes_other_block: bool
-
-    def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random."""
-
-
-class PreparedBlocks(Dataset):
-    """Held-out blocks, prepared in the same way at every evaluation, and in every run of one seed."""
-
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
-        self.blocks, self.prepare = blocks, prepare
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not self.prepare.takes_other_block:
-            return self.prepare(self.blocks[index], (0, index))
-        # From far away: text nearby may be of the same article.
-        other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
-        return self.prepare(self.blocks[index], (0, index), other)
-
-
-@dataclass(frozen=True)
-class PretrainingTask:
-    """What is special about a way of pretraining.
-
-    Attributes:
-        name: shown above the curves.
-        prepare: makes examples.
-        objective: the loss of their batches.
-        row_sums, items, shuffle: what they are evaluated by; see `TextEvaluator`.
-        results: entries that `all_results.json` gets besides the shared ones.
-    """
-
-    name: str
-    prepare: BlockPreparation
-    objective: Objective
-    row_sums: RowSums
-    items: str
-    shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    results: dict[str, Any] = field(default_factory=dict)
 
 
 def pretrain(
@@ -166,8 +109,7 @@ def _evaluator(
         stack_rows,
         settings.dataloader_num_workers,
     )
-    loader = accelerator.prepare(loader)
-    return TextEvaluator(accelerator, model, loader, task.row_sums, task.items, task.shuffle, settings)
+    return TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
 
 
 def _dev_results(evaluator: TextEvaluator) -> dict[str, Any]:

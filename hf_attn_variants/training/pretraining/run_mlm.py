@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig
 
@@ -12,8 +11,9 @@ from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .context_check import shuffle_positions
 from .masked_lm import find_head, masked_lm_objective, masked_lm_sums
-from .run import PretrainingTask, pretrain
+from .run import pretrain
 from .settings import MaskedLMSettings
+from .task import PretrainingTask
 from .text_sources import open_text_sources
 
 __all__ = ["pretrain_masked_lm"]
@@ -31,36 +31,32 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         NonFiniteLossError: if training diverged.
     """
     with open_session(settings) as accelerator:
-        return _run(settings, accelerator)
-
-
-def _run(settings: MaskedLMSettings, accelerator: Accelerator) -> dict[str, Any]:
-    config, tokenizer = load_or_make_config(settings)
-    check_max_length(settings.max_length, config, tokenizer)
-    _check_pairs(settings, config)
-    text = open_text_sources(settings)
-    prepare = MaskedLMPreparation(
-        tokenizer,
-        settings.max_length,
-        settings.mlm_probability,
-        settings.seed,
-        settings.whole_word_mask,
-        settings.sentence_task,
-    )
-    set_seed(settings.seed)
-    auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-    # A sentence task's head may be new, but not where it is only evaluated.
-    model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
-    head = find_head(model)
-    task = PretrainingTask(
-        "masked LM",
-        prepare,
-        masked_lm_objective(head, sentence_weight=settings.mlm_probability * prepare.block_length),
-        lambda model, batch: masked_lm_sums(model, head, batch),
-        "masked_tokens",
-        shuffle_positions,
-    )
-    return pretrain(settings, accelerator, model, tokenizer, text, task)
+        config, tokenizer = load_or_make_config(settings)
+        check_max_length(settings.max_length, config, tokenizer)
+        _check_pairs(settings, config)
+        text = open_text_sources(settings)
+        prepare = MaskedLMPreparation(
+            tokenizer,
+            settings.max_length,
+            settings.mlm_probability,
+            settings.seed,
+            settings.whole_word_mask,
+            settings.sentence_task,
+        )
+        set_seed(settings.seed)
+        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+        # A sentence task's head may be new, but not where it is only evaluated.
+        model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
+        head = find_head(model)
+        task = PretrainingTask(
+            "masked LM",
+            prepare,
+            masked_lm_objective(head, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: masked_lm_sums(model, head, batch),
+            "masked_tokens",
+            shuffle_positions,
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:

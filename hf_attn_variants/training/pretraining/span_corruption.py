@@ -146,7 +146,7 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 
 
 def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `evaluation.RowSums`, of the target tokens."""
+    """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
     logits, labels = target_logits(model, batch), batch["labels"]
     losses = functional.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"

@@ -85,8 +85,7 @@ def make_windows(
         max_length: tokens of a window, the question's and special ones included.
         doc_stride: tokens of a context that two windows share.
         max_query_length: tokens of a question; a longer one is cut.
-        token_types: whether the model tells question and context by token types; ALBERT's tokenizer must be
-            asked for them.
+        token_types: whether the model tells question and context by token types; ALBERT's tokenizer must be asked.
         for_training: leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
     """
     windows, cut = [], 0
@@ -108,13 +107,12 @@ def make_windows(
         rows = encoded["overflow_to_sample_mapping"]
         types = encoded.get("token_type_ids")
         for i, row in enumerate(rows):
-            window = _window(
-                begin + row,
-                np.array(encoded["input_ids"][i], dtype=np.int32),
-                np.array(types[i], dtype=np.int8) if types is not None else None,
-                encoded.sequence_ids(i),
-                encoded["offset_mapping"][i],
-            )
+            ids = np.array(encoded["input_ids"][i], dtype=np.int32)
+            inside = [at for at, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT]
+            first = inside[0] if inside else len(ids)  # an empty context
+            offsets = np.array(encoded["offset_mapping"][i][first : first + len(inside)], dtype=np.int32)
+            type_ids = np.array(types[i], dtype=np.int8) if types is not None else None
+            window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
                 window = _with_answer(window, batch[row].answers[0], is_first, is_last)
@@ -136,20 +134,6 @@ def _cut_questions(
         for text, row, is_long in zip(texts, offsets, long, strict=True)
     ]
     return kept, sum(long)
-
-
-def _window(
-    question: int,
-    input_ids: np.ndarray,
-    token_type_ids: np.ndarray | None,
-    sequence_ids: Sequence[int | None],
-    offsets: Sequence[tuple[int, int]],
-) -> Window:
-    inside = [i for i, part in enumerate(sequence_ids) if part == CONTEXT]
-    if not inside:  # an empty context
-        return Window(question, input_ids, token_type_ids, len(input_ids), NO_OFFSETS)
-    first, last = inside[0], inside[-1]
-    return Window(question, input_ids, token_type_ids, first, np.array(offsets[first : last + 1], dtype=np.int32))
 
 
 def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
