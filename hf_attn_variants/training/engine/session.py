@@ -210,10 +210,11 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    is_source = _is_own_source(settings)
+    source = settings.model_name_or_path
+    is_source = source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()
     is_resumed, history = is_source and bool(settings.resume_from_checkpoint), ModelHistory()
     if accelerator.is_main_process:
-        history = source_history(settings.model_name_or_path, is_resumed)
+        history = source_history(source, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     _started.add(accelerator)
@@ -227,8 +228,3 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items()}
         accelerator.init_trackers("hf_attn_variants", shown)
     return history
-
-
-def _is_own_source(settings: TrainingSettings) -> bool:
-    source = settings.model_name_or_path
-    return source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()

@@ -37,8 +37,8 @@ class TrainingCost:
         # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
         # frozen head counts as if the gradient went through it.
         self.passes = 2 + _trained_share(model, config)
-        linears = [each for each in head.modules() if isinstance(each, nn.Linear)] if self.stacks and head else []
-        self.head = sum(2 * each.weight.numel() for each in linears)
+        linears = [each for each in head.modules() if isinstance(each, nn.Linear)] if head is not None else []
+        self.head = sum(2 * each.weight.numel() for each in linears) if self.stacks else 0
         if self.head:
             stack = next(iter(self.stacks))  # a masked-LM model has one
             per_token, per_attended = self.stacks[stack]
@@ -47,8 +47,7 @@ class TrainingCost:
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
         """Return the tokens of a batch, without padding, and the FLOPs of training on it.
 
-        Args:
-            batch: "input_ids" [b, n] or "attention_mask" [b, n]; "labels" [b, t] of a decoder, negative at padding.
+        It has "input_ids" or "attention_mask" [b, n]; and "labels" [b, t] of a decoder, negative at padding.
         """
         lengths = _lengths(batch)
         if not lengths:
@@ -59,12 +58,9 @@ class TrainingCost:
         tokens = sum(lengths) + (sum(targets) if own_targets else 0)
         flops = self.head * items
         for n, t in zip(lengths, targets, strict=True):
-            if "encoder" in self.stacks:
-                per_token, per_attended = self.stacks["encoder"]
-                flops += n * (per_token + per_attended[0] * n + per_attended[1] * n)
-            if "decoder" in self.stacks:
-                per_token, per_attended = self.stacks["decoder"]
-                flops += t * (per_token + per_attended[0] * t + per_attended[1] * n)
+            for stack, (per_token, (own, source)) in self.stacks.items():
+                length = n if stack == "encoder" else t
+                flops += length * (per_token + own * length + source * n)
         return tokens, round(self.passes * flops)
 
 
@@ -107,11 +103,10 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 
 
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Return how well a run used its devices.
+    """Return "train_tflops_per_second" of all processes, "train_mfu" and the "peak_tflops" of one device.
 
-    Returns:
-        "train_tflops_per_second" of all processes, "train_mfu", "peak_tflops"; nothing where no FLOPs were counted, or
-        the device could not be measured.
+    Without a peak that is what a large matrix product reaches now. Return nothing where no FLOPs were counted, or the
+    device could not be measured.
     """
     if not (flops and seconds):
         return {}

@@ -16,7 +16,6 @@ __all__ = [
     "encode_words",
     "give_token_types",
     "load_tokenizer",
-    "too_long",
     "vocabulary_size",
 ]
 
@@ -106,7 +105,11 @@ def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def check_max_length(
-    max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pair: bool = False
+    max_length: int,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    pair: bool = False,
+    flag: str = "max_length",
 ) -> None:
     """Check that the model has a position for every token, and that text fits beside the special tokens.
 
@@ -115,22 +118,15 @@ def check_max_length(
     """
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
-        raise ValueError(f"--max_length must be at least {special + 1} ({special} special tokens), got {max_length}")
-    if message := too_long(max_length, config, tokenizer):
-        raise ValueError(f"--max_length {max_length} is too long: {message}")
-
-
-def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return what a text of `length` tokens does not fit into; None: it fits.
-
-    T5 has no positions to run out of: its tokenizer's limit is the length that it was pretrained with.
-    """
+        raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}")
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is None:
-        return None
-    if length > positions:
-        return f"the model has {positions} positions"
-    return f"the tokenizer allows {tokenizer.model_max_length} tokens" if length > tokenizer.model_max_length else None
+    if positions is None:  # T5 has none to run out of; its tokenizer's limit is the length it was pretrained with
+        return
+    if max_length > positions:
+        raise ValueError(f"--{flag} {max_length} is too long: the model has {positions} positions")
+    if max_length > tokenizer.model_max_length:
+        limit = tokenizer.model_max_length
+        raise ValueError(f"--{flag} {max_length} is too long: the tokenizer allows {limit} tokens")
 
 
 def encode_words(

@@ -21,15 +21,10 @@ HUB_DATASET = "nyu-mll/glue"
 
 @dataclass
 class GlueSplit:
-    """The rows of one split.
+    """The rows of one split."""
 
-    Attributes:
-        name: the Hub's name of the split ("train", "validation_matched", "test", ...).
-        data: columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
-    """
-
-    name: str
-    data: Dataset
+    name: str  # the Hub's: "train", "validation_matched", "test", ...
+    data: Dataset  # columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's)
 
     def __len__(self) -> int:
         return len(self.data)

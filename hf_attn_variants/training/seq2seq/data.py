@@ -9,7 +9,7 @@ from datasets import load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
-from ..engine.tokenizers import too_long
+from ..engine.tokenizers import check_max_length
 from .metrics import TEXT_METRICS, score_texts
 from .settings import Seq2SeqSettings
 
@@ -25,7 +25,6 @@ class Seq2SeqSplit:
     """The rows of one split.
 
     Attributes:
-        name: "train", "dev" or "test".
         sources: what the encoder reads, prefix included.
         references: the texts that are right for each source, the first of them the one to train on; None: unknown.
     """
@@ -55,8 +54,7 @@ class Seq2SeqData:
 
     Attributes:
         splits: by name, those that there are of "train", "dev" and "test".
-        score: (predictions, references) -> metrics of a split.
-        metric_names: what `score` returns.
+        score: (predictions, references) -> metrics of a split, by `metric_names`.
         main_metric: the one that the best weights are told by.
         results: further entries of the results.
     """
@@ -151,13 +149,8 @@ def check_seq2seq_lengths(
         )
     if config.decoder_start_token_id is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
-    special = tokenizer.num_special_tokens_to_add()
     for name in ("max_length", "max_target_length"):
-        value = getattr(settings, name)
-        if value < special + 1:
-            raise ValueError(f"--{name} must be at least {special + 1} ({special} special tokens), got {value}")
-        if message := too_long(value, config, tokenizer):
-            raise ValueError(f"--{name} {value} is too long: {message}")
+        check_max_length(getattr(settings, name), config, tokenizer, flag=name)
 
 
 def warn_of_cuts(

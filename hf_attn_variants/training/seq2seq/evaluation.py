@@ -35,16 +35,11 @@ class GenerationSet:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The texts of a split, one a row.
-
-    Attributes:
-        tokens: tokens generated, each text's end included and padding not, over all processes.
-        seconds: time in `generate`, of the slowest process.
-    """
+    """The texts of a split, one a row."""
 
     texts: list[str]
-    tokens: int
-    seconds: float
+    tokens: int  # generated over all processes, each text's end included and padding not
+    seconds: float  # in `generate`, of the slowest process
 
 
 class Decoder:

@@ -27,17 +27,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model answers to a question.
+    """What a model answers to a question."""
 
-    Attributes:
-        id: the question's.
-        spans: the best spans, best first; none where the context has no token.
-        null: the score of "no answer": the smallest of the windows', since an answer in one of them is an answer.
-    """
-
-    id: str
-    spans: tuple[Span, ...]
-    null: Span
+    id: str  # the question's
+    spans: tuple[Span, ...]  # the best ones, best first; none where the context has no token
+    null: Span  # "no answer", of the window that scores it least: an answer in one of them is an answer
 
     @property
     def text(self) -> str:

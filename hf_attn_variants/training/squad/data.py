@@ -26,18 +26,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context.
+    """A question about a context, with the spans that are right."""
 
-    Attributes:
-        id: unique in its file.
-        question, context: texts.
-        answers: the spans that are right; none: the context does not answer it (or, in a test file, unknown).
-    """
-
-    id: str
+    id: str  # unique in its file
     question: str
     context: str
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  # none: the context does not answer it (or, in a test file, unknown)
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:

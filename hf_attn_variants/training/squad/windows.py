@@ -30,21 +30,14 @@ NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """One pass of the model over a part of a context.
+    """One pass of the model over a part of a context."""
 
-    Attributes:
-        question: the question's number.
-        input_ids, token_type_ids: token ids and types [n]; types None where the tokenizer gives none.
-        context_begin: the context's first token in the window.
-        offsets: characters of the context at which its tokens begin and end [tokens, 2].
-        start, end: the answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
-    """
-
-    question: int
-    input_ids: np.ndarray
-    token_type_ids: np.ndarray | None
-    context_begin: int
-    offsets: np.ndarray
+    question: int  # its number
+    input_ids: np.ndarray  # [n]
+    token_type_ids: np.ndarray | None  # [n]; None where the tokenizer gives none
+    context_begin: int  # the context's first token in the window
+    offsets: np.ndarray  # characters of the context at which its tokens begin and end [tokens, 2]
+    # The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
     start: int = NO_ANSWER
     end: int = NO_ANSWER
 

@@ -31,18 +31,12 @@ LAYER_KINDS = ("hidden_states", "attention_outputs")
 
 @dataclass
 class Activations:
-    """What a forward pass leaves to compare.
+    """What a forward pass leaves to compare."""
 
-    Attributes:
-        logits: [b, n, vocabulary] or [b, labels]; None for a model without such a head.
-        span_logits: of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
-            be either.
-        hidden_states: side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
-        attention_outputs: Side -> the output projection of each attention [b, n, D].
-    """
-
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # [b, n, vocabulary] or [b, labels]; None for a model without such a head
+    # Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot be either.
     span_logits: Tensor | None = None
+    # Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer, or attention, [b, n, D].
     hidden_states: dict[str, list[Tensor]] = field(default_factory=dict)
     attention_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -79,13 +73,11 @@ class ActivationRecorder:
         options = {"use_cache": False} if self.is_encoder_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         kept, self._outputs = self._outputs, None
-        states = {}
-        if hidden_states and self.is_encoder_decoder:
-            states = {ENCODER: outputs.encoder_hidden_states, DECODER: outputs.decoder_hidden_states}
-        elif hidden_states:
-            states = {ENCODER: outputs.hidden_states}
+        fields = {ENCODER: "hidden_states"}
+        if self.is_encoder_decoder:
+            fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first entry is the embeddings.
-        layers = {side: list(values[1:]) for side, values in states.items()}
+        layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
         return Activations(getattr(outputs, "logits", None), _span_logits(inputs, outputs), layers, kept)
 
 
@@ -136,19 +128,17 @@ class Teacher:
 
 
 class _Moments:
-    """Running first and second moments of vectors."""
+    """Running moments of vectors, for the mean variance of a coordinate, a scalar."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, states: Tensor) -> None:
-        """Take vectors [n, D] in."""
-        states = states.cpu().double()
+        states = states.cpu().double()  # [n, D]
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 
     def variance(self) -> Tensor:
-        """Return the mean variance of a coordinate, a scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
         return variance.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that always gives the same vector

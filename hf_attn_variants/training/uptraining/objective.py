@@ -40,22 +40,14 @@ TERMS = {
 
 @dataclass(frozen=True)
 class TermWeights:
-    """What each term of the loss is multiplied by; 0 leaves it out.
+    """What each term of the loss is multiplied by; 0 leaves it out."""
 
-    Attributes:
-        cross_entropy: of the labels: masked tokens, or target tokens.
-        embedding_distance: 1 - cosine of the sentence embeddings.
-        hidden_states, attention_outputs: error of each layer, see `layer_error`.
-        logits: divergence of the output distributions, see `logits_divergence`.
-        temperature: of that divergence.
-    """
-
-    cross_entropy: float = 0.0
+    cross_entropy: float = 0.0  # of the labels: masked tokens, or target tokens
     embedding_distance: float = 0.0
-    hidden_states: float = 0.0
-    attention_outputs: float = 0.0
-    logits: float = 0.0
-    temperature: float = 1.0
+    hidden_states: float = 0.0  # `layer_error` of each layer
+    attention_outputs: float = 0.0  # `layer_error` of each attention
+    logits: float = 0.0  # `logits_divergence`
+    temperature: float = 1.0  # of that divergence
 
     @property
     def need_hidden_states(self) -> bool:
