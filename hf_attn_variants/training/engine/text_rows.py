@@ -62,7 +62,7 @@ def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_mu
     """Make the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        return _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
     return collate
 
@@ -81,7 +81,7 @@ def masked_text_collator(
     prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        batch = _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
         masked = [
             prepare.mask(ids, np.random.default_rng((seed, *key)))
             for ids, (_, key) in zip(batch["input_ids"].numpy(), rows, strict=True)
@@ -107,17 +107,9 @@ def pair_collator(
     """
 
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
-        batch = _tokenize(
-            tokenizer, [source_prefix + source for (source, _), _ in rows], max_length, pad_to_multiple_of
-        )
-        targets = tokenizer(
-            text_target=[target for (_, target), _ in rows],
-            padding=True,
-            truncation=True,
-            max_length=max_target_length,
-            pad_to_multiple_of=pad_to_multiple_of,
-            return_tensors="pt",
-        )
+        sources, targets = zip(*(pair for pair, _ in rows), strict=True)
+        batch = _encode(tokenizer, [source_prefix + source for source in sources], max_length, pad_to_multiple_of)
+        targets = _encode(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
         ids = targets["input_ids"]
         shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start_token_id), ids[:, :-1]], dim=1)
         labels = ids.masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
@@ -126,17 +118,16 @@ def pair_collator(
     return collate
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Row], max_length: int, pad_to_multiple_of: int | None
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Row],
+    max_length: int,
+    pad_to_multiple_of: int | None,
+    argument: str = "text",
 ) -> dict[str, Tensor]:
     """Return the tokenizer's inputs; a pair is one sequence, of which the longer text is cut."""
-    columns = [list(column) for column in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [texts]
-    encoded = tokenizer(
-        *columns,
-        padding=True,
-        truncation=True,
-        max_length=max_length,
-        pad_to_multiple_of=pad_to_multiple_of,
-        return_tensors="pt",
-    )
-    return dict(encoded)
+    columns = {argument: texts}
+    if isinstance(texts[0], tuple):
+        columns = dict(zip(("text", "text_pair"), (list(column) for column in zip(*texts, strict=True)), strict=True))
+    options = {"padding": True, "truncation": True, "return_tensors": "pt"}
+    return dict(tokenizer(**columns, **options, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of))

@@ -10,14 +10,7 @@ from ...conversion.checkpoint.source import learned_tokens
 from .models import reading_checkpoint
 from .settings import ModelSettings
 
-__all__ = [
-    "check_max_length",
-    "close_texts",
-    "encode_words",
-    "give_token_types",
-    "load_tokenizer",
-    "vocabulary_size",
-]
+__all__ = ["check_max_length", "close_texts", "encode_words", "give_token_types", "load_tokenizer", "vocabulary_size"]
 
 logger = logging.getLogger(__name__)
 

@@ -277,15 +277,11 @@ class TextStream(IterableDataset):
     them.
 
     Args:
-        length: tokens a block, before `prepare`.
-        separator: the token that ends each article.
+        length, separator: tokens a block, and the one that ends each article; see `pack_blocks`.
         prepare: (token ids, (epoch, number of the block in it)) -> arrays of one shape for every block; anything
             random in it must be drawn from those two numbers.
-        batch_size: blocks of one process.
         window: blocks that are shuffled among themselves; they are held in memory.
-        process_index, num_processes: which rows are this process's.
-        with_other: hand `prepare` another block of the same window as well, as a third argument; None where the window
-            has one block alone.
+        with_other: hand `prepare` another block of the same window as well; None where the window has one alone.
     """
 
     def __init__(
@@ -325,7 +321,9 @@ class TextStream(IterableDataset):
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
-                prepared = [{key: _nothing_to_predict(key, value) for key, value in prepared[0].items()}]
+                prepared[0] |= {
+                    key: np.full_like(v, IGNORED_LABEL) for key, v in prepared[0].items() if "label" in key
+                }
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_rows(prepared) | counts
 
@@ -343,10 +341,6 @@ class TextStream(IterableDataset):
                     yield number, found[i][0], position, (other,) if self.with_other else ()
                 number += 1
             window += 1
-
-
-def _nothing_to_predict(key: str, value: np.ndarray) -> np.ndarray:
-    return np.full_like(value, IGNORED_LABEL) if "label" in key else value
 
 
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

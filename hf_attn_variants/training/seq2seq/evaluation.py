@@ -4,7 +4,7 @@ Letters: b examples, n target tokens.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..engine.tracking import progress_bar
 from .data import Seq2SeqSplit
 from .settings import Seq2SeqSettings
 
-__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "beam_suffix", "decode_and_score"]
+__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "beam_suffix"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,15 @@ class Decoder:
     """Generates the texts of a split, greedily or by beam search."""
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Seq2SeqSettings
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
+        settings: Seq2SeqSettings,
     ):
-        self.accelerator, self.model, self.tokenizer, self.settings = accelerator, model, tokenizer, settings
+        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
+        self.score, self.settings = score, settings
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
@@ -86,6 +92,20 @@ class Decoder:
         in_order = [text for _, text in sorted(zip(data.order, texts, strict=True))]
         return Decoded(in_order, tokens, float(slowest))
 
+    def decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+        """Decode a split and compare it with its references, where it has some.
+
+        Return the metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; and the texts.
+        """
+        found, references = self.decode(data, num_beams), data.split.references
+        values = self.score(found.texts, references) if references is not None else {}
+        values |= {
+            "decode_tokens": found.tokens,
+            "decode_seconds": round(found.seconds, 3),
+            "decode_tokens_per_second": round(found.tokens / max(found.seconds, 1e-9), 1),
+        }
+        return values, found.texts
+
 
 def _text_lengths(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     """Return the tokens of each row of [b, n] up to its first end token, that one included: [b]."""
@@ -103,11 +123,10 @@ class Seq2SeqEvaluator:
         model: nn.Module,
         data: GenerationSet,
         decoder: Decoder,
-        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
         settings: Seq2SeqSettings,
     ):
-        self.accelerator, self.model, self.data, self.decoder = accelerator, model, data, decoder
-        self.score, self.settings = score, settings
+        self.accelerator, self.model, self.data = accelerator, model, data
+        self.decoder, self.settings = decoder, settings
         self.metrics: dict[str, float] = {}
         self.texts: dict[int, list[str]] = {}
         self.seconds = 0.0
@@ -131,7 +150,7 @@ class Seq2SeqEvaluator:
             self.metrics["loss"] = self.loss()
         for i, num_beams in enumerate(beams):
             if num_beams not in self.texts:
-                values, self.texts[num_beams] = decode_and_score(self.decoder, self.data, self.score, num_beams)
+                values, self.texts[num_beams] = self.decoder.decode_and_score(self.data, num_beams)
                 suffix = beam_suffix(i, num_beams)
                 self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
         self.seconds += time.perf_counter() - start
@@ -153,23 +172,3 @@ class Seq2SeqEvaluator:
 def beam_suffix(position: int, num_beams: int) -> str:
     """Return what the metrics' names end in: nothing for the first number of beams asked for, then `_beam<number>`."""
     return f"_beam{num_beams}" if position else ""
-
-
-def decode_and_score(
-    decoder: Decoder,
-    data: GenerationSet,
-    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
-    num_beams: int,
-) -> tuple[dict[str, float], list[str]]:
-    """Decode a split and compare it with its references, where it has some.
-
-    Return the metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; and the texts.
-    """
-    found = decoder.decode(data, num_beams)
-    values = score(found.texts, data.split.references) if data.split.references is not None else {}
-    values |= {
-        "decode_tokens": found.tokens,
-        "decode_seconds": round(found.seconds, 3),
-        "decode_tokens_per_second": round(found.tokens / max(found.seconds, 1e-9), 1),
-    }
-    return values, found.texts
