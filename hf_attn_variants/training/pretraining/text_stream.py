@@ -321,9 +321,8 @@ class TextStream(IterableDataset):
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
-                prepared[0] |= {
-                    key: np.full_like(v, IGNORED_LABEL) for key, v in prepared[0].items() if "label" in key
-                }
+                row = prepared[0]
+                prepared = [row | {key: np.full_like(row[key], IGNORED_LABEL) for key in row if "label" in key}]
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_rows(prepared) | counts
 

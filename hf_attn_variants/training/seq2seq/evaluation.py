@@ -4,7 +4,7 @@ Letters: b examples, n target tokens.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
