@@ -1,13 +1,11 @@
 """The course of pretraining: a stream of text in; a model and its dev scores out."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
@@ -22,7 +20,7 @@ from .evaluation import TextEvaluator
 from .settings import PretrainingSettings
 from .task import PreparedBlocks, PretrainingTask
 from .text_sources import PretrainingText
-from .text_stream import TextSource, TextStream, read_blocks, stack_rows
+from .text_stream import TextStream, read_blocks, stack_rows
 
 __all__ = ["pretrain"]
 
@@ -45,28 +43,24 @@ def pretrain(
         ValueError, OSError: if the text is wrong, or something cannot be written.
         NonFiniteLossError: if training diverged.
     """
+    packing = tokenizer, task.prepare.block_length, task.prepare.separator
     if text.train:  # text without a token is an error now
-        read_blocks(text.train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)
+        read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    stream = TextStream(
-        text.train,
-        tokenizer,
-        task.prepare.block_length,
-        task.prepare.separator,
-        task.prepare,
-        settings.per_device_train_batch_size,
-        settings.seed,
-        settings.shuffle_buffer_size,
-        accelerator.process_index,
-        accelerator.num_processes,
-        task.prepare.takes_other_block,
-    )
+    sizes = settings.per_device_train_batch_size, settings.seed, settings.shuffle_buffer_size
+    processes = accelerator.process_index, accelerator.num_processes
+    stream = TextStream(text.train, *packing, task.prepare, *sizes, *processes, task.prepare.takes_other_block)
     train_loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
     total_steps = total_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
-    evaluator = _evaluator(settings, accelerator, model, text.dev, tokenizer, task) if text.dev else None
+    evaluator = None
+    if text.dev:
+        rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
+        workers = settings.dataloader_num_workers
+        loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
+        evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
     loop = TrainingLoop(
         accelerator,
         model,
@@ -86,39 +80,12 @@ def pretrain(
     if evaluator is not None:
         if not loop.scores_are_current():
             evaluator()
-        results = {**_dev_results(evaluator), **results}
+        dev = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
+        dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
+        results = dev | results
     if accelerator.is_main_process:
         _write_outputs(settings, results, task.name)
     return results
-
-
-def _evaluator(
-    settings: PretrainingSettings,
-    accelerator: Accelerator,
-    model: nn.Module,
-    sources: Sequence[TextSource],
-    tokenizer: PreTrainedTokenizerBase,
-    task: PretrainingTask,
-) -> TextEvaluator:
-    blocks = read_blocks(
-        sources, tokenizer, task.prepare.block_length, task.prepare.separator, settings.max_eval_samples
-    )
-    loader = create_eval_dataloader(
-        PreparedBlocks(blocks, task.prepare),
-        settings.per_device_eval_batch_size,
-        stack_rows,
-        settings.dataloader_num_workers,
-    )
-    return TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
-
-
-def _dev_results(evaluator: TextEvaluator) -> dict[str, Any]:
-    return {
-        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
-        "eval_samples": len(evaluator.loader.dataset),
-        "eval_runtime": round(evaluator.seconds, 3),
-        **evaluator.check_context(),
-    }
 
 
 def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_name: str) -> None:
