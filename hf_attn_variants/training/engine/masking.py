@@ -43,8 +43,7 @@ class MaskedLMPreparation:
         tokenizer: has [CLS], [SEP], [MASK] and padding tokens.
         length: n, special tokens included.
         probability: the chance of each token (with `whole_words`: of each word) to be chosen.
-        sentence_task: "nsp" (does the second segment follow, or is it of other text?), "sop" (are they in order?) or
-            None.
+        sentence_task: "nsp" (does the second segment follow?), "sop" (are they in order?) or None.
 
     Raises:
         ValueError: if the tokenizer lacks a token, or does not mark words.
@@ -84,12 +83,10 @@ class MaskedLMPreparation:
     def __call__(
         self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Mask a block.
+        """Mask a block of at most `block_length` tokens: n - 2, or n - 3 with a sentence task.
 
-        Args:
-            block: token ids, at most `block_length`: n - 2, or n - 3 with a sentence task.
-            key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
-            other: another block, for "nsp"; without one the pair stays as it is.
+        With the seed, its key (epoch, number in the epoch) alone decides the masks. Without an `other` block a pair
+        stays as it is under "nsp".
 
         Returns:
             "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n]; with a

@@ -109,13 +109,8 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
-    Args:
-        config: of `load_config`; gets the labels' names.
-        labels: class names in the task's order; None for regression.
-
-    Returns:
-        The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order
-        keeps its own.
+    The config gets the labels' names. Return the model, and how its outputs are numbered: a checkpoint trained on the
+    same class names in another order keeps its own.
 
     Raises:
         OSError: if the checkpoint cannot be read.

@@ -1,7 +1,6 @@
 """The optimiser, its parameter groups and its schedule."""
 
 import math
-import re
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
-NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
@@ -35,7 +33,7 @@ def no_decay_names(model: nn.Module) -> set[str]:
     """
     names = set()
     for module_name, module in model.named_modules():
-        is_norm = NORM_PATTERN.search(type(module).__name__) is not None
+        is_norm = "norm" in type(module).__name__.lower()
         for name, _ in module.named_parameters(recurse=False):
             if is_norm or name in NO_DECAY_PARAMETERS:
                 names.add(f"{module_name}.{name}" if module_name else name)

@@ -35,10 +35,8 @@ STALE_PATTERN = re.compile(
 def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
     """Remove an earlier run's checkpoints, log, best weights and reports, but not its final model.
 
-    Args:
-        is_source: whether the model there is the one that the new run begins with: its history and the report of its
-            conversion stay. The README.md of another model, with its licence, is removed: the new model's card would
-            take both from it.
+    Of a model that the new run begins with (`is_source`), its history and the report of its conversion stay. The
+    README.md of another one, with its licence, is removed: the new model's card would take both from it.
 
     Raises:
         OSError: if something could not be removed.

@@ -6,8 +6,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.losses import label_objective, target_logits
-from ..engine.new_model import load_or_make_model
-from ..engine.seq2seq_model import load_seq2seq_config
+from ..engine.new_model import load_or_make_model, load_seq2seq_config
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .run import pretrain

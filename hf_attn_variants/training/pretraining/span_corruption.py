@@ -63,12 +63,7 @@ def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarra
 
 
 class SpanCorruption:
-    """Makes an example of a block of tokens, padded to one length of inputs and one of targets.
-
-    Args:
-        tokenizer: has sentinels (<extra_id_0>, ...), an end and a padding token.
-        max_length: n.
-        density, mean_span: see `noise_counts`.
+    """Makes an example of a block of tokens, padded to one length of inputs (n, `max_length`) and one of targets (t).
 
     Raises:
         ValueError: if the tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
@@ -102,14 +97,9 @@ class SpanCorruption:
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Corrupt a block.
+        """Corrupt a block of at most `block_length` tokens; its key (epoch, number) and the seed decide the spans.
 
-        Args:
-            block: token ids, at most `block_length`.
-            key: (epoch, number in the epoch), of which alone, with the seed, the spans are a function.
-
-        Returns:
-            "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
+        Return "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
         """
         generator = np.random.default_rng((self.seed, SPANS, *key))
         inputs, targets, behind = [], [], 0

@@ -11,9 +11,8 @@ from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.losses import Objective, label_objective, target_logits
-from ..engine.new_model import load_or_make_model
+from ..engine.new_model import load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
-from ..engine.seq2seq_model import load_seq2seq_config
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
 from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix

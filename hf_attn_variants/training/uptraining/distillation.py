@@ -149,12 +149,9 @@ def layer_error(
 ) -> Term:
     """Return the squared error of each token's vectors as a share of their variance, averaged over layers.
 
-    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere.
-
-    Args:
-        student, teacher: one tensor [b, n, D] a layer.
-        variances: the teacher's, a scalar a layer.
-        mask: [b, n], 1 for a real token.
+    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere. `student` and `teacher`
+    have one tensor [b, n, D] a layer, `variances` the teacher's, a scalar a layer; `mask` [b, n] is 1 for a real
+    token.
     """
     errors = torch.zeros(mask.shape, device=mask.device)
     for mine, other, variance in zip(student, teacher, variances, strict=True):
