@@ -35,14 +35,8 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         check_max_length(settings.max_length, config, tokenizer)
         _check_pairs(settings, config)
         text = open_text_sources(settings)
-        prepare = MaskedLMPreparation(
-            tokenizer,
-            settings.max_length,
-            settings.mlm_probability,
-            settings.seed,
-            settings.whole_word_mask,
-            settings.sentence_task,
-        )
+        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
+        prepare = MaskedLMPreparation(tokenizer, settings.max_length, *masking)
         set_seed(settings.seed)
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
         # A sentence task's head may be new, but not where it is only evaluated.

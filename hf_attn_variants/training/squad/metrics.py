@@ -71,8 +71,7 @@ def best_threshold(
     threshold = 0.0
     for key in sorted(scores, key=odds.__getitem__):
         # Keeping one more answer: it gains its score, or an unanswerable question loses its point.
-        gain = scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
-        current += gain
+        current += scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
         if current > best:
             best, threshold = current, odds[key]
     return 100 * best / len(scores), threshold

@@ -102,16 +102,9 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return f"{self.name} dev ({rows}): {scores}"
 
     def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
-        settings = self.settings
-        return make_windows(
-            questions,
-            self.tokenizer,
-            settings.max_length,
-            settings.doc_stride,
-            settings.max_query_length,
-            token_types=getattr(self.config, "type_vocab_size", 0) > 1,
-            for_training=for_training,
-        )
+        lengths = self.settings.max_length, self.settings.doc_stride, self.settings.max_query_length
+        token_types = getattr(self.config, "type_vocab_size", 0) > 1
+        return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
     def _question_set(self, name: str) -> QuestionSet:
         rows = self._windows(self.splits[name])

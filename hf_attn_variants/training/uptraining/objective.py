@@ -81,10 +81,8 @@ class UptrainingObjective:
 
     def total(self, terms: dict[str, Term]) -> Tensor:
         """Return the weighted sum of the terms' means."""
-        weights = asdict(self.weights)
-        losses = [
-            weights[TERMS[name]] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()
-        ]
+        weights = {name: getattr(self.weights, TERMS[name]) for name in terms}
+        losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
 
     def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
