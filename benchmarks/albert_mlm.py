@@ -15,7 +15,7 @@ from run_records import check_arguments, check_data_dir
 from small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
 
 from hf_attn_variants.commands import pretrain as pretrain_mlm
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 VOCABULARY_SIZE = 100
 HEADS = 8

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_attn_variants.conversion.checkpoint.io import SafetensorsWriter, TensorEntry, write_index
+from hf_attn_variants.conversion.checkpoint.entries import TensorEntry
+from hf_attn_variants.conversion.checkpoint.writing import SafetensorsWriter, write_index
 from hf_attn_variants.conversion.report import package_versions
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_ANONYMOUS_BYTES = 1_500_000_000
@@ -38,8 +39,8 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-import hf_attn_variants.conversion as conversion
-from hf_attn_variants.conversion.command import main, parse_args
+import hf_attn_variants.conversion.conversions
+from hf_attn_variants.commands.convert import main, parse_args
 imported = anonymous()
 start = time.perf_counter()
 main(parse_args(sys.argv[1:]))

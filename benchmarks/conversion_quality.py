@@ -33,7 +33,7 @@ from run_records import check_data_dir
 
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion.report import package_versions
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 EPILOG = """examples:

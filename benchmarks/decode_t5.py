@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {

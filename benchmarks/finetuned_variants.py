@@ -25,8 +25,8 @@ from run_records import check_arguments, check_data_dir, check_source, write_row
 from hf_attn_variants.commands import glue as run_glue
 from hf_attn_variants.commands import squad as run_squad
 from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.training.glue.data import load_glue
-from hf_attn_variants.training.glue.tasks import get_task
 from hf_attn_variants.training.squad.data import read_squad
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_stream_dataloader,

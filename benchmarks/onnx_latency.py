@@ -34,7 +34,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_attn_variants
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 __all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
 

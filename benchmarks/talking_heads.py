@@ -29,8 +29,8 @@ from talking_heads_peers import interleaved, make_inputs, make_peers, make_step
 from talking_heads_report import plot, tables, targets
 from tqdm import tqdm
 
+from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling import talking_heads_triton
-from hf_attn_variants.training.engine.checkpoints import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
 # b, h, n, d

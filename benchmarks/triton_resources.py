@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_attn_variants.training.engine.checkpoints import atomic_write
+from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benchmarks/results/triton_resources.json"
@@ -137,6 +137,7 @@ def launches(
         logits, weights: whether there is P_l, P_w.
     """
     from hf_attn_variants.modeling import talking_heads_triton as kernels
+    from hf_attn_variants.modeling.talking_heads_blocked import Operands
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -148,7 +149,7 @@ def launches(
         "boolean": empty(1, 1, length, length, of=torch.bool),
         "additive": empty(1, 1, length, length),
     }
-    inputs = (
+    operands = Operands(
         query,
         key,
         value,
@@ -165,8 +166,8 @@ def launches(
     kept = kernels.forward_kernel, kernels.backward_kernel
     kernels.forward_kernel, kernels.backward_kernel = recorders.values()
     try:
-        output, statistics = kernels.forward(*inputs)
-        kernels.backward(torch.empty_like(output), statistics, bias, *inputs)
+        output, statistics = kernels.forward(operands)
+        kernels.backward(torch.empty_like(output), statistics, bias, operands)
     finally:
         kernels.forward_kernel, kernels.backward_kernel = kept
     yield from recorders.items()

@@ -3,38 +3,36 @@
 Importing the package registers its classes with transformers' Auto factories.
 """
 
-import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-from . import interrupts as _interrupts  # noqa: F401  (first: it is about Ctrl-C in the imports that follow)
-from .modeling import modeling_attn_variant_albert as _albert
-from .modeling import modeling_attn_variant_bert as _bert
-from .modeling import modeling_attn_variant_t5 as _t5
-from .modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION as __version__
-from .modeling.configuration_attn_variants import AttnVariantAlbertConfig, AttnVariantBertConfig, AttnVariantT5Config
-from .modeling.modeling_attn_variant_albert import *  # noqa: F403
-from .modeling.modeling_attn_variant_bert import *  # noqa: F403
-from .modeling.modeling_attn_variant_t5 import *  # noqa: F403
-from .registration import register
+# In the process of a command (`attn_variants.py`) the classes are imported when they are first asked for: they take
+# seconds, which `--help` and a mistyped flag should not. `cli` registers them before a command's work.
+_IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
-__all__ = [
-    "AttnVariantAlbertConfig",
-    "AttnVariantBertConfig",
-    "AttnVariantT5Config",
-    "__version__",
-    "convert",  # noqa: F405 (lazy, below)
-    *_albert.__all__,
-    *_bert.__all__,
-    *_t5.__all__,
-]
+if TYPE_CHECKING or not _IS_COMMAND:
+    from . import public as _public
+    from .public import *  # noqa: F403
 
-register()
-
-# Heavier rooms are imported when they are first used.
-_LAZY = {"convert": ".conversion"}
+    __all__ = ["convert", *_public.__all__]  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    if name == "convert":  # its imports take seconds too
+        from .conversion import convert
+
+        return convert
+    if _IS_COMMAND and name == "__version__":
+        from .command_line import package_version
+
+        return package_version()
+    # Python asks for a submodule's name here, too, before it imports that.
+    if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
+        from . import public
+
+        return ["convert", *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *sys.modules[__name__].__all__})

@@ -1,7 +1,7 @@
-"""`python -m hf_attn_variants`: the `attn-variants` command."""
+"""`python -m hf_attn_variants`: the `attn-variants` command, after the imports of the package."""
 
 import sys
 
-from .cli import main
+from attn_variants import main
 
 sys.exit(main())

@@ -5,8 +5,13 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["COMMANDS", "HelpFormatter", "add_checkpoint_argument", "main", "parse_with_checkpoint", "program_name"]
+from .command_line import HelpFormatter, package_version
+from .errors import run_script
+from .interrupts import unwind_on_interrupt
+
+__all__ = ["COMMANDS", "main", "run"]
 
 # Each name with the module that has its `parse_args(argv)` and `main(args)`, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -25,81 +30,50 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of descriptions and examples, and adds to an option's help the default that it has."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.help
-        # 0 is a default to show, and equals False.
-        unsaid = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
-        if not action.option_strings or unsaid:
-            return shown
-        return shown if "default" in (shown or "") else f"{(shown or '').removesuffix('.')} (default: %(default)s)."
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand of the command line, or of `argv`.
+    """Run one subcommand of the command line, or of `argv`; without one, print the help.
 
     Returns:
-        The exit status, as `training.errors.run_script` says.
+        The exit status, as `errors.run_script` says.
     """
-    args = _parser().parse_args(argv)
-    command = importlib.import_module(COMMANDS[args.command][0])
-    from .errors import run_script
-
-    # The subcommands' parsers take their name from here.
-    shown, sys.argv[0] = sys.argv[0], f"attn-variants {args.command}"
-    try:
-        options = command.parse_args(args.arguments)
-    finally:
-        sys.argv[0] = shown
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
-    return run_script(lambda: command.main(options))
+    parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help()
+        return 2
+    args = parser.parse_args(argv)
+    return run(args.command, args.arguments, f"attn-variants {args.command}")
 
 
-def add_checkpoint_argument(parser: argparse._ActionsContainer, shown: str) -> None:
-    """Add the checkpoint to a command or a group of its options: by its place, or as --model_name_or_path.
+def run(command: Any, argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Parse a command's arguments and do its work; return the exit status.
 
     Args:
-        parser: of the command; it is parsed by `parse_with_checkpoint`.
-        shown: the help.
+        command: a name of `COMMANDS`, with which this package's log goes to stderr; or what has a `parse_args` and a
+            `main`.
+        argv: its own arguments; None = those of the process.
+        program: what its help calls it; None = as the process was called.
     """
-    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=shown)
-    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same, by name")
 
+    def work() -> None:
+        module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
+        # The commands' parsers take their name from here (`command_line.program_name`).
+        called, sys.argv[0] = sys.argv[0], program or sys.argv[0]
+        try:
+            args = module.parse_args(argv)
+        finally:
+            sys.argv[0] = called
+        if isinstance(command, str):
+            logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+            logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
+            logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+        from .registration import register  # only now: a mistyped flag does not wait for these imports
 
-def parse_with_checkpoint(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: bool = True
-) -> argparse.Namespace:
-    """Read a command line that names a checkpoint before its options, after them, or as --model_name_or_path.
+        register()
+        unwind_on_interrupt()
+        module.main(args)
 
-    Args:
-        parser: with the arguments of `add_checkpoint_argument`.
-        argv: the command line; None = that of the process.
-        required: False where the command can do without a checkpoint.
-
-    Returns:
-        The arguments, the checkpoint as `model_name_or_path`. Two different ones, or none where one is required, end
-        the process with a line and status 2, as all errors of argparse do.
-    """
-    # Older versions of argparse take an optional place as empty as soon as an option comes before it.
-    args = parser.parse_intermixed_args(argv)
-    placed, named = vars(args).pop("checkpoint"), args.model_name_or_path
-    if placed is not None and named is not None and placed != named:
-        parser.error(f"two checkpoints: {placed!r} and --model_name_or_path {named!r}; give one")
-    args.model_name_or_path = placed if named is None else named
-    if required and args.model_name_or_path is None:
-        parser.error(
-            "no checkpoint: name its folder or Hub id first, before options that take several values, or by "
-            "--model_name_or_path"
-        )
-    return args
-
-
-def program_name(script: str) -> str:
-    """Return how a user calls what `scripts/<script>` does: as that, or as a subcommand that is being run."""
-    return sys.argv[0] if sys.argv[0].startswith("attn-variants ") else f"python scripts/{script}"
+    return run_script(work)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,9 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
         formatter_class=HelpFormatter,
     )
-    from . import __version__
-
-    parser.add_argument("--version", action="version", version=f"hf_attn_variants {__version__}")
+    parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
     return parser

@@ -1,6 +1,7 @@
-"""All or nothing: a folder that is filled under another name and takes its place when it is complete."""
+"""The files of a model's folder: what they are called, and writing that leaves nothing half done."""
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -11,13 +12,89 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# Moved last: without it a folder is no checkpoint.
-CONFIG_NAME = "config.json"
+__all__ = [
+    "BEST_MODEL_FILE",
+    "CARD_NAME",
+    "CONFIG_NAME",
+    "CURVES_FILE",
+    "HISTORY_NAME",
+    "INDEX_NAME",
+    "LOG_FILE",
+    "PICKLE_INDEX_NAME",
+    "PICKLE_SUFFIXES",
+    "PICKLE_WEIGHTS_NAME",
+    "REPORT_NAME",
+    "RESULTS_NAME",
+    "RESULT_FILES",
+    "SENTENCE_MODULES_NAME",
+    "STATE_FILE",
+    "TRACKER_FOLDERS",
+    "TRAINING_LEFTOVERS",
+    "WEIGHTS_NAME",
+    "atomic_write",
+    "check_disk_space",
+    "check_output_dir",
+    "load_json",
+    "make_folders",
+    "remove_empty_folders",
+    "staged_folder",
+]
 
-__all__ = ["check_disk_space", "check_output_dir", "make_folders", "remove_empty_folders", "staged_folder"]
+# A checkpoint, as transformers and sentence-transformers name its files.
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_WEIGHTS_NAME = "pytorch_model.bin"
+PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+SENTENCE_MODULES_NAME = "modules.json"
+# What this package writes beside it.
+CARD_NAME = "README.md"
+HISTORY_NAME = "model_history.json"
+REPORT_NAME = "conversion_report.json"
+RESULTS_NAME = "all_results.json"
+LOG_FILE = "train_log.jsonl"
+CURVES_FILE = "training_curves.png"
+BEST_MODEL_FILE = "best_model.safetensors"
+# Of a training checkpoint.
+STATE_FILE = "train_state.json"
+# What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
+TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
+TRACKER_FOLDERS = ("hf_attn_variants", "runs")
+# What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
+RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS)
 
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
+
+
+def load_json(path: Path, encoding: str = "utf-8") -> Any:
+    """Return the value that a JSON file holds.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding=encoding))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """Write a file through a temporary one beside it, so that readers see the old content or the new.
+
+    Raises:
+        OSError: if it cannot be written; nothing half written is left.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path} ({type(error).__name__}: {error})") from error
 
 
 def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | None = None) -> Path:

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from .files import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, load_json
+
 __all__ = [
-    "CARD_NAME",
-    "HISTORY_NAME",
-    "REPORT_NAME",
-    "RESULTS_NAME",
     "ModelHistory",
     "read_front_matter",
     "read_history",
@@ -24,10 +22,6 @@ __all__ = [
     "write_history",
 ]
 
-CARD_NAME = "README.md"
-HISTORY_NAME = "model_history.json"
-REPORT_NAME = "conversion_report.json"
-RESULTS_NAME = "all_results.json"
 # What each step's own file is called; where a folder has both, the conversion came first.
 STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
 FORMAT = 1
@@ -192,10 +186,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """
     if not path.is_file():
         return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    value = load_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
     return value

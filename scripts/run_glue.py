@@ -1,13 +1,8 @@
 """Fine-tunes and evaluates a checkpoint on a GLUE task: `python scripts/run_glue.py --help`."""
 
-import logging
 import sys
 
-from hf_attn_variants.commands.glue import main, parse_args
-from hf_attn_variants.errors import run_script
+from attn_variants import run
 
 if __name__ == "__main__":
-    args = parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
-    sys.exit(run_script(lambda: main(args)))
+    sys.exit(run("glue"))

@@ -209,3 +209,13 @@ ARCHITECTURES: list[Architecture] = [BERT, ALBERT, T5]
 # (architecture, head) pairs for parametrised tests.
 HEADS = [(architecture, head) for architecture in ARCHITECTURES for head in architecture.heads]
 HEAD_IDS = [head for _, head in HEADS]
+
+# One head of each architecture meets every variant; the others those that change all that a variant can change.
+BASE_HEADS = {architecture.name: next(iter(architecture.heads)) for architecture in ARCHITECTURES}
+HEADS_AND_VARIANTS = [
+    (architecture, head, variant)
+    for architecture, head in HEADS
+    for variant in VARIANTS
+    if head == BASE_HEADS[architecture.name] or variant in ("gqa_talking", "dynamic")
+]
+HEAD_AND_VARIANT_IDS = [f"{head}-{variant}" for _, head, variant in HEADS_AND_VARIANTS]

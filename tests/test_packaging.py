@@ -76,7 +76,9 @@ def run_wheel(built, tmp_path_factory):
     dependencies = tmp_path_factory.mktemp("dependencies")
     for site in (Path(path) for path in sys.path if Path(path).name.endswith("-packages")):
         for entry in site.iterdir():
-            ours = entry.name.startswith(("hf_attn_variants", "__editable__")) or entry.suffix == ".pth"
+            ours = (
+                entry.name.startswith(("attn_variants", "hf_attn_variants", "__editable__")) or entry.suffix == ".pth"
+            )
             if not ours and not (dependencies / entry.name).is_symlink():
                 (dependencies / entry.name).symlink_to(entry)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (built.folder, dependencies)))}
@@ -101,7 +103,7 @@ def test_the_sdist_is_the_repository(built, repository_files):
 
 def test_the_wheel_is_the_package(built, repository_files):
     package = {name for name in built.wheel if ".dist-info/" not in name}
-    assert package == {name for name in repository_files if name.startswith("hf_attn_variants/")}
+    assert package == {name for name in repository_files if name.startswith(("hf_attn_variants/", "attn_variants.py"))}
     assert "hf_attn_variants/py.typed" in package
     assert built.metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
@@ -132,9 +134,8 @@ def test_a_package_index_gets_absolute_links(built):
 def test_no_message_names_a_script():
     """A wheel has none: messages name the subcommands."""
     # A parser called by a script names that script; what modeling/ says is tested beside it.
-    paths = [
-        p for p in (ROOT / "hf_attn_variants").rglob("*.py") if p.name != "cli.py" and p.parent.name != "modeling"
-    ]
+    package = (ROOT / "hf_attn_variants").rglob("*.py")
+    paths = [path for path in package if path.name != "command_line.py" and path.parent.name != "modeling"]
     for path in paths:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import progress
-from hf_attn_variants.inspection.speed.measure import measure_speed
+from hf_attn_variants.inspection.speed import measure_speed
 from hf_attn_variants.training.engine import tracking
 
 

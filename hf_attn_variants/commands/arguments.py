@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..training.engine.options import Settings, fields_by_group
 from ..training.engine.settings import NewModelSettings
 

@@ -5,8 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
-from .inspect import read_checkpoint_config
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args"]
 
@@ -59,7 +58,8 @@ def main(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    from ..inspection.speed.measure import measure_speed
+    from ..inspection.checkpoint_config import read_checkpoint_config
+    from ..inspection.speed import measure_speed
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
@@ -84,21 +84,18 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    of = f"{table.length:,} tokens"
+    of, measured = f"{table.length:,} tokens", "batch"
     if table.work == "generate":
         search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
-        of = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}"
-    title = (
-        f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}, batch {table.batch_size}, {of}"
-    )
+        of, measured = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}", "generation"
+    what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}"
     rows = [
         [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
         for row in table.rows
     ]
-    print_table(
-        title, ["variant", f"ms a {'generation' if table.work == 'generate' else 'batch'}", "tokens/s", "speed"], rows
-    )
-    machine = table.machine
-    load = f", load {machine['load_average'][0]:.1f} at the end" if machine["load_average"] else ""
-    print_text(f"Medians of {args.rounds} rounds; {machine['threads']} threads{load}.")
+    header = ["variant", f"ms a {measured}", "tokens/s", "speed"]
+    print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
+    threads, load = table.machine["threads"], table.machine["load_average"]
+    ended = f", load {load[0]:.1f} at the end" if load else ""
+    print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
     return table

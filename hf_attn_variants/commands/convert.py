@@ -2,18 +2,16 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..conversion.calibration.calibrate import Calibration
-from ..conversion.calibration.fitting import FIT_DEFAULTS
-from ..conversion.calibration.texts import CALIBRATION_SIZE, read_calibration
-from ..conversion.convert import DTYPES, convert_checkpoint
-from ..conversion.methods import METHODS, CalibratedMethod
-from ..conversion.next_steps import next_steps
-from ..conversion.report import ConversionReport
-from ..progress import no_progress_bars
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
 
 __all__ = ["main", "parse_args"]
+
+# As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
+METHODS = ("aligned", "calibrated", "first", "mean", "random")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
@@ -49,38 +47,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
     parser.add_argument(
         "--method",
-        choices=sorted(METHODS),
+        choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
     )
-    calibration = parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
-    calibration.add_argument(
-        "--calibration_file",
-        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
-        ".gz too",
-    )
-    calibration.add_argument(
-        "--calibration_columns",
-        nargs="+",
-        metavar="COLUMN",
-        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
-    )
-    calibration.add_argument(
-        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
-    )
-    calibration.add_argument("--calibration_target_column", help="T5: the table's column of targets")
-    calibration.add_argument(
-        "--calibration_size",
-        type=int,
-        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
-    )
-    calibration.add_argument(
-        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
-    )
-    calibration.add_argument(
-        "--fit_steps",
-        type=int,
-        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
-        f"(default: {FIT_DEFAULTS['fit_steps']})",
+    _add_calibration_arguments(
+        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
     )
     parser.add_argument(
         "--talking_heads",
@@ -100,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=["identity", "random"],
         help="what new projections hold (default: identity, which changes no output)",
     )
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the floating-point tensors (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
@@ -109,12 +80,48 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parse_with_checkpoint(parser, argv)
 
 
-def main(args: argparse.Namespace) -> ConversionReport:
-    """Convert, and print a summary and what to do next.
+def _add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--calibration_file",
+        help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
+        ".gz too",
+    )
+    group.add_argument(
+        "--calibration_columns",
+        nargs="+",
+        metavar="COLUMN",
+        help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
+    )
+    group.add_argument(
+        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+    )
+    group.add_argument("--calibration_target_column", help="T5: the table's column of targets")
+    group.add_argument(
+        "--calibration_size",
+        type=int,
+        help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
+    )
+    group.add_argument(
+        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
+    )
+    group.add_argument(
+        "--fit_steps",
+        type=int,
+        help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
+        f"(default: {FIT_DEFAULTS['fit_steps']})",
+    )
+
+
+def main(args: argparse.Namespace) -> Any:
+    """Convert, print a summary and what to do next, and return the `ConversionReport`.
 
     Raises:
         ValueError, OSError: as for `convert_checkpoint`.
     """
+    from ..conversion.conversions import convert_checkpoint
+    from ..conversion.next_steps import next_steps
+    from ..progress import no_progress_bars
+
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
         options.pop(name)
@@ -129,6 +136,10 @@ def main(args: argparse.Namespace) -> ConversionReport:
 
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text and draw its examples."""
+    from ..conversion.calibration.texts import read_calibration
+    from ..conversion.methods import METHODS
+    from ..conversion.methods.base import CalibratedMethod
+
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")

@@ -3,12 +3,11 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
-__all__ = ["main", "parse_args", "read_checkpoint_config", "table_cells"]
+__all__ = ["main", "parse_args", "table_cells"]
 
 EXAMPLE = """\
 example:
@@ -53,7 +52,8 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: for a checkpoint that cannot be read or is of no supported architecture.
     """
-    from ..inspection.costs.table import cost_table
+    from ..inspection.checkpoint_config import read_checkpoint_config
+    from ..inspection.costs import cost_table
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
@@ -75,28 +75,6 @@ def main(args: argparse.Namespace) -> Any:
     for note in _notes(table):
         print_text(note)
     return table
-
-
-def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a folder, or of a Hub repository, of which nothing else is downloaded.
-
-    Raises:
-        OSError: if there is none.
-        ValueError: if it is no configuration of transformers.
-    """
-    from ..conversion.checkpoint.source import CONFIG_NAME, local_folder, read_config
-
-    folder = local_folder(checkpoint)
-    if folder is None:
-        from transformers.utils import cached_file
-
-        try:
-            folder = Path(cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)).parent
-        except OSError as error:
-            raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
-    elif revision is not None:
-        raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
-    return read_config(folder)
 
 
 def table_cells(table: Any) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 __all__ = ["main", "parse_args"]
 
@@ -17,8 +17,7 @@ example (--dry_run lists what would go up, and shows the card):
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
 
-
-# What a generated card says.
+# The fields of `CardOptions`: what a generated card says.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
 
@@ -71,24 +70,16 @@ def main(args: argparse.Namespace) -> Any:
     """
     from huggingface_hub import HfApi
 
+    from ..files import atomic_write
     from ..hub.card import CardOptions
     from ..hub.push import full_repo_id, plan_push, push_checkpoint
-    from ..training.engine.checkpoints import atomic_write
 
     if args.card is not None:
         given = [name for name in CARD_FLAGS if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--card gives the whole card: --{given[0]} is for a generated one.")
-    options = CardOptions(
-        base_model=args.base_model,
-        license=args.license,
-        language=args.language,
-        datasets=args.datasets,
-        pipeline_tag=args.pipeline_tag,
-        title=args.title,
-        notes=_read_text(args.notes),
-        evaluations=_read_evaluations(args.evaluations),
-    )
+    read = {"notes": _read_text(args.notes), "evaluations": _read_evaluations(args.evaluations)}
+    options = CardOptions(**{name: read.get(name, getattr(args, name)) for name in CARD_FLAGS})
     folder = Path(args.model_name_or_path).expanduser()
     if not folder.is_dir():  # said before the Hub is asked for an account
         raise FileNotFoundError(f"there is no checkpoint folder {args.model_name_or_path!r}.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 if TYPE_CHECKING:
     from ..inspection.attention_maps.maps import TextMaps
@@ -102,16 +102,20 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from ..registration import variant_config_class, variant_model_class
-    from ..training.engine.models import check_max_length, load_config, load_model, load_tokenizer
+    from ..training.engine.models import load_config, load_model
+    from ..training.engine.settings import ModelSettings
+    from ..training.engine.tokenizers import check_max_length, load_tokenizer
 
     # Parts that attention does not need (a pooler, for one) may be missing.
     logging.set_verbosity_error()
-    options = argparse.Namespace(**vars(args), dropout_rate=None, trust_remote_code=False, attn_implementation="eager")
-    config = load_config(options)
+    settings = ModelSettings(
+        model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name, attn_implementation="eager"
+    )
+    config = load_config(settings)
     config_class = variant_config_class(config.model_type)
     architectures = config.architectures or [config_class.auto_classes["AutoModel"]]
     model_class = variant_model_class(architectures[0])
     config = config_class.from_upstream(config)
-    tokenizer = load_tokenizer(options, config)
+    tokenizer = load_tokenizer(settings, config)
     check_max_length(args.max_length, config, tokenizer)
-    return load_model(options, args.model_name_or_path, config, model_class), tokenizer
+    return load_model(settings, config, model_class), tokenizer

@@ -1,28 +1,38 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, talking heads.
 
-`convert` is the front door; the rooms behind it: `grouping` (which heads share), `methods` (how heads merge, one file
-each), `plan` (what will be done, checked before any work), `calibration_files`, `calibration` and `recording` (text,
-and what the attentions do on it, for the methods that fit to it), `checkpoint_io` (tensors in and out, one by one),
-`report` and `next_steps` (what is said of it).
+`convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections` and
+`calibration_settings` (which heads share, what an attention is made of, the text), `checkpoint` (tensors in and out),
+`calibration` (what attentions do on text, and the fit to it), `methods` (how heads merge, one file each), `plan` (what
+will be done, checked before any work), `report` and `next_steps` (what is said of it), `conversions`.
 """
 
-from .calibration.calibrate import Calibration
-from .calibration.texts import read_calibration
-from .convert import convert, convert_checkpoint, convert_model, load_converted
-from .methods import METHODS, AttentionTensors, ConversionMethod, LayerContext
-from .report import ConversionReport, LayerReport
+import importlib
+from typing import Any
 
-__all__ = [
-    "METHODS",
-    "AttentionTensors",
-    "Calibration",
-    "ConversionMethod",
-    "ConversionReport",
-    "LayerContext",
-    "LayerReport",
-    "convert",
-    "convert_checkpoint",
-    "convert_model",
-    "load_converted",
-    "read_calibration",
-]
+# Imported when it is first used: whoever reads a checkpoint's folder needs none of the code that fits. No module here
+# may be called `convert`: it would take the function's place.
+_PLACES = {
+    "METHODS": "methods",
+    "AttentionTensors": "projections",
+    "Calibration": "calibration_settings",
+    "ConversionMethod": "methods.base",
+    "ConversionReport": "report",
+    "LayerContext": "methods.base",
+    "LayerReport": "report",
+    "convert": "conversions",
+    "convert_checkpoint": "conversions",
+    "convert_model": "conversions",
+    "load_converted": "conversions",
+    "read_calibration": "calibration.texts",
+}
+__all__ = [*_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,70 +7,64 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from ..files import INDEX_NAME
 from ..progress import progress_bar
+from .checkpoint.entries import TensorEntry, cast, dtype_name
 from .checkpoint.in_memory import TensorSource
-from .checkpoint.io import TORCH_DTYPES, CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name
-from .methods import AttentionTensors
+from .checkpoint.reading import CheckpointReader
+from .checkpoint.writing import SafetensorsWriter, write_index
 from .plan import AttentionModule, ConversionPlan
+from .projections import AttentionTensors
 from .report import LayerReport, layer_report
 
-__all__ = ["byte_size", "converted_tensors", "one_thread", "planned_entries", "write_weights"]
+__all__ = ["converted_tensors", "planned_entries", "write_weights"]
 
 
-def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the converted model."""
-    for module in plan.modules:
-        before = _read_attention(reader, module)
-        yield from _new_tensors(plan, module, before, plan.convert(module, before)).items()
-    for name in reader.entries:
-        if name not in plan.converted_names:
-            tensor = reader.read(name)
-            yield name, cast(tensor, plan.dtype, name) if plan.dtype and tensor.is_floating_point() else tensor
+def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
+    """Return every tensor of the converted model by name."""
+    tensors = {}
+    with _one_thread():
+        for module in plan.modules:
+            before = module.read(reader.read)
+            tensors |= _new_tensors(plan, module, before, plan.convert(module, before))
+        for name in reader.entries:
+            if name not in plan.converted_names:
+                tensor = reader.read(name)
+                casts = plan.dtype is not None and tensor.is_floating_point()
+                tensors[name] = cast(tensor, plan.dtype, name) if casts else tensor
+    return tensors
 
 
 def planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
     """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
     stored = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
-    added = {}
+    entries = {}
+    for name, entry in reader.entries.items():
+        dtype = stored if stored and entry.is_floating else entry.dtype
+        entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
-        beside = reader.entries[module.tensors["query_weight"]]
-        for name, shape in module.projections.items():
-            added[name] = TensorEntry(_safetensors_name(beside.file), stored or beside.dtype, shape)
-    kept = {
-        name: TensorEntry(
-            _safetensors_name(entry.file),
-            stored if stored and entry.is_floating else entry.dtype,
-            shapes.get(name, entry.shape),
-        )
-        for name, entry in reader.entries.items()
-    }
-    return kept | added
-
-
-def byte_size(entry: TensorEntry) -> int:
-    """Return the bytes that a tensor takes; raises ValueError for a dtype that cannot be written."""
-    if entry.dtype not in TORCH_DTYPES:
-        raise ValueError(f"tensors of dtype {entry.dtype} cannot be written.")
-    return entry.numel * TORCH_DTYPES[entry.dtype].itemsize
+        beside = entries[module.tensors["query_weight"]]
+        entries |= {name: TensorEntry(beside.file, beside.dtype, shape) for name, shape in module.projections.items()}
+    return entries
 
 
 def write_weights(
     plan: ConversionPlan, reader: CheckpointReader, entries: dict[str, TensorEntry], stage: Path, size: int
 ) -> list[LayerReport]:
-    """Write all tensors, `size` bytes, into the planned files in `stage`; return what changed in each attention."""
+    """Write all tensors, `size` bytes, into the planned files in `stage`, with an index if they are several."""
     layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, entry in entries.items():
         layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
     layers = []
-    with ExitStack() as stack, one_thread():
+    with ExitStack() as stack, _one_thread():
         progress = stack.enter_context(progress_bar(total=size, unit="B", unit_scale=True, desc="writing"))
         writers = {
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
         }
         for module in plan.modules:
-            before = _read_attention(reader, module)
+            before = module.read(reader.read)
             after = plan.convert(module, before)
             tensors = _new_tensors(plan, module, before, after)
             for name, tensor in tensors.items():
@@ -82,11 +76,13 @@ def write_weights(
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
                 chunks = _tracked(reader.chunks(name), dtype, name, progress)
                 writers[entries[name].file].write_chunks(name, chunks)
+    if reader.index_metadata is not None:
+        write_index(stage / INDEX_NAME, entries, reader.index_metadata, size)
     return layers
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Compute with one thread inside."""
     # On matrices this small, threads wait for each other longer than they work: tenfold and more on a busy machine.
     threads = torch.get_num_threads()
@@ -106,19 +102,14 @@ def _tracked(
         progress.update(chunk.nbytes)
 
 
-def _read_attention(reader: TensorSource, module: AttentionModule) -> AttentionTensors:
-    return AttentionTensors(**{part: reader.read(name) for part, name in module.tensors.items()})
-
-
 def _new_tensors(
     plan: ConversionPlan, module: AttentionModule, before: AttentionTensors, after: AttentionTensors
 ) -> dict[str, torch.Tensor]:
     """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
     tensors = {}
     for part, name in module.tensors.items():
-        dtype = plan.dtype or getattr(before, part).dtype
-        tensor = getattr(after, part).to(getattr(before, part).device)
-        tensors[name] = tensor if tensor.dtype == dtype else cast(tensor, dtype, name)
+        stored = getattr(before, part)
+        tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
     added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
     return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
 

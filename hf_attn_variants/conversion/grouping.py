@@ -9,15 +9,7 @@ __all__ = ["HeadCounts", "group_heads", "join_heads", "relation", "repeat_heads"
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The heads of one attention module before and after a conversion.
-
-    Args:
-        query: h_k, the query heads.
-        key: key heads (before, after).
-        value: value heads (before, after).
-        output: h_v, the heads that the output projection reads.
-        head_dim: d, the size of one head.
-    """
+    """The heads of one attention module: h_k of queries, keys and values (before, after), h_v of the output; d."""
 
     query: int
     key: tuple[int, int]
@@ -40,10 +32,8 @@ def relation(source: int, target: int) -> str:
     """
     if source < 1 or target < 1:
         raise ValueError(f"a number of key/value heads must be at least 1: got {source} -> {target}.")
-    if source == target:
-        return "same"
     if source % target == 0:
-        return "pool"
+        return "same" if source == target else "pool"
     if target % source == 0:
         return "expand"
     raise ValueError(
@@ -78,12 +68,8 @@ def group_heads(projection: torch.Tensor, source: int, target: int) -> torch.Ten
 
 
 def repeat_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Expand a projection from `source` to `target` heads by repeating each one, which changes no output.
+    """Expand a projection [source*d, ...] to [target*d, ...] by repeating each head, which changes no output.
 
-    Args:
-        projection: weight [source*d, D] or bias [source*d].
-
-    Returns:
-        The projection [target*d, ...]; head i is the source's head i // (target / source).
+    Head i is then the source's head i // (target / source).
     """
     return join_heads(split_heads(projection, source).repeat_interleave(target // source, dim=0))

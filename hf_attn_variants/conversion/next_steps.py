@@ -1,15 +1,12 @@
 """What to do with a converted checkpoint: commands to paste, with the flags of the measured recipes."""
 
-from __future__ import annotations
-
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..model_history import RESULTS_NAME
+from ..files import RESULTS_NAME, load_json
 from ..registration import PREFIX
 from ..text_files import is_table
 from .checkpoint.source import cached_folder
@@ -40,12 +37,7 @@ MEANINGS = {
 
 
 def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
-    """Return lines that say what to do next, each command a line of its own.
-
-    Args:
-        report: of the conversion.
-        args: the arguments of `attn-variants convert`.
-    """
+    """Return lines that say what to do after `attn-variants convert` with `args`, each command a line of its own."""
     merged = any(layer.change == "pool" for layer in report.layers)
     if not merged and not report.talking_heads:
         return []
@@ -55,9 +47,8 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
     if merged and text is not None and not head.endswith(NOT_DISTILLED):
         commands.append(_uptrain(report, args, head, text, output))
         output = f"{output}-distilled"
-        steps.append(
-            "draw it towards its source" + (", which reads no labels" if _objective(head) == "distill" else "")
-        )
+        reads_labels = _objective(head) != "distill"
+        steps.append("draw it towards its source" + ("" if reads_labels else ", which reads no labels"))
     if (tuning := _fine_tune(args, head, text, output)) is not None:
         commands.append(tuning)
         steps.append("fine-tune it")
@@ -95,10 +86,8 @@ def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, 
     """Return the command that goes on with the model's own task; None where there is none, or it is not known."""
     name = next((task for suffix, task in TASKS.items() if head.endswith(suffix)), "glue")
     command = [name, "--model_name_or_path", model]
-    data: Sequence[str] = ()
+    data: Sequence[str] | None = ()
     if name == "seq2seq":
-        if text is None:
-            return None
         data = text
     elif name == "glue":
         task = _task_of_source(args)
@@ -107,7 +96,7 @@ def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, 
             return None
         name = task or ("stsb" if len(args.calibration_columns or ()) == 2 else "sst2")
         data = ["--task_name", name]
-    return _command(command, data, ["--output_dir", f"{model}-{name}"])
+    return None if data is None else _command(command, data, ["--output_dir", f"{model}-{name}"])
 
 
 def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
@@ -131,8 +120,7 @@ def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
 def _task_of_source(args: argparse.Namespace) -> str | None:
     """Return the task of GLUE that the source was tuned on by this package; None where nothing says it."""
     try:
-        results = json.loads((Path(args.model_name_or_path).expanduser() / RESULTS_NAME).read_text("utf-8"))
-        name = results["task_name"]
+        name = load_json(Path(args.model_name_or_path).expanduser() / RESULTS_NAME)["task_name"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if isinstance(name, str) else None

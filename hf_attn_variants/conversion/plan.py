@@ -3,25 +3,24 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..errors import as_value_error
 from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import AttentionSite, projection_std
 from ..registration import variant_config_class, variant_model_class
-from .checkpoint.io import TensorEntry
+from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
-from .methods import AttentionTensors, ConversionMethod, LayerContext
-from .methods.base import pool_key_value
+from .methods.base import ConversionMethod, LayerContext
+from .projections import AttentionTensors, pool_key_value
 
-__all__ = ["AttentionModule", "ConversionPlan", "make_plan", "new_projection", "seeded_generator"]
-
-ROLES = ("query", "key", "value", "output")
+__all__ = ["AttentionModule", "ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,10 @@ class AttentionModule:
     tensors: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     projections: dict[str, tuple[int, ...]]
+
+    def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+        """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
+        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,16 @@ class ConversionPlan:
     method: ConversionMethod
     seed: int = 0
     dtype: torch.dtype | None = None
-    converted_names: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        names = frozenset(name for module in self.modules for name in module.tensors.values())
-        object.__setattr__(self, "converted_names", names)
+    @cached_property
+    def converted_names(self) -> frozenset[str]:
+        """The names of the attentions' tensors in the checkpoint."""
+        return frozenset(name for module in self.modules for name in module.tensors.values())
 
     @property
     def heads(self) -> dict[str, tuple[int, int]]:
         """The head counts that the two configurations give, {field: (before, after)}."""
-        fields = ["num_attention_heads", *type(self.config).kv_heads_fields()]
-        if self.config.talking_heads is not None:
-            fields += ["num_softmax_heads", "num_value_heads"]
+        fields = self.config.head_fields()
         return {name: (getattr(self.source_config, name), getattr(self.config, name)) for name in fields}
 
     @property
@@ -96,14 +97,14 @@ class ConversionPlan:
             return tensors
         if change == "expand":
             # Lossless, whatever the method: there is nothing to choose.
-            return AttentionTensors(**(vars(tensors) | pool_key_value(tensors, module.heads, repeat_heads)))
+            return pool_key_value(tensors, module.heads, repeat_heads)
         generator = seeded_generator(self.seed, module.name)
         layer = LayerContext(module.name, module.site.name, generator, initializer_std(self.config))
         pooled = self.method.pool(tensors, module.heads, layer)
         for part, shape in module.shapes.items():
-            got = getattr(pooled, part)
-            if got is None or tuple(got.shape) != shape:
-                found = None if got is None else list(got.shape)
+            tensor = getattr(pooled, part)
+            found = None if tensor is None else list(tensor.shape)
+            if found != list(shape):
                 raise ValueError(
                     f"method {self.method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
                 )
@@ -112,15 +113,17 @@ class ConversionPlan:
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
-        return {
-            name: new_projection(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init, generator).to(dtype)
-            for name, shape in module.projections.items()
-        }
+        new = {}
+        for name, shape in module.projections.items():
+            # As a new model initialises it (`AttentionVariantMixin.init_projections`).
+            std = projection_std(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init)
+            drawn = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
+            new[name] = drawn.to(dtype)
+        return new
 
 
 def make_plan(
     config: Mapping[str, Any],
-    architecture: str | None,
     entries: Mapping[str, TensorEntry],
     method: ConversionMethod,
     fields: Mapping[str, Any],
@@ -131,8 +134,7 @@ def make_plan(
     """Settle what a conversion does and check that it can be done.
 
     Args:
-        config: the source's config.json.
-        architecture: the source's class, e.g. "BertForMaskedLM"; None takes the architecture's base model.
+        config: the source's config.json; without `architectures` the base model's class is taken.
         entries: every tensor of the source with its dtype and shape.
         method: how heads are pooled.
         fields: the configuration fields to change; a value of None is not given.
@@ -147,16 +149,18 @@ def make_plan(
     given = {name: value for name, value in fields.items() if value is not None}
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, dtype)
+    architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
     if model_class.config_class is not config_class:
         raise ValueError(
             f"the source's configuration is wrong: a {architecture} has no `model_type` {config['model_type']!r}."
         )
-    with _source_errors(config_file, ValueError, StrictDataclassError):
+    wrong = "the source's configuration is wrong" + ("" if config_file is None else f" ({os.fspath(config_file)})")
+    with as_value_error(wrong, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
-    with _source_errors(config_file):
+    with as_value_error(wrong):
         new_config = _converted_config(config_class, source_config, dict(config), given)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
@@ -178,40 +182,11 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def new_projection(name: str, shape: tuple[int, ...], initialization: str, generator: torch.Generator) -> torch.Tensor:
-    """Return a talking-heads parameter as a new model initialises it (`AttentionVariantMixin.init_projections`)."""
-    std = projection_std(name, shape, initialization)
-    return torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
 def initializer_std(config: Any) -> float:
     """Return the standard deviation of a new key or value projection: BERT's and ALBERT's field, or T5's rule."""
     if hasattr(config, "initializer_range"):
         return config.initializer_range
     return config.initializer_factor * config.d_model**-0.5
-
-
-@contextmanager
-def _source_errors(config_file: str | os.PathLike | None, *explained: type[Exception]) -> Iterator[None]:
-    """Turn what a wrong value in a configuration raises anywhere in transformers or torch into a ValueError.
-
-    Args:
-        config_file: the file with the values, or None.
-        explained: errors that are the source's and whose messages say all; any other ValueError or OSError passes.
-    """
-    where = "" if config_file is None else f" ({os.fspath(config_file)})"
-    try:
-        yield
-    except explained as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the source's configuration is wrong{where}: {reason}") from error
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ValueError(
-            f"the source's configuration is wrong{where}: {type(error).__name__}: {first_line}"
-        ) from error
 
 
 def _talking_fields(config_class: type) -> list[str]:
@@ -277,20 +252,19 @@ def _attention_module(
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
     heads = _head_counts(site, source_config, target.config)
-    linears = {role: (getattr(site, role), module.get_submodule(getattr(site, role))) for role in ROLES}
     prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
     tensors, shapes = {}, {}
-    for role, (linear_path, linear) in linears.items():
-        for part, parameter in linear.named_parameters():
+    for role, linear_path in site.projections.items():
+        for part, parameter in module.get_submodule(linear_path).named_parameters():
             name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
             expected = list(parameter.shape)
             if role in ("key", "value"):
                 expected[0] = getattr(heads, role)[0] * heads.head_dim
             _check_tensor(name, entries, expected)
             tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
-    mixes = f"{prefix}{path}.{site.mixes}." if site.mixes else f"{prefix}{path}."
-    parameters = module.get_submodule(site.mixes).named_parameters(recurse=False)
-    projections = {f"{mixes}{name}": tuple(parameter.shape) for name, parameter in parameters}
+    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
+    parameters = module.get_submodule(site.core).named_parameters(recurse=False)
+    projections = {f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters}
     if source_config.talking_heads is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
@@ -299,11 +273,8 @@ def _attention_module(
 
 
 def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
-    keys = getattr(source, site.kv_heads_field), getattr(target, site.kv_heads_field)
-    query, output = target.num_attention_heads, target.num_value_heads
-    # With a key head for each query head, there is a value head for each head of the output.
-    values = tuple(output if count == query else count for count in keys)
-    return HeadCounts(query, keys, values, output, target.attention_head_dim)
+    before, after = site.heads(source), site.heads(target)
+    return HeadCounts(after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim)
 
 
 def _check_all_used(
@@ -325,8 +296,7 @@ def _check_nothing_unclaimed(
     # They would stay as they are, and the converted model would silently be without their layers.
     claimed = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(
-        rf"{site.module}\.(?:{'|'.join(re.escape(getattr(site, role)) for role in ROLES)})"
-        for site in target.attention_sites
+        rf"{site.module}\.(?:{'|'.join(map(re.escape, site.projections.values()))})" for site in target.attention_sites
     )
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
     unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]

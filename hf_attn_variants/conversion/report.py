@@ -1,50 +1,33 @@
 """What a conversion changed, in numbers: `conversion_report.json`.
 
-Per attention module, the relative Frobenius errors of the two products that attention is made of, over all heads i:
-
-    logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (biases included: [W | b] for W)
-    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (the value's bias included)
-
-with W_k,i the key head that query head i reads. They compare weights and know nothing of the data: after a calibration
-they are large where the model is good. There the error that means something is that of each attention's output y,
-computed in float32 on the calibration's held-out text, for each of its calls with the inputs of the source:
+The errors of `weight_errors` compare weights and know nothing of the data: after a calibration they are large where
+the model is good. There the error that means something is that of each attention's output y, computed in float32 on
+the calibration's held-out text, for each of its calls with the inputs of the source:
 
     output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens; 0 is equal, 1 no better than the mean
 """
 
 import json
-import math
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..model_history import REPORT_NAME
-from ..modeling.configuration_attn_variants import can_cache
+from ..files import REPORT_NAME
+from ..kv_cache import cache_bytes_per_token
+from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+from ..modeling.variant_mixins import AttentionSite
 from .calibration.head_sharing import reorder_heads
-from .checkpoint.io import TORCH_DTYPES, TensorEntry
-from .grouping import HeadCounts
-from .methods import AttentionTensors
+from .checkpoint.entries import TensorEntry, element_size
 from .plan import AttentionModule, ConversionPlan
+from .projections import AttentionTensors
+from .weight_errors import attention_errors
 
-__all__ = [
-    "REPORT_NAME",
-    "ConversionReport",
-    "LayerReport",
-    "added_projections",
-    "attention_errors",
-    "bilinear_error",
-    "cache_bytes",
-    "count_parameters",
-    "layer_report",
-    "package_versions",
-]
-
-# A weight [h*d, D] and its bias [h*d] or None.
-Projection = tuple[torch.Tensor, torch.Tensor | None]
-BLOCK_ELEMENTS = 2**20
+__all__ = ["ConversionReport", "LayerReport", "conversion_report", "layer_report", "package_versions"]
 
 
 @dataclass(frozen=True)
@@ -132,14 +115,9 @@ class ConversionReport:
         return self.summary()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        means = {
-            "mean_logits_relative_error": self.mean_logits_relative_error,
-            "mean_value_relative_error": self.mean_value_relative_error,
-            "mean_output_relative_error": self.mean_output_relative_error,
-            "mean_output_relative_error_averaged": self.mean_output_relative_error_averaged,
-        }
-        return asdict(self) | means
+        """Return JSON values: the fields, then the means, which are the properties."""
+        means = [name for name, each in vars(ConversionReport).items() if isinstance(each, property)]
+        return asdict(self) | {name: getattr(self, name) for name in means}
 
     def save(self, folder: Path) -> None:
         """Write `conversion_report.json` into a folder."""
@@ -188,55 +166,11 @@ class ConversionReport:
         return lines
 
     def _mean_detail(self, name: str) -> float | None:
-        known = [error for layer in self.layers if (error := layer.details.get(name)) is not None]
-        return sum(known) / len(known) if known else None
+        return _mean_known(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
         changed = [layer for layer in self.layers if layer.change != "same"]
-        errors = [getattr(layer, name) for layer in changed or self.layers]
-        known = [error for error in errors if error is not None]
-        return sum(known) / len(known) if known else None
-
-
-def attention_errors(
-    before: AttentionTensors, after: AttentionTensors, heads: HeadCounts
-) -> tuple[float | None, float | None]:
-    """Return the relative errors of the logits' bilinear forms and of the value-output products (module docstring).
-
-    Args:
-        before: the source's projections, `heads.key[0]` key and `heads.value[0]` value heads.
-        after: the converted ones, `heads.key[1]` and `heads.value[1]`.
-        heads: the head counts.
-
-    Returns:
-        The two errors; None where the source's products are zero.
-    """
-    return _logits_error(before, after, heads), _values_error(before, after, heads)
-
-
-def bilinear_error(
-    left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
-) -> tuple[float, float]:
-    """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius) without forming either product.
-
-    The difference is left^T (right - new_right) + (left - new_left)^T new_right, and |X^T Y|^2 = <X X^T, Y Y^T>: only
-    matrices of 2d x 2d, and exactly zero where nothing changed.
-
-    Args:
-        left, new_left: [..., d, D_1].
-        right, new_right: [..., d, D_2].
-
-    Returns:
-        The two squared norms, each summed over the leading dimensions.
-    """
-    left_gram = left @ left.mT
-    reference = (left_gram * (right @ right.mT)).sum()
-    columns = right - new_right  # [..., d, D_2]
-    if new_left is not left:
-        rows = torch.cat([left, left - new_left], dim=-2)  # [..., 2d, D_1]
-        left_gram, columns = rows @ rows.mT, torch.cat([columns, new_right], dim=-2)
-    difference = (left_gram * (columns @ columns.mT)).sum()
-    return max(difference.item(), 0.0), reference.item()
+        return _mean_known(getattr(layer, name) for layer in changed or self.layers)
 
 
 def layer_report(
@@ -250,7 +184,7 @@ def layer_report(
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.heads.relation != "same" or plan.dtype is not None:
         # Of what is stored, rounding to another dtype included.
-        final = AttentionTensors(**{part: stored[name] for part, name in module.tensors.items()})
+        final = module.read(stored.__getitem__)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
         errors = attention_errors(before, final, module.heads)
@@ -258,102 +192,56 @@ def layer_report(
     return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)
 
 
-def added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
-    """Return the talking-heads parameters that are new, {suffix of their name: shape}."""
-    return {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
+def conversion_report(
+    plan: ConversionPlan,
+    layers: list[LayerReport],
+    before: dict[str, TensorEntry],
+    after: dict[str, TensorEntry],
+    **said: Any,
+) -> ConversionReport:
+    """Return the report of a conversion: what the plan, the layers and all tensors stored tell, and what is `said`."""
+    added = {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
+    return ConversionReport(
+        method=plan.method.name,
+        seed=plan.seed,
+        dtype=None if plan.dtype is None else str(plan.dtype).removeprefix("torch."),
+        architecture=plan.model_class.__name__,
+        heads=plan.heads,
+        talking_heads=added,
+        layers=layers,
+        parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
+        kv_cache_bytes_per_token=_cache_bytes(plan, before, after),
+        versions=package_versions(),
+        **said,
+    )
 
 
-def cache_bytes(
+def _cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    """Return what a token costs in each kind of cached attention, over all layers; None where there is no cache."""
-    if not can_cache(plan.config):
-        return None
-    sites: dict[str, dict[str, int]] = {}
+    sizes: list[list[tuple[AttentionSite, int]]] = [[], []]
     for module in plan.modules:
-        # The encoder's attention, or any attention of an encoder-only model, is computed once.
-        is_decoder = module.site.name == "self" and getattr(plan.config, "is_decoder", False)
-        if is_decoder or module.site.name in ("decoder", "cross"):
-            site = sites.setdefault(module.site.name, {"before": 0, "after": 0})
-            for i, (when, entries) in enumerate((("before", before), ("after", after))):
-                heads = module.heads.key[i] + module.heads.value[i]
-                itemsize = TORCH_DTYPES[entries[module.tensors["key_weight"]].dtype].itemsize
-                site[when] += heads * module.heads.head_dim * itemsize
-    return sites or None
+        heads = module.heads
+        for i, entries in enumerate((before, after)):
+            itemsize = element_size(entries[module.tensors["key_weight"]].dtype)
+            sizes[i].append((module.site, (heads.key[i] + heads.value[i]) * heads.head_dim * itemsize))
+    old, new = (cache_bytes_per_token(plan.config, each) for each in sizes)
+    return old and new and {site: {"before": old[site], "after": new[site]} for site in old}
 
 
-def count_parameters(entries: dict[str, TensorEntry]) -> int:
-    """Count the elements of all floating-point tensors."""
+def _count_parameters(entries: dict[str, TensorEntry]) -> int:
     return sum(entry.numel for entry in entries.values() if entry.is_floating)
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of what took part in a conversion."""
-    from importlib.metadata import version
-
-    from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
-
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
-def _logits_error(before: AttentionTensors, after: AttentionTensors, heads: HeadCounts) -> float | None:
-    return _summed_error(
-        (before.query_weight, before.query_bias),
-        (before.key_weight, before.key_bias),
-        (after.query_weight, after.query_bias),
-        (after.key_weight, after.key_bias),
-        heads.query,
-        heads.key,
-        heads.head_dim,
-    )
-
-
-def _values_error(before: AttentionTensors, after: AttentionTensors, heads: HeadCounts) -> float | None:
-    output = before.output_weight.T
-    new_output = output if after.output_weight is before.output_weight else after.output_weight.T
-    return _summed_error(
-        (output, None),
-        (before.value_weight, before.value_bias),
-        (new_output, None),
-        (after.value_weight, after.value_bias),
-        heads.output,
-        heads.value,
-        heads.head_dim,
-    )
-
-
-def _summed_error(
-    left: Projection,
-    right: Projection,
-    new_left: Projection,
-    new_right: Projection,
-    heads: int,
-    shared: tuple[int, int],
-    head_dim: int,
-) -> float | None:
-    """Return the relative error over all `heads`, of which each reads one of `shared` heads before and after."""
-    # Some heads at a time: float64 copies of all would outgrow the layer itself.
-    block = max(1, BLOCK_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
-    unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
-    difference = reference = 0.0
-    for indices in torch.arange(heads).split(block):
-        before, after = (indices // (heads // count) for count in shared)
-        lefts = _heads(left, indices, head_dim)
-        new_lefts = lefts if unchanged else _heads(new_left, indices, head_dim)
-        terms = bilinear_error(lefts, _heads(right, before, head_dim), new_lefts, _heads(new_right, after, head_dim))
-        difference, reference = difference + terms[0], reference + terms[1]
-    return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
-
-
-def _heads(projection: Projection, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
-    weight, bias = projection
-    heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
-    if bias is None:
-        return heads
-    # [W | b]: the bias is what an input of 1 is multiplied by.
-    bias = bias.unflatten(0, (-1, head_dim))[indices.to(bias.device)].double()
-    return torch.cat([heads, bias[..., None]], dim=-1)
+def _mean_known(errors: Iterable[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _percent(error: float | None) -> str:

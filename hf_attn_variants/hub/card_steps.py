@@ -5,46 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..training.glue.tasks import TASKS, GlueTask
+from ..glue_tasks import TASKS, GlueTask
 
-__all__ = [
-    "chain_sentence",
-    "data_name",
-    "hub_source",
-    "last_training",
-    "step_lines",
-    "step_sections",
-    "task_of",
-]
+__all__ = ["chain_sentence", "data_name", "hub_source", "last_training", "step_lines", "step_sections", "task_of"]
 
 # Arguments that say how a model was trained; paths and the like stay at home.
-TRAINING_ARGUMENTS = (
-    "task_name",
-    "dataset_name",
-    "objective",
-    "teacher",
-    "num_train_epochs",
-    "max_train_steps",
-    "pretraining_steps",
-    "alpha",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "optim",
-    "lr_scheduler_type",
-    "num_warmup_steps",
-    "warmup_ratio",
-    "weight_decay",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "dropout_rate",
-    "max_length",
-    "max_source_length",
-    "max_target_length",
-    "mixed_precision",
-    "trainable",
-    "seed",
-)
+TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
+alpha per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type num_warmup_steps
+warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length max_source_length
+max_target_length mixed_precision trainable seed""".split()
 TRAINING_FILES = ("train_file", "source_file", "train_source_file")
 PRETRAINING = ("mlm_probability", "noise_density")
 Step = Mapping[str, Any]
@@ -83,9 +52,8 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
     if task in TASKS:
         return {"dataset_type": "nyu-mll/glue", "dataset_name": f"GLUE {task.upper()}", "dataset_config": task}
     given = [arguments.get(name) for name in file_arguments]
-    files = [
-        PurePath(each).name for value in given for each in (value if isinstance(value, list) else [value]) if each
-    ]
+    paths = [each for value in given for each in (value if isinstance(value, list) else [value]) if each]
+    files = [PurePath(each).name for each in paths]
     named = arguments.get("dataset_name") or next(iter(files), None)
     if named is None and (task == "squad" or "version_2_with_negative" in arguments):
         second = bool(arguments.get("version_2_with_negative"))
@@ -98,16 +66,9 @@ def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] |
 
 def chain_sentence(steps: Sequence[Step]) -> str:
     """Return what was done to the model in one sentence; "" where there is one training or nothing to tell."""
-    if len(steps) == 1:
-        return " It was converted and not trained afterwards." if steps[0]["kind"] == "conversion" else ""
-    if not steps:
-        return ""
-    verbs = []
-    for step in steps:
-        count = step.get("steps")
-        verbs.append(
-            _verb(step) + (f" ({count:,} steps)" if _verb(step) not in ("converted", "evaluated") and count else "")
-        )
+    if len(steps) < 2:
+        return "".join(" It was converted and not trained afterwards." for s in steps if s["kind"] == "conversion")
+    verbs = [_verb(step) + (f" ({step['steps']:,} steps)" if _has_trained(step) else "") for step in steps]
     end = ", and not trained afterwards" if steps[-1]["kind"] == "conversion" else ""
     return f" It was {', then '.join(verbs)}{end}."
 
@@ -135,10 +96,9 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         is_conversion = step["kind"] == "conversion"
         made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
         sections.append({"kind": step["kind"], "title": title, "versions": _versions(step), **made})
-    for section in reversed(sections):
-        if section["kind"] == "conversion":
-            section["in_report"] = has_report
-            break
+    conversions = [section for section in sections if section["kind"] == "conversion"]
+    for section in conversions[-1:]:
+        section["in_report"] = has_report
     return sections
 
 
@@ -204,11 +164,8 @@ def _line(step: Step, source: str) -> str:
     if teacher := step["arguments"].get("teacher"):
         line += f" with the teacher `{teacher}`"
     line += f" on {data['dataset_name']}" if data else ""
-    counts = [
-        f"{step[name]:,} {unit}"
-        for name, unit in (("steps", "steps"), ("train_samples", "examples"))
-        if step.get(name)
-    ]
+    units = (("steps", "steps"), ("train_samples", "examples"))
+    counts = [f"{step[name]:,} {unit}" for name, unit in units if step.get(name)]
     return f"{line}: {', '.join(counts)}." if counts else f"{line}."
 
 
@@ -220,6 +177,10 @@ def _verb(step: Step) -> str:
     if _title(step) == "Uptraining":
         return "distilled" if step["arguments"].get("teacher") else "uptrained"
     return "pretrained" if any(name in step["arguments"] for name in PRETRAINING) else "fine-tuned"
+
+
+def _has_trained(step: Step) -> bool:
+    return _verb(step) not in ("converted", "evaluated") and bool(step.get("steps"))
 
 
 def _title(step: Step) -> str:

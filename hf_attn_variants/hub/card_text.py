@@ -1,26 +1,15 @@
 """The sentences and tables of a model card, each from the values that it is about."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..training.glue.tasks import GlueTask
+from ..glue_tasks import GlueTask
+from ..inspection.costs import CostTable
+from ..registration import supported_model_types, variant_config_class
 from .card_steps import Step, chain_sentence, last_training
 
-if TYPE_CHECKING:  # it takes seconds to import, and `--help` needs none of it
-    from ..inspection.costs.table import CostTable
-
-__all__ = [
-    "PIPELINE_TAGS",
-    "licence_text",
-    "limits",
-    "papers",
-    "size_rows",
-    "summary",
-    "usage_snippet",
-]
+__all__ = ["PIPELINE_TAGS", "licence_text", "limits", "papers", "size_rows", "summary", "usage_snippet"]
 
 # The task on the Hub that a head is for; an encoder-decoder's depends on what it was trained on.
 PIPELINE_TAGS = {
@@ -46,13 +35,23 @@ PAPERS = {
     "talking": ("Talking-heads attention", "2003.02436"),
 }
 
+# What a user should know before relying on a model; see `limits`.
+LIMITS = {
+    "converted": "No gradient step on the whole model followed the conversion: expect less than from the model it was "
+    "made of. Measure it on your data, and train it further where that matters.",
+    "trained": "The scores are of one run with one seed, on the data named above, and say nothing of other data.",
+    "small cache": "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 "
+    "with short texts.",
+    "small encoder": "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
+    "attention time.",
+    "no cache": "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
+    "talks": "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
+    "data": "It knows what its training data knew, with the biases of that data.",
+}
+
 
 def summary(
-    variant: Any,
-    kv_heads: Mapping[str, int],
-    architecture: str,
-    base_model: str | None,
-    steps: Sequence[Step],
+    variant: Any, kv_heads: Mapping[str, int], architecture: str, base_model: str | None, steps: Sequence[Step]
 ) -> str:
     """Return what the model is, in a sentence or two; `kv_heads` as for `heads_diagram`."""
     made = "A checkpoint"
@@ -69,9 +68,11 @@ def summary(
 def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
     now = table.current
+    absent = set(variant.kv_heads_fields()) - set(kv_heads)
     made = [
-        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(value))
-        for name, value in _head_counts(variant, kv_heads).items()
+        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(getattr(variant, name)))
+        for name in variant.head_fields()
+        if name not in absent
     ]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
@@ -141,53 +142,35 @@ def usage_snippet(
 
 def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:
     """Return what a user should know before relying on the model; without a variant there is no table."""
-    found = []
-    if steps and steps[-1]["kind"] == "conversion":
-        found.append(
-            "No gradient step on the whole model followed the conversion: expect less than from the model it was made "
-            "of. Measure it on your data, and train it further where that matters."
-        )
-    if last_training(steps):
-        found.append(
-            "The scores are of one run with one seed, on the data named above, and say nothing of other data."
-        )
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
-    if table is not None and table.current.name.startswith(("MQA", "GQA")):
-        if caches:
-            found.append(
-                "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 with "
-                "short texts."
-            )
-        elif not decodes:
-            found.append(
-                "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
-                "attention time."
-            )
-    if decodes and not caches:
-        found.append("It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.")
-    if variant is not None and variant.talking_heads is not None:
-        found.append(
-            "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them."
-        )
-    found.append("It knows what its training data knew, with the biases of that data.")
-    return found
+    shares = table is not None and table.current.name.startswith(("MQA", "GQA"))
+    are_true = {
+        "converted": steps and steps[-1]["kind"] == "conversion",
+        "trained": last_training(steps),
+        "small cache": shares and caches,
+        "small encoder": shares and not caches and not decodes,
+        "no cache": decodes and not caches,
+        "talks": variant is not None and variant.talking_heads is not None,
+        "data": True,
+    }
+    return [LIMITS[name] for name, is_true in are_true.items() if is_true]
 
 
-def licence_text(license_id: str | list[str] | None, own_terms: str | None, is_the_sources: bool) -> str:
+def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) -> str:
     """Return the licence's sentence.
 
     Args:
         license_id: its id on the Hub, or several; "other" for one that has none.
-        own_terms: the name, or a link to the text, of a licence that has no id.
-        is_the_sources: whether the README of the model it was made from says so.
+        source: the metadata of what the model was made from; none where another licence replaces its terms.
     """
     code = " The code files are Apache-2.0."
     if license_id == "other":
+        own_terms = source.get("license_link") or source.get("license_name")
         return f"{own_terms or 'One that is not on the list of the Hub: ask those who made this checkpoint'}.{code}"
     if license_id:
         names = license_id if isinstance(license_id, str) else ", ".join(license_id)
-        return f"{names}{', as the model it was made from' if is_the_sources else ''}.{code}"
+        return f"{names}{', as the model it was made from' if source.get('license') else ''}.{code}"
     return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
 
 
@@ -195,7 +178,7 @@ def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the papers of what a variant does, (name, arXiv id)."""
     if variant is None:
         return []
-    counts = set(kv_heads.values()) - {variant.num_attention_heads}
+    counts = {count for field, count in kv_heads.items() if count != variant.query_heads(field)}
     found = [PAPERS["MQA"]] if 1 in counts else []
     found += [PAPERS["GQA"]] if counts else []
     return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
@@ -211,8 +194,9 @@ def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
 
 
 def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
-    heads, parts = variant.num_attention_heads, []
+    parts = []
     for name, count in kv_heads.items():
+        heads = variant.query_heads(name)
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
         kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
         shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"
@@ -223,15 +207,7 @@ def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
     return " and ".join(parts)
 
 
-def _head_counts(variant: Any, kv_heads: Mapping[str, int]) -> dict[str, int]:
-    names = ["num_softmax_heads", "num_value_heads"] if variant.talking_heads is not None else []
-    own = {name: getattr(variant, name) for name in names}
-    return {"num_attention_heads": variant.num_attention_heads, **kv_heads, **own}
-
-
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:
-    from ..registration import supported_model_types, variant_config_class
-
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes

@@ -22,7 +22,7 @@ def heads_diagram(config: Any, kv_heads: Mapping[str, int] | None = None) -> str
     blocks = []
     for field, count in kv_heads.items():
         title = [f"{SITES[field]}:"] if len(kv_heads) > 1 else []
-        blocks.append("\n".join([*title, *_groups(config.num_attention_heads, count)]))
+        blocks.append("\n".join([*title, *_groups(config.query_heads(field), count)]))
     if config.talking_heads is not None:
         blocks.append(_chain(config))
     return "\n\n".join(blocks)
@@ -50,14 +50,7 @@ def _width(queries: list[str], keys: list[str]) -> int:
 
 def _chain(config: Any) -> str:
     heads, softmax_heads, value_heads = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
-    chain = f"logits of {heads} heads"
-    if config.talking_heads in ("logits", "both"):
-        chain += f" --P_l [{heads} x {softmax_heads}]-->"
-    else:
-        chain += " -->"
-    chain += f" softmax of {softmax_heads} heads"
-    if config.talking_heads in ("weights", "both"):
-        chain += f" --P_w [{softmax_heads} x {value_heads}]-->"
-    else:
-        chain += " -->"
-    return f"{chain} weights of {value_heads} heads"
+    first = f"--P_l [{heads} x {softmax_heads}]" if config.talking_heads in ("logits", "both") else ""
+    second = f"--P_w [{softmax_heads} x {value_heads}]" if config.talking_heads in ("weights", "both") else ""
+    softmax = f"softmax of {softmax_heads} heads"
+    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {value_heads} heads"

@@ -21,8 +21,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from ..conversion.checkpoint.io import open_checkpoint
-from ..conversion.checkpoint.source import PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS, read_config
+from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.source import read_config
+from ..files import BEST_MODEL_FILE, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
 from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history, read_json
 from .card import CardOptions, is_untouched, model_card
 from .local_paths import without_local_paths
@@ -38,9 +39,19 @@ __all__ = [
 ]
 
 # What training leaves beside the model, by name or by the first folder of the path.
-TRAINING_FILES = ("checkpoint-*", "best_model.safetensors", *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
+TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+# What to do about an answer of the Hub.
+ADVICE = {
+    401: "the Hub does not accept the token (401): run `hf auth login` with one that may write, or give --token.",
+    403: "the token may not write there (403): take one with write access, or another --repo_id.",
+    404: "there is no such repository, or the token may not see it (404).",
+    409: "somebody else is pushing to it at the same time (409): look at what is there now.",
+    412: "somebody else is pushing to it at the same time (412): look at what is there now.",
+    429: "the Hub asks for a pause (429, too many requests): wait some minutes.",
+}
 NOTHING_LOST = "No file on the Hub was changed; repeat the command when that is put right."
 
 
@@ -127,15 +138,14 @@ def plan_push(
     files, left_out = folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "the model card takes its place; --card uploads it"
-    text = card if card is not None else str(model_card(folder, repo_id, card_options))
-    tokenizers = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-    warnings = [] if any(name in files for name in tokenizers) else ["the folder has no tokenizer"]
-    warnings += (
-        [f"{problem} The card is without it." for problem in read_history(folder).problems] if card is None else []
-    )
-    if "/" not in repo_id and card is None:
-        warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
-    return PushPlan(folder, repo_id, files, left_out, text, warnings)
+    warnings = [] if any(name in files for name in TOKENIZER_FILES) else ["the folder has no tokenizer"]
+    if card is None:
+        history = read_history(folder)
+        card = str(model_card(folder, repo_id, card_options, history))
+        warnings += [f"{problem} The card is without it." for problem in history.problems]
+        if "/" not in repo_id:
+            warnings.append(f"the card's example loads {repo_id!r}, without an account: give user/{repo_id}")
+    return PushPlan(folder, repo_id, files, left_out, card, warnings)
 
 
 def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
@@ -154,7 +164,7 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
             left_out[name] = "a pickle; --allow_pickle uploads it"
         elif path.is_file() and name in WITHOUT_PATHS:
             try:
-                files[name] = len(_content(path).encode())
+                files[name] = len(_shared_content(path))
             except (ValueError, OSError, RecursionError):  # folders of this machine cannot be taken out of it
                 left_out[name] = "cannot be read"
         elif path.is_file() and name != CARD_NAME:
@@ -241,17 +251,17 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
     auto_map = config.get("auto_map") or {}
     if not isinstance(auto_map, Mapping):
         raise ValueError(f"{folder}: `auto_map` must be an object; got {auto_map!r}.")
-    references = [each for value in auto_map.values() for each in (value if isinstance(value, list) else [value])]
-    for reference in dict.fromkeys(each for each in references if each is not None):
+    values = (each for value in auto_map.values() for each in (value if isinstance(value, list) else [value]))
+    references = [each for each in values if each is not None]
+    for reference in references:
         if not isinstance(reference, str) or not re.fullmatch(r"\w+\.\w+", reference):
             raise ValueError(
                 f"{folder}: `auto_map` names {reference!r}, which is not in the folder; save the model again by "
                 "`save_pretrained`, which puts its code beside it."
             )
-    wanted, seen = [f"{each.split('.')[0]}.py" for each in dict.fromkeys(references) if each], set()
+    wanted, seen = [f"{each.split('.')[0]}.py" for each in references], set()
     while wanted:
-        name = wanted.pop()
-        if name in seen:
+        if (name := wanted.pop()) in seen:
             continue
         seen.add(name)
         if not (folder / name).is_file():
@@ -300,11 +310,11 @@ def _is_weight_file(name: str) -> bool:
 
 
 def _payload(folder: Path, name: str) -> str | bytes:
-    return _content(folder / name).encode() if name in WITHOUT_PATHS else str((folder / name).resolve())
+    return _shared_content(folder / name) if name in WITHOUT_PATHS else str((folder / name).resolve())
 
 
-def _content(path: Path) -> str:
-    return json.dumps(without_local_paths(read_json(path)), indent=2) + "\n"
+def _shared_content(path: Path) -> bytes:
+    return f"{json.dumps(without_local_paths(read_json(path)), indent=2)}\n".encode()
 
 
 @contextmanager
@@ -339,17 +349,9 @@ def _advice(error: BaseException) -> str:
         return "there is no token: run `hf auth login`, or give --token."
     if not isinstance(error, HfHubHTTPError):
         return f"{error}."
-    status = error.response.status_code
     if isinstance(error, RevisionNotFoundError):
         return "there is no such branch, and it could not be made."
-    if status == 401 or (isinstance(error, RepositoryNotFoundError) and status != 404):
-        return "the Hub does not accept the token (401): run `hf auth login` with one that may write, or give --token."
-    if status == 403:
-        return "the token may not write there (403): take one with write access, or another --repo_id."
-    if isinstance(error, RepositoryNotFoundError) or status == 404:
-        return "there is no such repository, or the token may not see it (404)."
-    if status in (409, 412):
-        return f"somebody else is pushing to it at the same time ({status}): look at what is there now."
-    if status == 429:
-        return "the Hub asks for a pause (429, too many requests): wait some minutes."
-    return f"the Hub answered {status}: {' '.join(str(error).split())[:300]}."
+    status = error.response.status_code
+    if isinstance(error, RepositoryNotFoundError) and status != 404:  # what the Hub says of a wrong token, too
+        status = 401
+    return ADVICE.get(status) or f"the Hub answered {status}: {' '.join(str(error).split())[:300]}."

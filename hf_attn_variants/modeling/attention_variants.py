@@ -23,6 +23,7 @@ __all__ = [
     "SDPA",
     "attention_function",
     "attention_with_weights",
+    "check_implementation",
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
@@ -82,19 +83,22 @@ def attention_with_weights(
         logits = logits + position_bias
     if is_causal:
         mask = _with_causal_mask(mask, logits)
+    weights = _masked_softmax(logits, mask).to(value.dtype)
+    weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
+    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    return _grouped_matmul(weights, value).transpose(1, 2), weights
+
+
+def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     # Half precision would lose the small weights, so the softmax runs in at least float32, as fused kernels do.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
-        weights = nn.functional.softmax(logits, dim=-1, dtype=dtype)
-    elif mask.dtype == torch.bool:
-        weights = nn.functional.softmax(logits.masked_fill(~mask, torch.finfo(logits.dtype).min), dim=-1, dtype=dtype)
-        weights = weights * mask.any(-1, keepdim=True)
-    else:
-        # Zeros, and no NaN, in a row of minus infinities.
-        weights = torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
-    weights = _mix_heads(weights.to(value.dtype), weights_proj, x2w, m2w)  # [b, h_v, n, m]
-    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
-    return _grouped_matmul(weights, value).transpose(1, 2), weights
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype)
+    if mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype) * mask.any(-1, keepdim=True)
+    # Zeros, and no NaN, in a row of minus infinities.
+    return torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
 
 
 def fused_attention(
@@ -159,19 +163,10 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
-    return attention_with_weights(
-        query,
-        key,
-        value,
-        attention_mask,
-        position_bias,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        is_causal=_is_causal(module, is_causal, attention_mask, query),
-        dropout=dropout,
-        logits_proj=getattr(module, "logits_proj", None),
-        weights_proj=getattr(module, "weights_proj", None),
-        **{name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")},
-    )
+    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
+    options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+    options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
+    return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
 def sdpa_attention_forward(
@@ -192,17 +187,13 @@ def sdpa_attention_forward(
     projections depend on the input, the mask is trained or there is one query only, to `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
-    talking_heads = getattr(module.config, "talking_heads", None) is not None
+    talking_heads = bool(module.projection_names)
     if with_weights or (talking_heads and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
-    options = {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "is_causal": _is_causal(module, is_causal, attention_mask, query),
-        "dropout": dropout,
-    }
+    options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads:
         options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
         return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
@@ -221,9 +212,22 @@ def implementation_of(module: nn.Module) -> str | None:
     return module.config._attn_implementation_internal
 
 
-def attention_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the attention function that `module` is configured for; this package's own without a look-up upstream."""
-    name = implementation_of(module)
+def check_implementation(config: Any, implementation: Any) -> None:
+    """Check that an attention implementation can compute what a configuration asks for.
+
+    Raises:
+        ValueError: where it would ignore talking heads.
+    """
+    talking_heads = getattr(config, "talking_heads", None)
+    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
+            'ignore it: use "sdpa" or "eager".'
+        )
+
+
+def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the attention function of a registered name; this package's own without a look-up upstream."""
     own = OWN_FUNCTIONS.get(name)
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
@@ -233,7 +237,7 @@ def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | 
     # mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
-    return query.shape[2] == 1 or bool(module.config.talking_heads_dynamic) or is_exporting()
+    return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
 
 
 def is_exporting() -> bool:
@@ -243,10 +247,22 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None, mask: torch.Tensor | None, query: torch.Tensor) -> bool:
-    # The mask, where there is one, says what is causal; a single query is the last token and sees all of the cache.
+def _options(
+    module: nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+) -> dict[str, Any]:
+    """Return how a call of upstream's interface is computed."""
     asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    return query.shape[2] > 1 and mask is None and asked
+    return {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        # The mask, where there is one, says what is causal; a single query is the last token and sees the whole cache.
+        "is_causal": query.shape[2] > 1 and mask is None and asked,
+        "dropout": dropout,
+    }
 
 
 def _flash_serves(query: torch.Tensor) -> bool:

@@ -3,9 +3,9 @@
 Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436.
 """
 
-import dataclasses
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
@@ -13,11 +13,13 @@ from transformers import AlbertConfig, BertConfig, PreTrainedConfig, T5Config
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
+    check_head_size,
     check_size,
     check_value_groups,
     checked_count,
     checked_dynamic,
     checked_kv_heads,
+    checked_talking_heads,
     nearest,
     wrong_kinds_explained,
 )
@@ -39,12 +41,9 @@ ATTN_VARIANTS_VERSION = "0.1.0"
 EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 
-TALKING_HEADS = (None, "logits", "weights", "both")
-TALKING_HEADS_INITS = ("identity", "random")
-
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
-@dataclasses.dataclass(kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class AttnVariantConfigMixin:
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
@@ -70,13 +69,23 @@ class AttnVariantConfigMixin:
     auto_classes: ClassVar[dict[str, str]] = {}
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
+    head_dim_field: ClassVar[str | None] = None
 
-    num_key_value_heads: int | None = None
-    talking_heads: str | None = None
-    num_softmax_heads: int | None = None
-    num_value_heads: int | None = None
-    talking_heads_init: str = "identity"
-    talking_heads_dynamic: list[str] | tuple[str, ...] = ()
+    # "variant" describes a field in a line; "query_heads" names the field of the heads that share these.
+    num_key_value_heads: int | None = field(
+        default=None,
+        metadata={
+            "variant": "key/value heads of a layer (T5: a decoder's); 1: multi-query",
+            "query_heads": "num_attention_heads",
+        },
+    )
+    talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
+    num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
+    num_value_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the values"})
+    talking_heads_init: str = field(default="identity", metadata={"variant": "what new projections hold"})
+    talking_heads_dynamic: list[str] | tuple[str, ...] = field(
+        default=(), metadata={"variant": "talking heads: input-dependent terms to add"}
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
@@ -96,30 +105,44 @@ class AttnVariantConfigMixin:
         Raises:
             ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
         """
-        for field in self.layer_fields:
-            check_size(field, getattr(self, field), 0, MAX_LAYERS)
-        for field in self.size_fields:
-            check_size(field, getattr(self, field), 1)
+        for name in self.layer_fields:
+            check_size(name, getattr(self, name), 0, MAX_LAYERS)
+        for name in self.size_fields:
+            check_size(name, getattr(self, name), 1)
         heads = checked_count("num_attention_heads", self.num_attention_heads)
-        self._check_hidden_size(heads)
-        for field in self.kv_heads_fields():
-            setattr(self, field, checked_kv_heads(field, getattr(self, field), heads))
-        self._resolve_talking_heads(heads)
-        for field in self.kv_heads_fields():
-            check_value_groups(field, getattr(self, field), heads, self.num_value_heads)
+        if self.head_dim_field is None:
+            check_head_size(heads, self.hidden_size)
+        for name in self.kv_heads_fields():
+            setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
+        self.num_softmax_heads, self.num_value_heads = checked_talking_heads(
+            self.talking_heads, self.talking_heads_init, heads, self.num_softmax_heads, self.num_value_heads
+        )
+        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
+        for name in self.kv_heads_fields():
+            check_value_groups(name, getattr(self, name), self.query_heads(name), self.num_value_heads)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
     @classmethod
-    def kv_heads_fields(cls) -> tuple[str, ...]:
-        """The fields that hold a number of key/value heads."""
-        return ("num_key_value_heads",)
+    def variant_fields(cls) -> dict[str, str]:
+        """Return the fields that this package adds to upstream's, each with its description; key/value heads first."""
+        own = [each for each in fields(cls) if "variant" in each.metadata]
+        own.sort(key=lambda each: "query_heads" not in each.metadata)
+        return {each.name: each.metadata["variant"] for each in own}
 
     @classmethod
-    def variant_fields(cls) -> tuple[str, ...]:
-        """The fields that this package adds to upstream's."""
-        names = (field.name for field in dataclasses.fields(AttnVariantConfigMixin))
-        return tuple(dict.fromkeys((*cls.kv_heads_fields(), *names)))
+    def kv_heads_fields(cls) -> tuple[str, ...]:
+        """Return the fields that hold a number of key/value heads."""
+        return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
+
+    def head_fields(self) -> tuple[str, ...]:
+        """Return the fields of all head counts, those of softmax and values only where heads talk."""
+        talking = () if self.talking_heads is None else ("num_softmax_heads", "num_value_heads")
+        return ("num_attention_heads", *self.kv_heads_fields(), *talking)
+
+    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return the number of query heads that share the key/value heads of this field."""
+        return getattr(self, type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"])
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
@@ -129,8 +152,8 @@ class AttnVariantConfigMixin:
             ValueError: if there is one; the message names the field.
         """
         for name in names:
-            if not hasattr(cls, name) and (field := nearest(name, cls.variant_fields())):
-                raise ValueError(f"`{name}` is not a field of {cls.__name__}: did you mean `{field}`?")
+            if not hasattr(cls, name) and (meant := nearest(name, cls.variant_fields())):
+                raise ValueError(f"`{name}` is not a field of {cls.__name__}: did you mean `{meant}`?")
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -182,6 +205,8 @@ class AttnVariantConfigMixin:
     @property
     def attention_head_dim(self) -> int:
         """d, the size of one query, key and value head."""
+        if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
+            return getattr(self, self.head_dim_field)
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -250,50 +275,9 @@ class AttnVariantConfigMixin:
                 if modules is not None:
                     table[cls.model_type] = modules
 
-    def _check_hidden_size(self, heads: int) -> None:
-        if self.hidden_size % heads:
-            raise ValueError(
-                f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of "
-                f"{self.hidden_size}."
-            )
-
-    def _resolve_talking_heads(self, heads: int) -> None:
-        if self.talking_heads not in TALKING_HEADS:
-            got = repr(self.talking_heads)
-            raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {got}.')
-        if self.talking_heads_init not in TALKING_HEADS_INITS:
-            raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {self.talking_heads_init!r}.')
-        softmax_heads = checked_count("num_softmax_heads", self.num_softmax_heads, heads)
-        default_value_heads = softmax_heads if self.talking_heads == "logits" else heads
-        value_heads = checked_count("num_value_heads", self.num_value_heads, default_value_heads)
-        if self.talking_heads in (None, "weights") and softmax_heads != heads:
-            raise ValueError(
-                "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
-                f'(`talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
-                f"talking_heads={self.talking_heads!r}."
-            )
-        if self.talking_heads in (None, "logits") and value_heads != softmax_heads:
-            raise ValueError(
-                "`num_value_heads` can differ from `num_softmax_heads` only with a weights projection "
-                f'(`talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
-                f"talking_heads={self.talking_heads!r}."
-            )
-        if self.talking_heads is not None and self.talking_heads_init == "identity":
-            if not heads == softmax_heads == value_heads:
-                raise ValueError(
-                    '`talking_heads_init="identity"` needs equal head counts: got '
-                    f"num_attention_heads={heads}, num_softmax_heads={softmax_heads}, num_value_heads={value_heads}; "
-                    'use "random" for rectangular projections.'
-                )
-        self.num_softmax_heads, self.num_value_heads = softmax_heads, value_heads
-        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
-
 
 class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
-    """BERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
-
-    Without any of them it describes plain multi-head BERT.
-    """
+    """BERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them plain multi-head BERT."""
 
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
@@ -313,10 +297,7 @@ class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """ALBERT's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
-
-    Without any of them it describes plain multi-head ALBERT.
-    """
+    """ALBERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head ALBERT."""
 
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
@@ -336,10 +317,9 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
 
 
 class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
-    """T5's and mT5's configuration with the attention-variant fields of `AttnVariantConfigMixin`.
+    """T5's and mT5's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head T5.
 
-    Without any of them it describes plain multi-head T5. `num_key_value_heads` is the decoder's, in self- and in
-    cross-attention, the recipe of arXiv 2305.13245, section 2.2.
+    `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
 
     Args:
         encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
@@ -350,6 +330,7 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
     modeling_file = "modeling_attn_variant_t5"
     layer_fields = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
+    head_dim_field = "d_kv"
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
@@ -360,7 +341,10 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
         "AutoModelForTokenClassification": "AttnVariantT5ForTokenClassification",
     }
 
-    encoder_num_key_value_heads: int | None = None
+    encoder_num_key_value_heads: int | None = field(
+        default=None,
+        metadata={"variant": "key/value heads of an encoder layer", "query_heads": "num_attention_heads"},
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("model_type") == "mt5":
@@ -373,19 +357,6 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
         unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
         return super()._adopted(values) | unscaled
 
-    @classmethod
-    def kv_heads_fields(cls) -> tuple[str, ...]:
-        """The fields that hold a number of key/value heads: the decoder's and the encoder's."""
-        return ("num_key_value_heads", "encoder_num_key_value_heads")
-
-    @property
-    def attention_head_dim(self) -> int:
-        """d, the size of one query, key and value head; the heads together need not make `d_model`."""
-        return self.d_kv
-
-    def _check_hidden_size(self, heads: int) -> None:
-        pass
-
 
 def can_cache(config: Any) -> bool:
     """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
@@ -397,7 +368,8 @@ def _keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
 
 
 def _without_its_caching(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    # Other dynamic projections: that the old ones allowed no cache says nothing any more.
+    # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
+    # default again.
     if "talking_heads_dynamic" not in fields or _keeps_cache(values.get("talking_heads_dynamic")):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}

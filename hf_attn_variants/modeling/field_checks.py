@@ -3,18 +3,25 @@
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
+    "adds_talking_heads",
+    "check_head_size",
     "check_size",
     "check_value_groups",
     "checked_count",
     "checked_dynamic",
     "checked_kv_heads",
+    "checked_talking_heads",
     "nearest",
     "wrong_kinds_explained",
 ]
+
+TALKING_HEADS = (None, "logits", "weights", "both")
+TALKING_HEADS_INITS = ("identity", "random")
 
 # Each dynamic projection with the static projection that it is added to.
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
@@ -84,6 +91,42 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
     return value
 
 
+def checked_talking_heads(
+    talking_heads: str | None, init: str, heads: int, softmax_heads: int | None, value_heads: int | None
+) -> tuple[int, int]:
+    """Return the numbers of softmax and value heads for `heads` query heads; None means as many as those before them.
+
+    Raises:
+        ValueError: for an unknown value, or head counts that need a projection which `talking_heads` does not have.
+    """
+    if talking_heads not in TALKING_HEADS:
+        raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.')
+    if init not in TALKING_HEADS_INITS:
+        raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {init!r}.')
+    softmax_heads = checked_count("num_softmax_heads", softmax_heads, heads)
+    default_value_heads = softmax_heads if talking_heads == "logits" else heads
+    value_heads = checked_count("num_value_heads", value_heads, default_value_heads)
+    if talking_heads in (None, "weights") and softmax_heads != heads:
+        raise ValueError(
+            "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
+            f'(`talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
+            f"talking_heads={talking_heads!r}."
+        )
+    if talking_heads in (None, "logits") and value_heads != softmax_heads:
+        raise ValueError(
+            "`num_value_heads` can differ from `num_softmax_heads` only with a weights projection "
+            f'(`talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
+            f"talking_heads={talking_heads!r}."
+        )
+    if talking_heads is not None and init == "identity" and not heads == softmax_heads == value_heads:
+        raise ValueError(
+            '`talking_heads_init="identity"` needs equal head counts: got '
+            f"num_attention_heads={heads}, num_softmax_heads={softmax_heads}, num_value_heads={value_heads}; "
+            'use "random" for rectangular projections.'
+        )
+    return softmax_heads, value_heads
+
+
 def checked_dynamic(value: list[str] | tuple[str, ...] | None, talking_heads: str | None) -> list[str]:
     """Return the names of `talking_heads_dynamic` in their own order; None means none.
 
@@ -118,6 +161,18 @@ def check_size(field: str, value: int, least: int, most: int | None = None) -> N
         raise ValueError(f"`{field}` must be a whole number, {bounds}; got {value!r}.")
 
 
+def check_head_size(heads: int, hidden_size: int) -> None:
+    """Check that the query heads make up the hidden size, whole.
+
+    Raises:
+        ValueError: unless they divide it.
+    """
+    if hidden_size % heads:
+        raise ValueError(
+            f"`num_attention_heads` must divide `hidden_size`: got {heads} heads for a hidden size of {hidden_size}."
+        )
+
+
 def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
     """Check that grouped key/value heads serve each value head alike.
 
@@ -140,3 +195,52 @@ def wrong_kinds_explained() -> Iterator[None]:
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
+
+
+def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
+
+    Args:
+        config_class: the model's.
+        source, config, kwargs: as `from_pretrained` gets them.
+
+    Raises:
+        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
+    """
+    kv_fields = config_class.kv_heads_fields()
+    shapes = {name for name in config_class.variant_fields() if name not in (*kv_fields, "talking_heads_init")}
+    wanted = {name: kwargs[name] for name in (*kv_fields, *shapes) if name in kwargs}
+    if hasattr(config, "talking_heads_dynamic"):
+        wanted = {name: getattr(config, name) for name in (*kv_fields, *shapes)} | wanted
+    if not wanted:
+        return False
+    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
+    heads = held.get("num_attention_heads", held.get("num_heads"))
+    if heads is None:
+        return False  # weights without a configuration: nothing to compare with
+    for name in kv_fields:
+        found, value = held.get(name) or heads, wanted.get(name) or heads
+        if value != found:
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
+                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
+                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
+            )
+    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    plain = {"num_value_heads": heads}
+    if "relative_attention_num_buckets" in held:
+        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
+    for name, found in (held if held.get("talking_heads") is not None else plain).items():
+        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
+                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
+                "checkpoint's own configuration."
+            )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+
+
+def _comparable(value: Any) -> Any:
+    # The names of dynamic projections have no order.
+    return set(value) if isinstance(value, list | tuple) and value else value or None

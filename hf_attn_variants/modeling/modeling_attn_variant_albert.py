@@ -1,5 +1,6 @@
 """ALBERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
+import re
 from typing import Any
 
 import torch
@@ -65,6 +66,15 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
         ),
     )
 
+    @classmethod
+    def module_runs(cls, config: Any, path: str) -> int:
+        """Return how often a forward pass goes through a module: once for each layer of its group, which share it."""
+        group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
+        if group is None:
+            return 1
+        layers_per_group = config.num_hidden_layers / config.num_hidden_groups
+        return sum(int(layer / layers_per_group) == int(group[1]) for layer in range(config.num_hidden_layers))
+
 
 class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
     """`AlbertModel` with variant attention."""
@@ -99,8 +109,3 @@ class AttnVariantAlbertForTokenClassification(AttnVariantAlbertPreTrainedModel, 
 
 class AttnVariantAlbertForQuestionAnswering(AttnVariantAlbertPreTrainedModel, AlbertForQuestionAnswering):
     """`AlbertForQuestionAnswering` with variant attention."""
-
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantAlbertConfig.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

@@ -39,7 +39,7 @@ PROJECTIONS = {
     "key": "self.key",
     "value": "self.value",
     "output": "output.dense",
-    "mixes": "self",
+    "core": "self",
 }
 
 
@@ -82,7 +82,9 @@ class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel)
     config_class = AttnVariantBertConfig
     attention_sites = (
         AttentionSite("self", r"encoder\.layer\.\d+\.attention", **PROJECTIONS),
-        AttentionSite("cross", r"encoder\.layer\.\d+\.crossattention", **PROJECTIONS),
+        AttentionSite(
+            "cross", r"encoder\.layer\.\d+\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
+        ),
     )
 
 
@@ -132,7 +134,3 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
 # By the class names in this table, upstream's Trainer knows whose labels it has to shift (where it smooths them) and
 # the text-generation pipeline which models generate.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantBertConfig.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

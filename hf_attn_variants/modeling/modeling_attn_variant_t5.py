@@ -16,9 +16,9 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
-from .attention_variants import EAGER, SDPA, attention_function, implementation_of
+from .attention_variants import attention_function
 from .configuration_attn_variants import AttnVariantT5Config
-from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
+from .variant_mixins import AttentionHeads, AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantT5EncoderModel",
@@ -39,13 +39,13 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
     The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
     """
 
-    def install_variant(self, config: Any, kv_heads: int, query_dim: int, memory_dim: int) -> None:
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads."""
-        super().install_variant(config, kv_heads, query_dim, memory_dim)
-        if self.has_relative_attention_bias and config.num_softmax_heads != config.num_attention_heads:
+        super().install_variant(config, heads, query_dim, memory_dim)
+        if self.has_relative_attention_bias and heads.softmax != heads.query:
             like = self.relative_attention_bias.weight
             self.relative_attention_bias = nn.Embedding(
-                like.shape[0], config.num_softmax_heads, dtype=like.dtype, device=like.device
+                like.shape[0], heads.softmax, dtype=like.dtype, device=like.device
             )
 
     def forward(
@@ -74,10 +74,10 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
             position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length).contiguous()
         bias = position_bias
-        if bias is not None and implementation_of(self) not in (EAGER, SDPA):
+        if bias is not None and not self.is_own:
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
-        output, weights = attention_function(self)(
+        output, weights = attention_function(self.implementation)(
             self,
             query,
             key,
@@ -121,20 +121,19 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
         AttentionSite(
             "encoder",
             r"encoder\.block\.\d+\.layer\.0\.SelfAttention",
+            stack="encoder",
             kv_heads_field="encoder_num_key_value_heads",
             **PROJECTIONS,
         ),
-        AttentionSite("decoder", r"decoder\.block\.\d+\.layer\.0\.SelfAttention", **PROJECTIONS),
-        AttentionSite("cross", r"decoder\.block\.\d+\.layer\.1\.EncDecAttention", **PROJECTIONS),
+        AttentionSite("decoder", r"decoder\.block\.\d+\.layer\.0\.SelfAttention", stack="decoder", **PROJECTIONS),
+        AttentionSite(
+            "cross",
+            r"decoder\.block\.\d+\.layer\.1\.EncDecAttention",
+            stack="decoder",
+            is_cross_attention=True,
+            **PROJECTIONS,
+        ),
     )
-
-    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Switch the attention implementation of the model and of the encoder and decoder inside it."""
-        super().set_attn_implementation(*args, **kwargs)
-        # Some releases (5.15, 5.17) do not reach the copies of the configuration that the encoder and decoder keep.
-        for module in self.modules():
-            if isinstance(module, AttnVariantT5PreTrainedModel):
-                module.config._attn_implementation = self.config._attn_implementation
 
 
 class AttnVariantT5Stack(AttnVariantT5PreTrainedModel, T5Stack):
@@ -184,8 +183,3 @@ def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
     length = cache.get_seq_length(layer)
     # A static cache counts in place, and the bias is made after the update.
     return length.clone() if isinstance(length, torch.Tensor) else length
-
-
-# Saving needs to know which Auto class each class answers to; the configuration says so once.
-for _auto_class, _name in AttnVariantT5Config.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)

@@ -7,7 +7,6 @@ call. Letters as in `attention_variants`.
 Source: arXiv 2003.02436, section 3.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .configuration_attn_variants import ATTN_VARIANTS_VERSION
+from .talking_heads_blocked import Operands
 from .talking_heads_choice import BACKENDS, choose_backend
 from .talking_heads_triton import covers_device, is_supported
 
@@ -25,11 +25,10 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 
 # Names carry the version: the installed package and a Hub repository of another version share one process.
 NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
-ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? position_bias, Tensor? logits_proj, "
-    "Tensor? weights_proj, Tensor? seed, float scaling, bool is_causal, float dropout, str backend, "
-    "bool with_backward"
-)
+# torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
+ARGUMENTS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
+ARGUMENTS = ", ".join([*ARGUMENTS, "str backend", "bool with_backward"])
 
 
 def talking_heads_attention(
@@ -49,18 +48,9 @@ def talking_heads_attention(
     """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
 
     Args:
-        query: [b, h_k, n, d]
-        key: [b, k, m, d]
-        value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
-        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]; it gets no gradient. A query that may
-            attend to nothing gets zeros under a boolean mask and under minus infinities (without `is_causal`), and
-            uniform weights under finite numbers.
-        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]; it gets a gradient
-        scaling: the factor of the dot products
-        is_causal: query i attends to keys 0..i
+        query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
+            `attention_with_weights`; the mask gets no gradient, the bias does
         dropout: the probability that a mixed weight is dropped
-        logits_proj: P_l [h_k, h], mixes the heads before the softmax
-        weights_proj: P_w [h, h_v], mixes them after it
         backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
             seen to agree with the blocked path, which serves everything else
 
@@ -80,22 +70,19 @@ def talking_heads_attention(
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
+    # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
+    operands = Operands(
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout
+    )
     if backend == "auto" and not covers_device(query.device):
         backend = "blocked"
-    if backend == "triton" and not is_supported(
-        query, key, value, mask, position_bias, logits_proj=logits_proj, weights_proj=weights_proj
-    ):
+    if backend == "triton" and not is_supported(operands):
         raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     with_backward = with_backward and not torch.jit.is_tracing()  # which runs again without gradients, and compares
-    # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
-    seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
-    output, _ = _forward_op(
-        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, backend,
-        with_backward,
-    )  # fmt: skip
-    return output
+    return _forward_op(*operands, backend, with_backward)[0]
 
 
 def check_mask(mask: Tensor | None) -> None:
@@ -134,50 +121,43 @@ def _without_autocast(tensor: Tensor) -> Any:
     return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
 
 
-def _forward(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    *inputs, backend, with_backward = inputs
-    with _without_autocast(query):
-        chosen = _resolve(backend, query, inputs, with_backward)
-        logger.info_once(f"Talking heads on {query.device.type}: the {chosen} path.")
-        output, statistics = BACKENDS[chosen][0](query, *inputs)
-    shape = _statistics_shape(query, inputs[4], backend)
-    if statistics.shape != shape:  # the blocked path's one number, in the shape that was promised
-        statistics = statistics.expand(shape).contiguous()
-    return output, statistics
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
+    with _without_autocast(operands.query):
+        chosen = _resolve(backend, operands, with_backward)
+        logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
+        output, for_backward = BACKENDS[chosen][0](operands)
+    shape = _shape_for_backward(operands, backend)
+    if for_backward.shape != shape:  # the blocked path's one number, in the shape that was promised
+        for_backward = for_backward.expand(shape).contiguous()
+    return output, for_backward
 
 
-def _resolve(backend: str, query: Tensor, inputs: Sequence[Any], with_backward: bool) -> str:
+def _resolve(backend: str, operands: Operands, with_backward: bool) -> str:
     # Here and not where the op is called: sizes and tensors are real, whatever was traced, and both passes ask alike.
-    if backend != "auto":
-        return backend
-    *tensors, _, _, is_causal, dropout = inputs
-    return choose_backend(query, *tensors, is_causal, dropout, with_backward)
+    return backend if backend != "auto" else choose_backend(operands, with_backward)
 
 
-def _statistics_shape(query: Tensor, logits_proj: Tensor | None, backend: str) -> tuple[int, ...]:
-    batches, heads, length, _ = query.shape
-    return (
-        (1,) if backend == "blocked" else (2, batches, heads if logits_proj is None else logits_proj.shape[1], length)
-    )
+def _shape_for_backward(operands: Operands, backend: str) -> tuple[int, ...]:
+    batches, _, length, _ = operands.query.shape
+    return (1,) if backend == "blocked" else (2, batches, operands.heads, length)
 
 
-def _forward_fake(query, key, value, mask, bias, logits_proj, weights_proj, *others):
-    *_, backend, _ = others
-    heads_out = (query if logits_proj is None else logits_proj).shape[1]
-    heads_out = heads_out if weights_proj is None else weights_proj.shape[1]
-    output = value.new_empty(query.shape[0], query.shape[2], heads_out, value.shape[-1])
-    return output, query.new_empty(_statistics_shape(query, logits_proj, backend), dtype=torch.float32)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, backend = Operands(*arguments[:-2]), arguments[-2]
+    for_backward = operands.query.new_empty(_shape_for_backward(operands, backend), dtype=torch.float32)
+    return operands.new_output(), for_backward
 
 
-def _backward(d_output: Tensor, statistics: Tensor, wants_bias: bool, query: Tensor, *inputs: Any) -> list[Tensor]:
-    *inputs, backend, with_backward = inputs
+def _backward(d_output: Tensor, for_backward: Tensor, wants_bias: bool, *arguments: Any) -> list[Tensor]:
+    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
     with _without_autocast(d_output):
-        chosen = _resolve(backend, query, inputs, with_backward)
-        return BACKENDS[chosen][1](d_output, statistics, wants_bias, query, *inputs)
+        chosen = _resolve(backend, operands, with_backward)
+        return BACKENDS[chosen][1](d_output, for_backward, wants_bias, operands)
 
 
-def _backward_fake(d_output, statistics, wants_bias, *inputs):
-    query, key, value, _, bias, logits_proj, weights_proj, *_ = inputs
+def _backward_fake(d_output: Tensor, for_backward: Tensor, wants_bias: bool, *arguments: Any) -> list[Tensor]:
+    query, key, value, _, bias, logits_proj, weights_proj, *_ = arguments
     dtype = torch.promote_types(query.dtype, torch.float32)
     sums = [bias if wants_bias else None, logits_proj, weights_proj]
     return [
@@ -191,10 +171,10 @@ def _keep_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
     ctx.others = inputs[8:]
 
 
-def _gradients(ctx: Any, d_output: Tensor, d_statistics: Tensor | None) -> tuple:
-    *tensors, statistics = ctx.saved_tensors
+def _gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
+    *tensors, for_backward = ctx.saved_tensors
     wants_bias = ctx.needs_input_grad[4]
-    d_query, d_key, d_value, *sums = _backward_op(d_output, statistics, wants_bias, *tensors, *ctx.others)
+    d_query, d_key, d_value, *sums = _backward_op(d_output, for_backward, wants_bias, *tensors, *ctx.others)
     of = (tensors[4] if wants_bias else None, tensors[5], tensors[6])
     d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
     return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 6
@@ -211,7 +191,7 @@ if _backward_op is None:
         f"{NAMESPACE}::talking_heads_backward",
         _backward,
         mutates_args=(),
-        schema=f"(Tensor d_output, Tensor statistics, bool wants_bias, {ARGUMENTS}) -> Tensor[]",
+        schema=f"(Tensor d_output, Tensor for_backward, bool wants_bias, {ARGUMENTS}) -> Tensor[]",
     )
     _backward_op.register_fake(_backward_fake)
 

@@ -13,17 +13,59 @@ Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in bloc
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward"]
+__all__ = ["Operands", "add_bias_gradient", "backward", "forward", "group"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
 # Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
 # so up to 64 may be four times what fits into the cache.
 ROWS = (512, 256, 128, 64, 48, 32)
 MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
+
+
+class Operands(NamedTuple):
+    """What one call is computed from, by whichever kernel; arguments as in `talking_heads_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None  # four dimensions, as the bias
+    position_bias: Tensor | None = None
+    logits_proj: Tensor | None = None
+    weights_proj: Tensor | None = None
+    seed: Tensor | None = None  # whole number [1] that decides what dropout drops; None without dropout
+    scaling: float = 1.0
+    is_causal: bool = False
+    dropout: float = 0.0
+
+    @property
+    def heads_in(self) -> int:
+        """h_k, the heads of the queries."""
+        return self.query.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """h, the heads of the softmax."""
+        return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
+
+    @property
+    def heads_out(self) -> int:
+        """h_v, the heads of the output."""
+        return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query or no key."""
+        return 0 in (*self.query.shape, self.key.shape[2])
+
+    def new_output(self) -> Tensor:
+        """Return an uninitialised output [b, n, h_v, d_v]."""
+        batches, _, length, _ = self.query.shape
+        return self.value.new_empty(batches, length, self.heads_out, self.value.shape[-1])
 
 
 @dataclass
@@ -42,68 +84,51 @@ class _Block:
         return slice(self.row, self.end)
 
 
-@dataclass
 class _Call:
-    """One call's inputs, and each step of the forward pass on one block; shapes as in `talking_heads_attention`."""
+    """Each step of the forward pass on one block of a call, by this many threads."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    logits_proj: Tensor | None
-    weights_proj: Tensor | None
-    seed: Tensor | None
-    scaling: float
-    is_causal: bool
-    dropout: float
-    threads: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, operands: Operands, threads: int):
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout = operands
+        self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
+        self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
+        self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
         # A sequence alone becomes several with a part of the queries each, so that every thread has one.
-        self.parts = self._number_of_parts()
+        self.parts = _number_of_parts(operands, threads)
         if self.parts > 1:
-            self.query, self.mask, self.bias = (self.split(t) for t in (self.query, self.mask, self.bias))
-            self.key, self.value = (t.repeat(self.parts, 1, 1, 1) for t in (self.key, self.value))
-        elif self.query.shape[0] > 1:  # models hand over [b, m, h, d] transposed, which each block would copy anew
-            self.key, self.value = self.key.contiguous(), self.value.contiguous()
-        dtype = self.query.dtype
-        self.heads_in, self.kv_heads, self.value_heads = self.query.shape[1], self.key.shape[1], self.value.shape[1]
-        self.heads = self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
-        self.heads_out = self.heads if self.weights_proj is None else self.weights_proj.shape[1]
+            query, mask, bias = (self.split(tensor) for tensor in (query, mask, bias))
+            key, value = (tensor.repeat(self.parts, 1, 1, 1) for tensor in (key, value))
+        elif query.shape[0] > 1:  # models hand over [b, m, h, d] transposed, which each block would copy anew
+            key, value = key.contiguous(), value.contiguous()
+        self.query, self.key, self.value = query, key, value
         # The factor of the dot products is cheapest where the numbers are fewest: in P_l, or else in the queries. In
         # float16 it is in the queries, or the dot products could overflow.
-        self.proj_scaling = 1.0 if self.logits_proj is None or dtype == torch.float16 else self.scaling
-        self.mix_in = None if self.logits_proj is None else (self.logits_proj * self.proj_scaling).to(dtype)
-        self.mix_out = None if self.weights_proj is None else self.weights_proj.to(dtype)
-        self.query_scaling = self.scaling / self.proj_scaling
+        self.proj_scaling = 1.0 if logits_proj is None or query.dtype == torch.float16 else scaling
+        self.mix_in = None if logits_proj is None else (logits_proj * self.proj_scaling).to(query.dtype)
+        self.mix_out = None if weights_proj is None else weights_proj.to(query.dtype)
+        self.query_scaling = scaling / self.proj_scaling
         self.buffers: dict[str, Tensor] = {}
-        if self.dropout > 0:
-            self.generator, self.first_seed = torch.Generator(self.query.device), int(self.seed)
+        if dropout > 0:
+            self.generator, self.first_seed = torch.Generator(query.device), int(seed)
             # The probability to 16 bits: of the numbers from -2**15 to 2**15 - 1, this one and those above it keep.
-            self.first_kept = min(round(self.dropout * 2**16), 2**16 - 1) - 2**15
+            self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
-        batches, _, length, _ = self.query.shape
-        self.added = [
-            t.expand(batches, -1, length, self.key.shape[2])
-            for t in (self.bias, self.mask)
-            if t is not None and t.dtype != torch.bool
-        ]
-        self.allowed = None
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            self.allowed = self.mask.expand(batches, -1, length, self.key.shape[2])
-        self.nothing = None
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            nothing = _no_key(self.mask)
-            if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
-                self.nothing = nothing.expand(batches, -1, length, 1)
+        self.added, self.allowed, self.nothing = [], None, None
+        self._take_masks(mask, bias)
 
-    def _number_of_parts(self) -> int:
+    def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
-        if batches > 1 or self.is_causal:  # the keys that a causal block reads are those up to its last row
-            return 1
-        most = min(self.threads, MOST_PARTS, length // ROWS[-1])
-        return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
+        full = (batches, -1, length, self.key.shape[2])
+        if bias is not None:
+            self.added.append(bias.expand(full))
+        if mask is None:
+            return
+        if mask.dtype == torch.bool:
+            self.allowed = mask.expand(full)
+            return
+        self.added.append(mask.expand(full))
+        nothing = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any key
+        if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
+            self.nothing = nothing.expand(batches, -1, length, 1)
 
     def split(self, tensor: Tensor | None) -> Tensor | None:
         """[1, h, n, x] to the parts' [parts, h, n / parts, x], of the same memory."""
@@ -130,7 +155,7 @@ class _Call:
 
     def queries(self, block: _Block) -> Tensor:
         """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
-        query = _group(self.query[block.batch, :, block.rows], self.kv_heads)
+        query = group(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
@@ -194,91 +219,53 @@ class _Call:
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    logits_proj: Tensor | None,
-    weights_proj: Tensor | None,
-    seed: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Talking-heads attention; arguments as in `talking_heads_attention`, mask and bias with four dimensions.
+def forward(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Return talking-heads attention [b, n, h_v, d_v], and the number of threads [1] for the backward pass.
 
-    Args:
-        seed: an integer tensor [1] that decides what dropout drops; None without dropout.
-
-    Returns:
-        The outputs [b, n, h_v, d_v], and the number of threads [1]: the backward pass must make the same blocks, of
-        which dropout has drawn its mask.
+    It must make the same blocks: their numbers decided what dropout drops.
     """
-    if 0 in (*query.shape, key.shape[2]):
-        heads = query.shape[1] if logits_proj is None else logits_proj.shape[1]
-        heads_out = heads if weights_proj is None else weights_proj.shape[1]
-        return value.new_zeros(query.shape[0], query.shape[2], heads_out, value.shape[-1]), query.new_ones(
-            1, dtype=torch.float32
-        )
-    threads = torch.get_num_threads() if query.device.type == "cpu" else 1
-    inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
-    call = _Call(*inputs, scaling, is_causal, dropout, threads)
-    output = value.new_empty(query.shape[0], query.shape[2], call.heads_out, value.shape[-1])
+    query, device = operands.query, operands.query.device
+    output = operands.new_output()
+    if operands.is_empty:
+        return output.zero_(), query.new_ones(1, dtype=torch.float32)
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    call = _Call(operands, threads)
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
         weights = call.mixed(call.softmax(scores, block), "scores", block)  # the scores are done with
-        if dropout > 0:
+        if call.dropout > 0:
             weights = weights * call.kept(weights, block)
         weights = weights.view(block.size * call.value_heads, -1, block.memory)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
-        if dropout > 0:
+        if call.dropout > 0:
             rows /= call.keep_probability
         parts[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
-    return output, torch.full((1,), threads, dtype=torch.float32, device=query.device)
+    return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
-def backward(
-    d_output: Tensor,
-    statistics: Tensor,
-    wants_bias: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    logits_proj: Tensor | None,
-    weights_proj: Tensor | None,
-    seed: Tensor | None,
-    scaling: float,
-    is_causal: bool,
-    dropout: float,
-) -> list[Tensor]:
-    """The gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where there is none.
+def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Operands) -> list[Tensor]:
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where none is due.
 
     Args:
         d_output: [b, n, h_v, d_v]
-        statistics: of the forward pass
+        threads: of the forward pass
         wants_bias: whether the position bias is trained
-        query, ...: as in `forward`
     """
-    threads = int(statistics.flatten()[0]) if query.device.type == "cpu" else 1
-    inputs = (query, key, value, mask, position_bias, logits_proj, weights_proj, seed)
-    call = _Call(*inputs, scaling, is_causal, dropout, threads)
+    query, key, value = operands[:3]
+    bias = operands.position_bias if wants_bias else None
+    call = _Call(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
     # Sums over blocks in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.key, call.value))
     d_bias, d_logits_proj, d_weights_proj = (
         torch.zeros(0 if t is None else t.shape, dtype=dtype, device=query.device)
-        for t in (position_bias if wants_bias else None, logits_proj, weights_proj)
+        for t in (bias, operands.logits_proj, operands.weights_proj)
     )
-    if 0 in (*query.shape, key.shape[2]):
-        none = (torch.zeros_like(t) for t in (query, key, value))
-        return [*none, d_bias, d_logits_proj, d_weights_proj]
-    if dropout > 0:
+    if operands.is_empty:
+        return [*map(torch.zeros_like, (query, key, value)), d_bias, d_logits_proj, d_weights_proj]
+    if call.dropout > 0:
         d_output = d_output / call.keep_probability
     d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
     query_parts, bias_parts = (call.split(t) if call.parts > 1 and t.dim() == 4 else t for t in (d_query, d_bias))
@@ -287,8 +274,8 @@ def backward(
         scores = call.scores(queries, block)  # [B, h_k, r * m]
         softmax = call.softmax(scores, block)  # [B, h, r, m]
         weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
-        kept = call.kept(weights, block) if dropout > 0 else None
-        d_rows = _group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
+        kept = call.kept(weights, block) if call.dropout > 0 else None
+        d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch, :, : block.memory], weights if kept is None else weights * kept, d_rows)
         # The weights are done with, so their gradient takes their place (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
@@ -301,7 +288,7 @@ def backward(
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if wants_bias:
-            _add_bias_gradient(bias_parts, d_logits, block)
+            add_bias_gradient(bias_parts, d_logits, block.batch, block.rows)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
@@ -315,17 +302,19 @@ def backward(
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:
-        d_key = d_key.sum(0, keepdim=True)
-        d_value = d_value.sum(0, keepdim=True)
+        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
-def _no_key(mask: Tensor) -> Tensor:
-    """Say which rows of an additive mask [..., n, m] are minus infinity throughout, [..., n, 1]."""
-    return mask.amax(-1, keepdim=True) == -torch.inf
+def _number_of_parts(operands: Operands, threads: int) -> int:
+    batches, _, length, _ = operands.query.shape
+    if batches > 1 or operands.is_causal:  # the keys that a causal block reads are those up to its last row
+        return 1
+    most = min(threads, MOST_PARTS, length // ROWS[-1])
+    return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
-def _group(states: Tensor, kv_heads: int) -> Tensor:
+def group(states: Tensor, kv_heads: int) -> Tensor:
     """[B, h, r, x] -> [B * k, g * r, x]."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 
@@ -356,10 +345,10 @@ def _add_product(total: Tensor, weights: Tensor, states: Tensor) -> None:
         total += weights @ states
 
 
-def _add_bias_gradient(d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
+def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slice) -> None:
     """Add [B, h, r, m] to the part of d_bias it belongs to, summed over the axes along which the bias was repeated."""
     axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
     part = d_logits.sum(axes, keepdim=True) if axes else d_logits
-    places = (block.batch, slice(None), block.rows, slice(block.memory))
+    places = (batch, slice(None), rows, slice(d_logits.shape[-1]))
     at = [slice(None) if size == 1 else place for size, place in zip(d_bias.shape, places, strict=True)]
     d_bias[tuple(at)] += part

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from .talking_heads_blocked import Operands
 from .talking_heads_blocked import backward as blocked_backward
 from .talking_heads_blocked import forward as blocked_forward
 from .talking_heads_triton import allows_tf32, is_supported
@@ -50,33 +51,21 @@ class _Kind(NamedTuple):
     with_backward: bool
 
 
-def choose_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    logits_proj: Tensor | None,
-    weights_proj: Tensor | None,
-    is_causal: bool,
-    dropout: float,
-    with_backward: bool,
-) -> str:
+def choose_backend(operands: Operands, with_backward: bool) -> str:
     """Return "triton" or "blocked"; never raises. The answer for a kind of call never changes within a process.
 
     Args:
-        query, ..., dropout: as in `talking_heads_attention`, mask and bias with four dimensions
+        operands: the call's
         with_backward: whether gradients will be asked for
     """
-    if not is_supported(query, key, value, mask, bias, logits_proj=logits_proj, weights_proj=weights_proj):
+    if not is_supported(operands):
         return "blocked"
-    heads = query.shape[1] if logits_proj is None else logits_proj.shape[1]
-    heads_out = heads if weights_proj is None else weights_proj.shape[1]
+    query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
     block = max(16, 1 << (key.shape[2] - 1).bit_length())  # as the kernels' block of keys
     kind = _Kind(
         device=query.device,
         dtype=query.dtype,
-        heads=(query.shape[1], heads, heads_out, key.shape[1], value.shape[1]),
+        heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
         keys=min(block, MOST_KEYS) - 3,  # the last block of keys is not a whole one
         logits_proj=_dtype(logits_proj),
@@ -85,8 +74,8 @@ def choose_backend(
         mask=_dtype(mask),
         bias_layout=_layout(bias),
         mask_layout=_layout(mask),
-        is_causal=is_causal,
-        dropout=dropout > 0,
+        is_causal=operands.is_causal,
+        dropout=operands.dropout > 0,
         with_backward=with_backward,
     )
     if kind not in _agreed:
@@ -107,7 +96,7 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _layout(tensor: Tensor | None) -> str:
-    """The steps from head to head and from key to key, as far as code is compiled for them: "0", "1" or "n" each."""
+    """Return the steps from head to head and from key to key, as far as code is compiled for them: "0", "1" or "n"."""
     if tensor is None:
         return ""
     steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
@@ -127,7 +116,7 @@ def _disagreement(kind: _Kind) -> str | None:
 
 
 def _largest_error(found: Tensor, expected: Tensor, name: str) -> float:
-    """The error at the worst query or key, as a part of the root mean square over all of them."""
+    """Return the error at the worst query or key, as a part of the root mean square over all of them."""
     difference = (found.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
     if axis is None:  # gradients of parameters: sums over all queries and keys
@@ -138,19 +127,17 @@ def _largest_error(found: Tensor, expected: Tensor, name: str) -> float:
 
 
 def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
-    """The output and the gradients of a random call of this kind, by the blocked path in float32 on the CPU."""
+    """Return the output and the gradients of a random call of this kind; the blocked path's in float32 on the CPU."""
     forward, backward = BACKENDS[backend]
-    d_output, *inputs = _random_call(kind)
+    d_output, operands = _random_call(kind)
     if backend == "blocked":
-        d_output, *inputs = (_exact(tensor) for tensor in (d_output, *inputs))
-    # A seed makes the kernels draw what they drop, but at probability 0 all is kept.
-    seed = torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout and backend == "triton" else None
-    call = (*inputs, seed, kind.sizes[0] ** -0.5, kind.is_causal, 0.0)
-    output, statistics = forward(*call)
+        # Nothing is dropped at probability 0, so it needs no seed.
+        d_output, operands = _exact(d_output), Operands(*map(_exact, operands[:7]), None, *operands[8:])
+    output, for_backward = forward(operands)
     outcome = {"output": output}
     if kind.with_backward:
         names = ("query", "key", "value", "position_bias", "logits_proj", "weights_proj")
-        gradients = backward(d_output, statistics, kind.bias is not None, *call)
+        gradients = backward(d_output, for_backward, kind.bias is not None, operands)
         outcome |= {name: grad for name, grad in zip(names, gradients, strict=True) if grad.numel() > 0}
     return outcome
 
@@ -159,10 +146,12 @@ def _exact(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None else tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 
-def _random_call(kind: _Kind) -> list[Tensor | None]:
-    """d_output, query, key, value, mask, position_bias, logits_proj and weights_proj."""
+def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
+    """Return the gradient of the output and the operands of a small call that no weight is dropped in."""
     # A generator of its own: trying the kernels must not move the random numbers of a training run.
     generator = torch.Generator(kind.device).manual_seed(0)
+    heads_in, heads, heads_out, key_heads, value_heads = kind.heads
+    (size, value_size), m = kind.sizes, kind.keys
 
     def new(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
         if dtype is None:
@@ -177,19 +166,22 @@ def _random_call(kind: _Kind) -> list[Tensor | None]:
         tensor = tensor > -1 if dtype == torch.bool else tensor
         return tensor if layout[0] == "1" else tensor.contiguous()
 
-    heads_in, heads, heads_out, key_heads, value_heads = kind.heads
     mask = added(kind.mask, kind.mask_layout)
     if mask is not None and mask.dtype != torch.bool:
         mask[:, :, 0] = -torch.inf  # a query that may attend to nothing
-    (size, value_size), m = kind.sizes, kind.keys
     logits_proj, weights_proj = new(kind.logits_proj, heads_in, heads), new(kind.weights_proj, heads, heads_out)
-    return [
-        new(kind.dtype, 1, QUERIES, heads_out, value_size),
-        new(kind.dtype, 1, heads_in, QUERIES, size),
-        new(kind.dtype, 1, key_heads, m, size),
-        new(kind.dtype, 1, value_heads, m, value_size),
-        mask,
-        added(kind.bias, kind.bias_layout),
-        logits_proj if logits_proj is None else logits_proj * heads_in**-0.5,
-        weights_proj if weights_proj is None else weights_proj * heads**-0.5,
-    ]
+    d_output = new(kind.dtype, 1, QUERIES, heads_out, value_size)
+    operands = Operands(
+        query=new(kind.dtype, 1, heads_in, QUERIES, size),
+        key=new(kind.dtype, 1, key_heads, m, size),
+        value=new(kind.dtype, 1, value_heads, m, value_size),
+        mask=mask,
+        position_bias=added(kind.bias, kind.bias_layout),
+        logits_proj=logits_proj if logits_proj is None else logits_proj * heads_in**-0.5,
+        weights_proj=weights_proj if weights_proj is None else weights_proj * heads**-0.5,
+        # It makes the kernels draw what they drop; at probability 0 all is kept.
+        seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
+        scaling=size**-0.5,
+        is_causal=kind.is_causal,
+    )
+    return d_output, operands

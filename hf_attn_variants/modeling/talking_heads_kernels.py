@@ -23,6 +23,35 @@ ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride
 if triton is not None:
 
     @triton.jit
+    def _read(at, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+        """Load a block [heads, c] of a slab whose heads are `stride` apart, up to the position `end`, or a matrix."""
+        heads = tl.arange(0, PAD)
+        inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
+        return tl.load(at + heads[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
+
+    @triton.jit
+    def _write(at, values, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+        """Store a block [heads, c] where `_read` reads it."""
+        heads = tl.arange(0, PAD)
+        inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
+        tl.store(at + heads[:, None] * stride + offs_c[None, :], values, mask=inside)
+
+    @triton.jit
+    def _read_added(
+        at, offs_c, inside, stride_h, stride_m, HEADS: tl.constexpr, PAD: tl.constexpr, PER_HEAD: tl.constexpr
+    ):
+        """Load a block [c, h], or [c, 1] for all heads, of a bias or mask."""
+        if PER_HEAD:
+            heads = tl.arange(0, PAD)
+            both = (heads < HEADS)[:, None] & inside[None, :]
+            values = tl.load(
+                at + heads.to(tl.int64)[:, None] * stride_h + offs_c[None, :] * stride_m, mask=both, other=0
+            )
+            return tl.trans(values)
+        else:
+            return tl.load(at + offs_c * stride_m, mask=inside, other=0)[:, None]
+
+    @triton.jit
     def _logits(
         scores_at, proj, bias_at, mask_at, row, scale, end, buffer_memory, offs_c,
         score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
@@ -31,49 +60,23 @@ if triton is not None:
         PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Read one block of scores and make the logits of the softmax heads: ([c, h_k], [c, h])."""
-        offs_i, offs_h = tl.arange(0, PAD_IN), tl.arange(0, PAD)
         inside = offs_c < end
         # To the end of the padded row, which lets loads be wide; what lies there was never written.
-        scores = tl.load(
-            scores_at + offs_i[:, None] * score_stride + offs_c[None, :],
-            mask=(offs_i < HEADS_IN)[:, None] & (offs_c < buffer_memory)[None, :],
-            other=0.0,
-        )
+        scores = _read(scores_at, score_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
         scores = tl.where(inside[:, None], tl.trans(scores), 0.0).to(scores.dtype)  # [c, h_k]
         if MIX:
             logits = tl.dot(scores, proj, input_precision=PRECISION) * scale  # [c, h]
         else:
             logits = scores.to(tl.float32) * scale
-        both = (offs_h < HEADS)[:, None] & inside[None, :]
         if BIAS:
-            bias = tl.load(
-                bias_at + offs_h.to(tl.int64)[:, None] * bias_stride_h + offs_c[None, :] * bias_stride_m,
-                mask=both,
-                other=0.0,
-            )
-            logits += tl.trans(bias).to(tl.float32)
+            bias = _read_added(bias_at, offs_c, inside, bias_stride_h, bias_stride_m, HEADS, PAD, True)
+            logits += bias.to(tl.float32)
+        if MASK:
+            mask = _read_added(mask_at, offs_c, inside, mask_stride_h, mask_stride_m, HEADS, PAD, MASK_PER_HEAD)
         if MASK == 1:
-            if MASK_PER_HEAD:
-                allowed = tl.load(
-                    mask_at + offs_h.to(tl.int64)[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m,
-                    mask=both,
-                    other=0,
-                )
-                logits = tl.where(tl.trans(allowed) != 0, logits, float("-inf"))
-            else:
-                allowed = tl.load(mask_at + offs_c * mask_stride_m, mask=inside, other=0)
-                logits = tl.where((allowed != 0)[:, None], logits, float("-inf"))
+            logits = tl.where(mask != 0, logits, float("-inf"))
         if MASK == 2:
-            if MASK_PER_HEAD:
-                added = tl.load(
-                    mask_at + offs_h.to(tl.int64)[:, None] * mask_stride_h + offs_c[None, :] * mask_stride_m,
-                    mask=both,
-                    other=0.0,
-                )
-                logits += tl.trans(added).to(tl.float32)
-            else:
-                added = tl.load(mask_at + offs_c * mask_stride_m, mask=inside, other=0.0)
-                logits += added.to(tl.float32)[:, None]
+            logits += mask.to(tl.float32)
         return scores, tl.where(inside[:, None], logits, float("-inf"))
 
     @triton.jit
@@ -100,7 +103,7 @@ if triton is not None:
         """Turn the scores of one query row into its mixed weights, all heads at once; note the row's statistics."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
-        offs_i, offs_h, offs_j = tl.arange(0, PAD_IN), tl.arange(0, PAD), tl.arange(0, PAD_OUT)
+        offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
         head_stride = rows * buffer_memory
         scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_memory
@@ -112,18 +115,10 @@ if triton is not None:
             mask_at += batch * mask_stride_b + row * mask_stride_n
         proj = tl.zeros([PAD_IN, PAD], dtype)
         if MIX_LOGITS:
-            proj = tl.load(
-                logits_proj_ptr + offs_i[:, None] * HEADS + offs_h[None, :],
-                mask=(offs_i < HEADS_IN)[:, None] & (offs_h < HEADS)[None, :],
-                other=0.0,
-            ).to(dtype)
+            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
         proj_out = tl.zeros([PAD, PAD_OUT], dtype)
         if MIX_WEIGHTS:
-            proj_out = tl.load(
-                weights_proj_ptr + offs_h[:, None] * HEADS_OUT + offs_j[None, :],
-                mask=(offs_h < HEADS)[:, None] & (offs_j < HEADS_OUT)[None, :],
-                other=0.0,
-            ).to(dtype)
+            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
         end = memory
@@ -172,20 +167,12 @@ if triton is not None:
                 weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
             if DROPOUT:
                 weights *= _kept(seed, row, memory, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
-            tl.store(
-                weights_at + offs_j[:, None] * head_stride + offs_c[None, :],
-                tl.trans(weights.to(dtype)),
-                mask=(offs_j < HEADS_OUT)[:, None] & (offs_c < buffer_memory)[None, :],
-            )
+            _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
         if CAUSAL:
             # The product with V reads the chunk's whole rectangle.
             for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_memory, BLOCK):
-                offs_c = start + tl.arange(0, BLOCK)
-                tl.store(
-                    weights_at + offs_j[:, None] * head_stride + offs_c[None, :],
-                    tl.zeros([PAD_OUT, BLOCK], dtype),
-                    mask=(offs_j < HEADS_OUT)[:, None] & (offs_c < buffer_memory)[None, :],
-                )
+                offs_c, none = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
+                _write(weights_at, none, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
 
     @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def backward_kernel(
@@ -203,7 +190,7 @@ if triton is not None:
         """Overwrite scores by their gradients and d(weights) by the weights; sum this row's part of dP_l and dP_w."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
-        offs_i, offs_h, offs_j = tl.arange(0, PAD_IN), tl.arange(0, PAD), tl.arange(0, PAD_OUT)
+        offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
         head_stride = rows * buffer_memory
         scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_memory
@@ -216,20 +203,14 @@ if triton is not None:
             bias_at += batch * bias_stride_b + row * bias_stride_n
         if MASK:
             mask_at += batch * mask_stride_b + row * mask_stride_n
-        in_mask = (offs_i < HEADS_IN)[:, None] & (offs_h < HEADS)[None, :]
-        out_mask = (offs_h < HEADS)[:, None] & (offs_j < HEADS_OUT)[None, :]
         proj = tl.zeros([PAD_IN, PAD], dtype)
         d_proj = tl.zeros([PAD_IN, PAD], tl.float32)
         if MIX_LOGITS:
-            proj = tl.load(logits_proj_ptr + offs_i[:, None] * HEADS + offs_h[None, :], mask=in_mask, other=0.0).to(
-                dtype
-            )
+            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
         proj_out = tl.zeros([PAD, PAD_OUT], dtype)
         d_proj_out = tl.zeros([PAD, PAD_OUT], tl.float32)
         if MIX_WEIGHTS:
-            proj_out = tl.load(
-                weights_proj_ptr + offs_h[:, None] * HEADS_OUT + offs_j[None, :], mask=out_mask, other=0.0
-            ).to(dtype)
+            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
         at = (batch * HEADS + offs_h) * length + row
@@ -249,9 +230,7 @@ if triton is not None:
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, PRECISION,
                 )  # fmt: skip
                 softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
-                weights_mask = (offs_j < HEADS_OUT)[:, None] & (offs_c < buffer_memory)[None, :]
-                at_weights = weights_at + offs_j[:, None] * head_stride + offs_c[None, :]
-                gradient = tl.load(at_weights, mask=weights_mask, other=0.0)
+                gradient = _read(weights_at, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
                 gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
                     kept = _kept(seed, row, memory, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
@@ -265,11 +244,7 @@ if triton is not None:
                 else:
                     d_logits = softmax * (d_softmax - delta[None, :])
                     if D_BIAS:
-                        tl.store(
-                            d_bias_at + offs_h[:, None] * head_stride + offs_c[None, :],
-                            tl.trans(d_logits),
-                            mask=(offs_h < HEADS)[:, None] & (offs_c < buffer_memory)[None, :],
-                        )
+                        _write(d_bias_at, tl.trans(d_logits), head_stride, offs_c, buffer_memory, HEADS, PAD)
                     weights = softmax
                     if MIX_WEIGHTS:
                         mixable = softmax.to(dtype)
@@ -282,38 +257,23 @@ if triton is not None:
                         d_scores = d_scores.to(dtype)
                         d_proj = tl.dot(tl.trans(scores), d_scores, d_proj, input_precision=PRECISION)
                         d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
-                    stored = (offs_c < buffer_memory)[None, :]
+                    weights, d_scores = tl.trans(weights.to(dtype)), tl.trans(d_scores.to(dtype))
                     tl.debug_barrier()  # every warp has read this block before any writes over it
-                    tl.store(at_weights, tl.trans(weights.to(dtype)), mask=(offs_j < HEADS_OUT)[:, None] & stored)
-                    tl.store(
-                        scores_at + offs_i[:, None] * head_stride + offs_c[None, :],
-                        tl.trans(d_scores.to(dtype)),
-                        mask=(offs_i < HEADS_IN)[:, None] & stored,
-                    )
+                    _write(weights_at, weights, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
+                    _write(scores_at, d_scores, head_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
         if CAUSAL:
             for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_memory, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
-                stored = (offs_c < buffer_memory)[None, :]
-                tl.store(
-                    weights_at + offs_j[:, None] * head_stride + offs_c[None, :],
-                    tl.zeros([PAD_OUT, BLOCK], dtype),
-                    mask=(offs_j < HEADS_OUT)[:, None] & stored,
-                )
-                tl.store(
-                    scores_at + offs_i[:, None] * head_stride + offs_c[None, :],
-                    tl.zeros([PAD_IN, BLOCK], dtype),
-                    mask=(offs_i < HEADS_IN)[:, None] & stored,
-                )
+                none, none_in = tl.zeros([PAD_OUT, BLOCK], dtype), tl.zeros([PAD_IN, BLOCK], dtype)
+                _write(weights_at, none, head_stride, offs_c, buffer_memory, HEADS_OUT, PAD_OUT)
+                _write(scores_at, none_in, head_stride, offs_c, buffer_memory, HEADS_IN, PAD_IN)
                 if D_BIAS:
-                    tl.store(
-                        d_bias_at + offs_h[:, None] * head_stride + offs_c[None, :],
-                        tl.zeros([PAD, BLOCK], tl.float32),
-                        mask=(offs_h < HEADS)[:, None] & stored,
-                    )
+                    none_bias = tl.zeros([PAD, BLOCK], tl.float32)
+                    _write(d_bias_at, none_bias, head_stride, offs_c, buffer_memory, HEADS, PAD)
         program = local_batch * rows + local_row
         if MIX_LOGITS:
             at = d_logits_proj_ptr + program * HEADS_IN * HEADS
-            tl.store(at + offs_i[:, None] * HEADS + offs_h[None, :], d_proj, mask=in_mask)
+            _write(at, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
         if MIX_WEIGHTS:
             at = d_weights_proj_ptr + program * HEADS * HEADS_OUT
-            tl.store(at + offs_h[:, None] * HEADS_OUT + offs_j[None, :], d_proj_out, mask=out_mask)
+            _write(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)

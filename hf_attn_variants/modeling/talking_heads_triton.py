@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .talking_heads_blocked import Operands, add_bias_gradient, group
 from .talking_heads_kernels import backward_kernel, forward_kernel, triton
 
 __all__ = ["allows_tf32", "backward", "covers_device", "forward", "is_supported"]
@@ -31,25 +32,18 @@ MAX_HEADS = 64
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
-def is_supported(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    *,
-    logits_proj: torch.Tensor | None = None,
-    weights_proj: torch.Tensor | None = None,
-) -> bool:
-    """Say whether this path covers these inputs; never raises. Arguments as in `talking_heads_attention`."""
+def is_supported(operands: Operands) -> bool:
+    """Say whether this path covers these inputs; never raises."""
+    query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
     if not covers_device(query.device):
         return False
-    tensors = [t for t in (key, value, mask, position_bias, logits_proj, weights_proj) if t is not None]
+    tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
-    heads = [query.shape[1], *(size for p in (logits_proj, weights_proj) if p is not None for size in p.shape)]
+    projections = [p for p in (operands.logits_proj, operands.weights_proj) if p is not None]
+    heads = [operands.heads_in, *(size for projection in projections for size in projection.shape)]
     # The dropout mask is numbered by 32-bit positions in [n, m]; a grid's second axis has at most 65535 programs.
     return (
         max(heads) <= MAX_HEADS
@@ -100,15 +94,15 @@ def _pad(heads: int) -> int:
 class _Call:
     """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
 
-    def __init__(self, query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout):
+    def __init__(self, operands: Operands):
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout = operands
         # Dot products are stored in the queries' dtype: those of float16 could overflow before they are scaled.
         self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
         query = query if self.query_scaling == 1.0 else query * self.query_scaling
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
-        self.batches, self.heads_in, self.length, _ = query.shape
+        self.batches, _, self.length, _ = query.shape
         self.memory = key.shape[2]
-        self.heads = self.heads_in if logits_proj is None else logits_proj.shape[1]
-        self.heads_out = self.heads if weights_proj is None else weights_proj.shape[1]
+        self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
         self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
@@ -172,29 +166,20 @@ def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: 
 
 def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
     # [b, h, r, x] by [b, k, m, x] into [b, h, r, >= m]: the rows of a group's heads stand below each other.
-    batches, heads, rows, size = states.shape
-    kv_heads, memory = shared.shape[1:3]
-    torch.bmm(
-        states.reshape(batches * kv_heads, heads // kv_heads * rows, size),
-        shared.reshape(batches * kv_heads, memory, size).transpose(1, 2),
-        out=out.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory],
-    )
+    out = group(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
 def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     # [b, h, r, >= m] by [b, k, m, x] to [b, h, r, x]
-    batches, heads, rows, _ = weights.shape
-    kv_heads, memory, size = shared.shape[1:]
-    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
-    return torch.bmm(weights, shared.reshape(batches * kv_heads, memory, size)).view(batches, heads, rows, size)
+    rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    return rows.view(*weights.shape[:3], -1)
 
 
 def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
     # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
-    batches, heads, rows, size = states.shape
-    weights = weights.view(batches * kv_heads, heads // kv_heads * rows, -1)[..., :memory]
-    states = states.reshape(batches * kv_heads, heads // kv_heads * rows, size)
-    return torch.bmm(weights.transpose(1, 2), states).view(batches, kv_heads, memory, size)
+    weights = group(weights, kv_heads)[..., :memory]
+    return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _Call) -> dict:
@@ -226,9 +211,10 @@ def _spills(call: _Call) -> bool:
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
-def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _Call(*inputs)
-    output = call.value.new_empty(call.batches, call.length, call.heads_out, call.value.shape[-1])
+def forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return talking-heads attention [b, n, h_v, d_v], and each row's softmax statistics [2, b, h, n]."""
+    call = _Call(operands)
+    output = operands.new_output()
     statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
     settings = _forward_settings(call)
@@ -242,8 +228,14 @@ def forward(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return output, statistics
 
 
-def backward(d_output, statistics, wants_bias: bool, *inputs) -> list[torch.Tensor]:
-    call = _Call(*inputs)
+def backward(
+    d_output: torch.Tensor, statistics: torch.Tensor, wants_bias: bool, operands: Operands
+) -> list[torch.Tensor]:
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where none is due.
+
+    Arguments as for the blocked path, with this path's statistics.
+    """
+    call = _Call(operands)
     d_output = d_output.transpose(1, 2).contiguous()  # [b, h_v, n, d_v]
     dtype, device = call.query.dtype, call.query.device
     d_query = torch.empty_like(call.query)
@@ -254,7 +246,7 @@ def backward(d_output, statistics, wants_bias: bool, *inputs) -> list[torch.Tens
     ]
     d_bias = torch.empty(0, device=device)
     if wants_bias:
-        d_bias = torch.zeros(inputs[4].shape, dtype=torch.float32, device=device)
+        d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
     settings = {**_backward_settings(call), "D_BIAS": wants_bias}
@@ -276,16 +268,7 @@ def backward(d_output, statistics, wants_bias: bool, *inputs) -> list[torch.Tens
             if part is not None:
                 total += part.sum(0)
         if wants_bias:
-            _add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+            add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
     if call.query_scaling != 1.0:
         d_query *= call.query_scaling
     return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]
-
-
-def _add_bias_gradient(d_bias: torch.Tensor, d_logits: torch.Tensor, batch: slice, row: slice) -> None:
-    """Add [b, h, r, m] to the part of d_bias it belongs to, summed over the axes along which the bias was repeated."""
-    axes = [axis for axis, size in enumerate(d_bias.shape) if size == 1 and d_logits.shape[axis] > 1]
-    part = d_logits.sum(axes, keepdim=True) if axes else d_logits
-    places = (batch, slice(None), row, slice(d_logits.shape[-1]))
-    at = [slice(None) if size == 1 else place for size, place in zip(d_bias.shape, places, strict=True)]
-    d_bias[tuple(at)] += part

@@ -4,10 +4,10 @@ Letters as in `attention_variants`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,23 +15,23 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
-from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
+from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
+from .field_checks import adds_talking_heads
 
 __all__ = [
     "NO_WEIGHT_DECAY",
+    "AttentionHeads",
     "AttentionSite",
     "AttentionVariantMixin",
     "AttnVariantModelMixin",
+    "named_attentions",
     "projection_shapes",
     "projection_std",
 ]
 
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
-
-# The fields that decide which talking-heads parameters there are, and of what shape.
-TALKING_HEADS_SHAPES = ("num_softmax_heads", "num_value_heads", "talking_heads_dynamic")
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
@@ -43,15 +43,30 @@ PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
 _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
 
 
+class AttentionHeads(NamedTuple):
+    """The head counts of one attention."""
+
+    query: int  # h_k
+    key: int  # k
+    value: int  # of the value projection: k, or h_v where each query head has a key head of its own
+    softmax: int  # h
+    output: int  # h_v, which the output projection reads
+    head_dim: int  # d
+
+
 @dataclass(frozen=True)
 class AttentionSite:
-    """Where one kind of attention lives in an architecture and what its projections are called.
+    """Where one kind of attention lives in an architecture, what it is and what its projections are called.
 
     Args:
-        name: what the attention is, for reports: "self", "cross", "encoder", "decoder".
+        name: for reports: "self", "cross", "encoder", "decoder".
         module: a regular expression for the attention's module path inside the base model.
         query, key, value, output: the paths of its linear maps, relative to that module.
-        mixes: the relative path of the submodule that holds the talking-heads projections ("" = the module itself).
+        core: the relative path of the submodule that calls the attention function and holds the talking-heads
+            projections ("" = the module itself).
+        stack: of an encoder-decoder, "encoder" or "decoder"; None = the model's only one, which is a decoder where
+            `is_decoder` of the configuration says so.
+        is_cross_attention: whether its keys and values are made from the encoder's outputs.
         kv_heads_field: the configuration field with its number of key/value heads.
     """
 
@@ -61,27 +76,44 @@ class AttentionSite:
     key: str
     value: str
     output: str
-    mixes: str = ""
+    core: str = ""
+    stack: str | None = None
+    is_cross_attention: bool = False
     kv_heads_field: str = "num_key_value_heads"
 
+    @property
+    def projections(self) -> dict[str, str]:
+        """The paths of its linear maps by their role: "query", "key", "value", "output"."""
+        return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
 
-def projection_shapes(config: Any, query_dim: int, memory_dim: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of each talking-heads parameter that an attention of this configuration has.
+    def stack_of(self, config: Any) -> str:
+        """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
+        return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
+
+    def heads(self, config: Any) -> AttentionHeads:
+        """Return the head counts that a variant configuration gives it."""
+        query, key = config.query_heads(self.kv_heads_field), getattr(config, self.kv_heads_field)
+        softmax, output = config.num_softmax_heads, config.num_value_heads
+        value = output if key == query else key
+        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim)
+
+
+def projection_shapes(
+    config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of each talking-heads parameter of an attention.
 
     Args:
         config: a configuration with the fields of `AttnVariantConfigMixin`.
+        heads: the attention's head counts.
         query_dim: the size of the inputs that queries are made from.
         memory_dim: the size of the inputs that keys and values are made from.
     """
-    heads = {
-        "logits": (config.num_attention_heads, config.num_softmax_heads),
-        "weights": (config.num_softmax_heads, config.num_value_heads),
-    }
-    static = [name for name in heads if config.talking_heads in (name, "both")]
-    shapes = {f"{name}_proj": heads[name] for name in static}
+    mixed = {"logits": (heads.query, heads.softmax), "weights": (heads.softmax, heads.output)}
+    shapes = {f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")}
     for name in config.talking_heads_dynamic:
         input_dim = query_dim if name.startswith("x") else memory_dim
-        shapes[f"{name}_proj"] = (input_dim, *heads["logits" if name.endswith("l") else "weights"])
+        shapes[f"{name}_proj"] = (input_dim, *mixed["logits" if name.endswith("l") else "weights"])
     return shapes
 
 
@@ -104,18 +136,33 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
 
-    def install_variant(self, config: Any, kv_heads: int, query_dim: int, memory_dim: int) -> None:
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them."""
-        self.num_key_value_groups = config.num_attention_heads // kv_heads
-        self.equal_cache_heads = kv_heads != config.num_attention_heads or kv_heads == config.num_value_heads
+        self.heads = heads
+        self.num_key_value_groups = heads.query // heads.key
         like = next(self.parameters())
-        shapes = projection_shapes(config, query_dim, memory_dim)
+        shapes = projection_shapes(config, heads, query_dim, memory_dim)
         self.projection_names = tuple(shapes)
+        self.dynamic_names = tuple(config.talking_heads_dynamic)
+        self.keeps_cache = can_cache(config)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
         if shapes:
             # Upstream has initialised this module already; the new parameters have not been.
             self._is_hf_initialized = False
+        self.settle_implementation()
+
+    def settle_implementation(self) -> None:
+        """Note which attention implementation the configuration names, once it is seen to fit this attention.
+
+        `variant_inputs` asks again only where somebody has written another name into the configuration since.
+
+        Raises:
+            ValueError: where the implementation cannot compute talking heads.
+        """
+        implementation = implementation_of(self)
+        check_implementation(self.config, implementation)
+        self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
     def init_projections(self) -> None:
         """Initialise the talking-heads parameters as `talking_heads_init` says."""
@@ -144,31 +191,34 @@ class AttentionVariantMixin:
         Raises:
             ValueError: where the attention implementation or the cache cannot do what the variant needs.
         """
-        config, implementation = self.config, implementation_of(self)
-        if implementation not in (EAGER, SDPA):
-            _check_implementation(config, implementation)
-            if wants_weights(self, kwargs):
-                raise ValueError(
-                    f'attn_implementation="{implementation}" computes no attention weights; '
-                    'for `output_attentions=True` use "sdpa" or "eager".'
-                )
-        if cache is not None and not self.equal_cache_heads and getattr(cache, "is_compileable", False):
+        if implementation_of(self) != self.implementation:
+            self.settle_implementation()
+        if not self.is_own and wants_weights(self, kwargs):
+            raise ValueError(
+                f'attn_implementation="{self.implementation}" computes no attention weights; '
+                'for `output_attentions=True` use "sdpa" or "eager".'
+            )
+        if cache is not None:
+            self._check_cache(cache, memory)
+        if not self.dynamic_names:
+            return {}
+        inputs = {"x": states, "m": states if memory is None else memory}
+        return {
+            name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
+            for name in self.dynamic_names
+        }
+
+    def _check_cache(self, cache: Any, memory: torch.Tensor | None) -> None:
+        if self.heads.key != self.heads.value and getattr(cache, "is_compileable", False):
             raise ValueError(
                 "A static cache needs as many key heads as value heads; this attention has "
-                f"{config.num_attention_heads} and {config.num_value_heads} (`num_value_heads`). Use a dynamic cache."
+                f"{self.heads.key} and {self.heads.value} (`num_value_heads`). Use a dynamic cache."
             )
-        if not config.talking_heads_dynamic:
-            return {}
-        if cache is not None and memory is None and not can_cache(config):
+        if memory is None and not self.keeps_cache:
             raise ValueError(
                 "`talking_heads_dynamic` m2l and m2w need the inputs of all past tokens, which a key/value cache does "
                 "not keep: pass `use_cache=False`."
             )
-        inputs = {"x": states, "m": states if memory is None else memory}
-        return {
-            name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
-            for name in config.talking_heads_dynamic
-        }
 
 
 class AttnVariantModelMixin:
@@ -185,6 +235,13 @@ class AttnVariantModelMixin:
     attention_sites: tuple[AttentionSite, ...] = ()
     variant_classes: dict[type, type] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Saving needs to know which Auto class each class answers to; the configuration says so once.
+        for auto_class, name in getattr(cls.config_class, "auto_classes", {}).items():
+            if name == cls.__name__:
+                cls.register_for_auto_class(auto_class)
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, "talking_heads_dynamic"):
             raise ValueError(
@@ -199,7 +256,7 @@ class AttnVariantModelMixin:
         """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
         for module in self.modules():
             if type(module) in self.variant_classes:
-                _become(module, self.variant_classes[type(module)])
+                _change_class(module, self.variant_classes[type(module)])
         for site, _, module in self.named_attentions():
             _install_variant(site, module, self.config)
         if _adds_talking_heads.get():
@@ -211,12 +268,14 @@ class AttnVariantModelMixin:
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
             self.generation_config.use_cache = False
 
+    @classmethod
+    def module_runs(cls, config: Any, path: str) -> int:
+        """Return how often a forward pass goes through the module at this path inside the base model."""
+        return 1
+
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
         """Yield each attention with its site and its path inside the base model."""
-        for name, module in self.base_model.named_modules():
-            for site in self.attention_sites:
-                if re.fullmatch(site.module, name):
-                    yield site, name, module
+        return named_attentions(self, self.attention_sites)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -242,7 +301,7 @@ class AttnVariantModelMixin:
             ValueError: if the configuration asks for other heads than the checkpoint holds: that takes a conversion.
         """
         source = pretrained_model_name_or_path
-        adds = source is not None and _check_same_heads(cls, source, config, kwargs)
+        adds = source is not None and adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _adds_talking_heads.set(adds)
         try:
             loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
@@ -259,9 +318,19 @@ class AttnVariantModelMixin:
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Switch the attention implementation of the model and of the encoder and decoder inside it."""
+        super().set_attn_implementation(*args, **kwargs)
+        for module in self.modules():
+            # Some releases (5.15, 5.17) do not reach the copies of the configuration that encoder and decoder keep.
+            if isinstance(module, AttnVariantModelMixin):
+                module.config._attn_implementation = self.config._attn_implementation
+            if isinstance(module, AttentionVariantMixin):
+                module.settle_implementation()
+
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         # Before upstream looks for a kernel that could not be used.
-        _check_implementation(self.config, attn_implementation)
+        check_implementation(self.config, attn_implementation)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -271,7 +340,17 @@ class AttnVariantModelMixin:
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def _become(module: nn.Module, variant: type) -> None:
+def named_attentions(
+    model: PreTrainedModel, sites: Iterable[AttentionSite]
+) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model."""
+    for path, module in model.base_model.named_modules():
+        for site in sites:
+            if re.fullmatch(site.module, path):
+                yield site, path, module
+
+
+def _change_class(module: nn.Module, variant: type) -> None:
     module.__class__ = variant
     if isinstance(module, PreTrainedModel):
         # Upstream's constructor notes facts by the class's name (what its outputs record, for one): run it for ours.
@@ -280,22 +359,20 @@ def _become(module: nn.Module, variant: type) -> None:
 
 def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> None:
     """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
-    attention = module.get_submodule(site.mixes)
-    if hasattr(attention, "projection_names"):
+    core = module.get_submodule(site.core)
+    if hasattr(core, "projection_names"):
         return
-    head_dim, heads = config.attention_head_dim, config.num_attention_heads
-    kv_heads = getattr(config, site.kv_heads_field)
-    kv_value_heads = config.num_value_heads if kv_heads == heads else kv_heads
+    heads = site.heads(config)
     resized = [
-        _resize(module, site.key, out_features=kv_heads * head_dim),
-        _resize(module, site.value, out_features=kv_value_heads * head_dim),
-        _resize(module, site.output, in_features=config.num_value_heads * head_dim),
+        _resize(module, site.key, out_features=heads.key * heads.head_dim),
+        _resize(module, site.value, out_features=heads.value * heads.head_dim),
+        _resize(module, site.output, in_features=heads.output * heads.head_dim),
     ]
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
         module._is_hf_initialized = False
     query, key = module.get_submodule(site.query), module.get_submodule(site.key)
-    attention.install_variant(config, kv_heads, query.in_features, key.in_features)
+    core.install_variant(config, heads, query.in_features, key.in_features)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
@@ -308,20 +385,6 @@ def _resize(module: nn.Module, path: str, in_features: int | None = None, out_fe
     return True
 
 
-def _check_implementation(config: Any, implementation: Any) -> None:
-    talking_heads = getattr(config, "talking_heads", None)
-    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
-            'ignore it: use "sdpa" or "eager".'
-        )
-
-
-def _comparable(value: Any) -> Any:
-    # The names of dynamic projections have no order.
-    return set(value) if isinstance(value, list | tuple) and value else value or None
-
-
 def _beginning(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
     if config.talking_heads_init == "random":
@@ -329,38 +392,3 @@ def _beginning(config: Any) -> str:
     if config.talking_heads_dynamic:
         return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
     return "they begin as the identity, and no output changes"
-
-
-def _check_same_heads(cls: type, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Check that a checkpoint has the heads that are asked for; say whether it gets talking heads and has none."""
-    kv_fields, talking_fields = cls.config_class.kv_heads_fields(), ("talking_heads", *TALKING_HEADS_SHAPES)
-    wanted = {name: kwargs[name] for name in (*kv_fields, *talking_fields) if name in kwargs}
-    if hasattr(config, "talking_heads_dynamic"):
-        wanted = {name: getattr(config, name) for name in (*kv_fields, *talking_fields)} | wanted
-    if not wanted:
-        return False
-    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    held, _ = cls.config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
-    heads = held.get("num_attention_heads", held.get("num_heads"))
-    if heads is None:
-        return False  # weights without a configuration: nothing to compare with
-    for name in kv_fields:
-        found, value = held.get(name) or heads, wanted.get(name) or heads
-        if value != found:
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
-                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
-                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
-            )
-    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
-    plain = {"num_value_heads": heads}
-    if "relative_attention_num_buckets" in held:
-        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
-    for name, found in (held if held.get("talking_heads") is not None else plain).items():
-        if name in talking_fields and name in wanted and _comparable(wanted[name]) != _comparable(found):
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
-                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
-                "checkpoint's own configuration."
-            )
-    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None

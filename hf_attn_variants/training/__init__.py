@@ -1,7 +1,33 @@
-"""What every training script shares: arguments, data, metrics, one loop with exact resume, tracking.
+"""Training: each way of it has settings, a frozen dataclass, and a task or a function that takes them.
 
-Import from the submodules (`from hf_attn_variants.training.glue.task import main, parse_args`): they load datasets and
-scikit-learn, which `import hf_attn_variants` alone should not have to do.
+The names below are imported when they are first used: settings alone import neither torch nor transformers.
 """
 
-__all__: list[str] = []
+import importlib
+from typing import Any
+
+_HOMES = {
+    "fine_tune": "engine.finetune",
+    "FineTuningTask": "engine.finetune",
+    "GlueFineTuning": "glue.task",
+    "GlueSettings": "glue.settings",
+    "MaskedLMSettings": "pretraining.settings",
+    "NerFineTuning": "ner.task",
+    "NerSettings": "ner.settings",
+    "Seq2SeqFineTuning": "seq2seq.task",
+    "Seq2SeqSettings": "seq2seq.settings",
+    "SpanCorruptionSettings": "pretraining.settings",
+    "SquadFineTuning": "squad.task",
+    "SquadSettings": "squad.settings",
+    "Uptraining": "uptraining.task",
+    "UptrainingSettings": "uptraining.settings",
+    "pretrain_masked_lm": "pretraining.run_mlm",
+    "pretrain_span_corruption": "pretraining.run_span_corruption",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

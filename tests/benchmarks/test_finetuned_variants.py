@@ -115,7 +115,7 @@ def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only
     assert (used.model_name_or_path, used.teacher) == (str(start), str(tmp_path / f"runs/mha-{task}-7"))
     assert used.logits_weight == (None if task == "stsb" else 1) and used.learning_rate == 2e-5
     rows = [json.loads(line) for line in Path(used.train_file[0]).read_text().splitlines()]
-    assert list(rows[0]) == used.text_columns and len(used.text_columns) == (1 if task == "cola" else 2)
+    assert tuple(rows[0]) == used.text_columns and len(used.text_columns) == (1 if task == "cola" else 2)
     if task == "squad":
         assert len(rows) - 512 >= used.max_train_steps * used.per_device_train_batch_size
     args.max_train_steps = 2

@@ -4,17 +4,20 @@ import importlib
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 
+import attn_variants
+import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, cli
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
 
 
@@ -26,9 +29,9 @@ def source(tmp_path):
 
 def test_the_installed_command_is_this_one():
     found = [each for each in entry_points(group="console_scripts") if each.name == "attn-variants"]
-    if not found:
+    if not found or not found[0].value.startswith("attn_variants:"):
         pytest.skip("the package was installed before it had this command; pip install -e . again")
-    assert found[0].load() is cli.main
+    assert found[0].load() is attn_variants.main
 
 
 def test_help_names_every_command_and_version_is_the_packages(capsys):
@@ -42,12 +45,36 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
     assert "hf_attn_variants 0." in capsys.readouterr().out
 
 
-def test_the_module_is_the_command_too(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "hf_attn_variants.cli")
-    monkeypatch.setattr(sys, "argv", ["cli.py", "--version"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("hf_attn_variants.cli", run_name="__main__")
-    assert stopped.value.code == 0 and "hf_attn_variants 0." in capsys.readouterr().out
+@pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants", "hf_attn_variants.cli"])
+def test_the_module_is_the_command_too(module):
+    ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), ended.stderr
+
+
+def test_without_a_command_it_prints_the_help(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: attn-variants ")
+
+
+def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch):
+    shown = {}
+    for width in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit):
+            cli.main(["inspect", "--help"])
+        shown[width] = capsys.readouterr().out
+        assert "  attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024\n" in shown[width]
+    narrow, wide = (text.partition("Reads config.json")[2] for text in shown.values())
+    assert max(map(len, narrow.splitlines())) <= 60 and narrow.split() == wide.split()
+    assert len(wide.splitlines()) == 1
+
+
+def test_the_literals_of_convert_are_those_of_the_conversion():
+    from hf_attn_variants.commands import convert
+    from hf_attn_variants.conversion import METHODS
+    from hf_attn_variants.conversion.conversions import DTYPES
+
+    assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -79,26 +106,74 @@ def test_an_unknown_command_is_refused(capsys):
     assert stopped.value.code == 2 and "conver" in capsys.readouterr().err
 
 
-def test_nothing_heavier_than_the_package_is_imported_to_start():
+def test_nothing_heavier_than_the_package_is_imported_with_it():
     code = f"""
 import sys
 from transformers import BertModel, T5ForConditionalGeneration  # some versions of which import scikit-learn
 upstream = set(sys.modules)
 import hf_attn_variants
-before = set(sys.modules)
-from hf_attn_variants.cli import main
-try:
-    main(["--help"])
-except SystemExit:
-    pass
-new = set(sys.modules) - before
-print("NEW", sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
 print("HEAVY", [name for name in {HEAVY!r} if name in set(sys.modules) - upstream])
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "NEW ['hf_attn_variants.cli']" in result.stdout, result.stdout
-    assert "HEAVY []" in result.stdout, result.stdout
+    assert "HEAVY []" in run_python("-c", code)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--version"],
+        ["--help"],
+        [],
+        ["nothing"],
+        *([name, "--help"] for name in cli.COMMANDS),
+        ["convert", "--method", "median"],
+        ["glue", "--learning_rat", "1"],
+        *([f"scripts/{path.name}", "--help"] for path in sorted((ROOT / "scripts").glob("*.py"))),
+    ],
+    ids=" ".join,
+)
+def test_help_and_mistyped_flags_wait_for_no_import(argv):
+    """Neither torch nor transformers nor numpy: with them, each would take seconds."""
+    code = f"""
+import runpy, sys
+argv = {argv!r}
+try:
+    if argv and argv[0].endswith(".py"):
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        from attn_variants import main
+        main(argv)
+except SystemExit:
+    pass
+third_party = {{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
+print("IMPORTED", sorted(name for name in third_party if not name.startswith("_")))
+"""
+    printed = run_python("-S", "-c", code)
+    assert printed.splitlines()[-1] == "IMPORTED ['attn_variants', 'hf_attn_variants']"
+
+
+def test_a_command_has_the_same_public_names():
+    code = """
+import sys
+import attn_variants
+attn_variants.is_command = sys.argv[1] == "command"
+import hf_attn_variants
+print("torch" in sys.modules, hf_attn_variants.__version__)
+print(sorted(hf_attn_variants.__all__), set(hf_attn_variants.__all__) <= set(dir(hf_attn_variants)))
+from hf_attn_variants import *
+print(AttnVariantBertModel, convert.__module__)
+from transformers import AutoConfig
+print(AutoConfig.for_model("attn_variant_bert", num_key_value_heads=1).num_key_value_heads)
+"""
+    library, command = (run_python("-c", code, kind).splitlines() for kind in ("library", "command"))
+    assert library[0].startswith("True ") and command[0] == library[0].replace("True", "False")
+    assert command[1:] == library[1:] and library[1].endswith("] True")
+
+
+def run_python(*argv):
+    ended = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
 
 
 def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
@@ -145,16 +220,22 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("where", ["a pipe with COLUMNS", "a terminal"])
-def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where):
+def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hf_attn_variants", "inspect", str(tmp_path), "--batch_size", "32"]
-    columns = {"COLUMNS": str(width)} if where == "a pipe with COLUMNS" else {}
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | columns
-    if columns:
-        printed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600).stdout
+    argv = ["inspect", str(tmp_path), "--batch_size", "32"]
+
+    def in_a_pipe(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capsys.readouterr()
+        assert cli.main(argv) == 0
+        return capsys.readouterr().out
+
+    wide = in_a_pipe(1000)
+    if where == "a terminal":
+        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        printed = in_a_terminal([sys.executable, "-m", "hf_attn_variants", *argv], env, width)
     else:
-        printed = in_a_terminal(command, env, width)
-    wide = subprocess.run(command, env=env | {"COLUMNS": "1000"}, capture_output=True, text=True, timeout=600).stdout
+        printed = in_a_pipe(width)
     lines = [line for line in printed.splitlines() if str(tmp_path) not in line]  # one long word
     assert max(map(len, lines)) <= width
     assert set(printed.split()) - set(re.findall("-+", printed)) == set(wide.split()) - set(re.findall("-+", wide))
@@ -192,15 +273,17 @@ COMMAND_LINES = {
     "benchmark": ["--rounds", "2"],
     "convert": ["--output_dir", "out", "--calibration_file", "a.jsonl", "--seed", "3"],
     "uptrain": ["--objective", "mlm", "--train_file", "a.txt", "--output_dir", "out"],
-    "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--seed", "3"],
-    "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--seed", "3"],
+    "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
+    "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
+    "ner": ["--output_dir", "out", "--train_file", "a.txt", "--validation_file", "b.txt"],
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
-    "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--seed", "3"],
+    "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--task_name", "stsb"],
     "visualize": ["--text", "a text", "--layers", "1", "2", "--output_dir", "out"],
     "push": ["--repo_id", "me/x", "--dry_run"],
 }
-WITHOUT_CHECKPOINT = ("pretrain", "pretrain-t5", "seq2seq")
+# The commands that can do without a checkpoint, and the architecture that they make then.
+WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -223,7 +306,8 @@ def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsy
     assert stopped.value.code == 2
     assert "two checkpoints: 'a/b' and --model_name_or_path 'c/d'" in capsys.readouterr().err
     if name in WITHOUT_CHECKPOINT:
-        assert parse_args(options).model_name_or_path is None
+        new = ["--model_type", WITHOUT_CHECKPOINT[name], "--tokenizer_name", "a/b"]
+        assert parse_args([*options, *new]).model_name_or_path is None
         return
     with pytest.raises(SystemExit) as stopped:
         parse_args(options)

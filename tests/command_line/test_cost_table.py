@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
-from hf_attn_variants.inspection.costs.table import (
+from hf_attn_variants.inspection.costs import (
     cost_table,
     flops_per_token,
     kv_cache_bytes_per_token,

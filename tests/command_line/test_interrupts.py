@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hf_attn_variants import interrupts
+from hf_attn_variants import cli, interrupts
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import stop_signals
 from hf_attn_variants.training.engine.stop_signals import StopSignals
@@ -18,24 +19,25 @@ ROOT = Path(__file__).parents[2]
 # Stands before the real one on the path: Ctrl-C comes when the package imports transformers.
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
 # What pip makes of an entry point.
-COMMAND = "import sys\nfrom hf_attn_variants.cli import main\nsys.exit(main())\n"
+COMMAND = "import sys\nfrom attn_variants import main\nsys.exit(main())\n"
 # What a dataloader's worker is on macOS: a process that imports the command's program again.
 SPAWNING = """
-import multiprocessing, signal
-try:
-    import hf_attn_variants
-except ImportError:
-    pass
+import multiprocessing, signal, types
+import attn_variants
 
-def tell():
+def tell(argv=None):
     handler = signal.getsignal(signal.SIGINT)
     print(getattr(handler, "name", None) or handler.__name__, flush=True)
 
-if __name__ == "__main__":
+def parse_args(argv):
     tell()
     process = multiprocessing.get_context("spawn").Process(target=tell)
     process.start()
     process.join()
+    raise SystemExit
+
+if __name__ == "__main__":
+    attn_variants.run(types.SimpleNamespace(parse_args=parse_args))
 """
 
 
@@ -43,10 +45,10 @@ if __name__ == "__main__":
     ("argv", "own"),
     [
         (["{tmp}/attn-variants", "inspect", "x"], True),
-        (["-m", "hf_attn_variants", "inspect", "x"], True),
-        (["scripts/convert_checkpoint.py"], True),
+        (["-m", "attn_variants", "inspect", "x"], True),
+        (["scripts/convert_checkpoint.py", "x", "--output_dir", "y"], True),
         (["scripts/quickstart.py"], True),
-        (["-m", "hf_attn_variants.cli", "inspect", "x"], True),
+        (["-m", "hf_attn_variants", "inspect", "x"], False),  # Python imports the package before the command
         (["-c", "import hf_attn_variants"], False),
         (["-c", "import sys; sys.argv.clear(); import hf_attn_variants"], False),
         (["-m", "other", "hf_attn_variants"], False),
@@ -107,10 +109,11 @@ def test_in_a_commands_work_it_is_one_line(capsys):
 def test_a_commands_work_can_be_unwound():
     before, found = signal.signal(signal.SIGINT, interrupts._exit), []
     try:
-        assert run_script(lambda: found.append(signal.getsignal(signal.SIGINT))) == 0
+        note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731
+        assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found == [signal.default_int_handler]
+    assert found == [interrupts._exit, signal.default_int_handler]
 
 
 def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):

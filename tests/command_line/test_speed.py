@@ -6,7 +6,7 @@ import pytest
 from architectures import ALBERT, BERT, T5
 
 from hf_attn_variants import cli
-from hf_attn_variants.inspection.speed.measure import measure_speed
+from hf_attn_variants.inspection.speed import measure_speed
 
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]

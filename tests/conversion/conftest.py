@@ -9,6 +9,18 @@ from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 
 BERT = next(row for row in ARCHITECTURES if row.name == "bert")
+LAYER = "bert.encoder.layer.1.attention"
+
+
+def tensors_of(folder):
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def loaded(auto_class, folder):
+    return auto_class.from_pretrained(folder).eval()
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
-from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration import calibrate as calibrating
 from hf_attn_variants.conversion.calibration import fitting
-from hf_attn_variants.conversion.calibration.calibrate import _batches
+from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.methods import calibrated
 from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
@@ -340,7 +339,7 @@ def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held)
     given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
     model.config.max_position_embeddings = 1200
-    parts = _batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     rows = [
         [tuple(row[: int(sum(mask))].tolist()) for b in part for row, mask in zip(*b.values(), strict=True)]
         for part in parts
@@ -385,55 +384,6 @@ def test_refusals():
         convert_model(bert(), 2, calibration=calibration(tokenizer=unpadded))
     with pytest.raises(ValueError, match="talking heads"):
         convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
-
-
-@pytest.mark.parametrize("size", ["1", "0", "-1"])
-def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
-    flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
-    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 2; got {size}"):
-        command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
-
-
-def test_the_command_reads_lines_targets_and_tables(tmp_path):
-    def read(*flags):
-        found = command._calibration(
-            command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
-        )
-        return found.texts, found.target_texts
-
-    lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
-    lines.write_text("one\ntwo\n\n")
-    targets.write_text("eins\nzwei\ndrei\n")
-    rows = [{"text": f"t{i}", "question": f"q{i}", "de": f"d{i}"} for i in (1, 2, 3)]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = "--calibration_file"
-    assert read(file, lines) == (["one", "two"], None)
-    assert read(file, lines, "--calibration_target_file", targets) == (["one", "two"], ["eins", "zwei"])
-    assert read(file, table) == (["t1", "t2", "t3"], None)
-    columns = ["--calibration_columns", "question", "text"]
-    assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2"), ("q3", "t3")], None)
-    target = ["--calibration_target_column", "de"]
-    assert read(file, table, *target) == (["t1", "t2", "t3"], ["d1", "d2", "d3"])
-    drawn = read(file, table, *columns, *target, "--calibration_size", 2)
-    expected = [([f"q{i}", f"q{j}"], [f"t{i}", f"t{j}"], [f"d{i}", f"d{j}"]) for i, j in ((1, 2), (1, 3), (2, 3))]
-    assert (*map(list, zip(*drawn[0], strict=True)), drawn[1]) in expected
-    for flags, message in (
-        (columns, "--calibration_columns needs --calibration_file"),
-        (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
-        (
-            [file, lines, *columns],
-            r"--calibration_columns\) is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
-        ),
-        ([file, lines, *target], r"--calibration_target_column\) is for a table; .*a.txt is none"),
-        ([file, table, "--calibration_target_file", targets], "a table takes .*--calibration_target_column"),
-        ([file, table, *columns, "de"], "takes one column or two, got 3"),
-        (
-            [file, table, "--calibration_columns", "wrong"],
-            r"column 'wrong'; .*--calibration_columns\) can name another",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read(*flags)
 
 
 def _told(folder):

@@ -9,15 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_attn_variants.conversion.checkpoint import io as checkpoint_io
-from hf_attn_variants.conversion.checkpoint.io import (
-    DTYPE_NAMES,
-    SafetensorsWriter,
-    cast,
-    dtype_name,
-    open_checkpoint,
-    write_index,
-)
+from hf_attn_variants.conversion.checkpoint import reading
+from hf_attn_variants.conversion.checkpoint.entries import DTYPE_NAMES, cast, dtype_name
+from hf_attn_variants.conversion.checkpoint.reading import open_checkpoint
+from hf_attn_variants.conversion.checkpoint.writing import SafetensorsWriter, write_index
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -43,7 +38,7 @@ def raw_safetensors(header, data=b""):
 
 @pytest.mark.parametrize("chunk_bytes", [8, 2**24])
 def test_reader_gives_what_was_stored(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(checkpoint_io, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
     tensors = sample_tensors()
     save_file(tensors, tmp_path / FILE)
     with open_checkpoint(tmp_path) as reader:

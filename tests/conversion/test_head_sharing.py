@@ -11,7 +11,7 @@ from hf_attn_variants.conversion.calibration.head_sharing import (
 )
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
 from hf_attn_variants.conversion.grouping import HeadCounts
-from hf_attn_variants.conversion.methods import AttentionTensors
+from hf_attn_variants.conversion.projections import AttentionTensors
 
 SIZE, HEAD_DIM = 16, 4
 

@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 from hf_attn_variants.conversion.grouping import HeadCounts, group_heads, relation, repeat_heads, split_heads
-from hf_attn_variants.conversion.methods import AttentionTensors, LayerContext, resolve_method
+from hf_attn_variants.conversion.methods import resolve_method
+from hf_attn_variants.conversion.methods.base import LayerContext
 from hf_attn_variants.conversion.methods.first import first_heads
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
+from hf_attn_variants.conversion.projections import AttentionTensors
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 

@@ -94,7 +94,7 @@ def test_what_is_the_users_own_is_named(converted):
     out = ("--num_key_value_heads", "4", "--output_dir", "table")
     lines, found = converted("t5", *out, "--calibration_file", "pairs.jsonl", *table)
     for args in map(parsed, found):
-        assert (args.train_file, args.source_column, args.target_column) == (["pairs.jsonl"], "question", "context")
+        assert (args.train_file, args.source_column, args.target_column) == (("pairs.jsonl",), "question", "context")
     assert lines[-1].startswith("  attn-variants seq2seq ")
 
 
@@ -104,7 +104,7 @@ def test_a_t5_calibrated_on_a_table_without_targets_trains_on_that_table(convert
     lines, found = converted("t5", *table, *one)
     assert [words[1] for words in found] == ["uptrain", "seq2seq"]
     for args in map(parsed, found):
-        assert (args.train_file, args.source_column, args.target_column) == (["pairs.jsonl"], "question", "TARGET")
+        assert (args.train_file, args.source_column, args.target_column) == (("pairs.jsonl",), "question", "TARGET")
         assert args.source_file is None
     assert lines[-1] == "  with yours in place of TARGET, the table's column of targets"
     two = ("--calibration_columns", "question", "context", "--output_dir", "two")
@@ -143,11 +143,14 @@ def test_the_hub_is_asked_once(converted, shelf, tmp_path, monkeypatch):
     _, (distil, _) = converted("me/bert", *mean, "--output_dir", "out")
     assert parsed(distil).teacher == str(snapshot)
     asked.clear()
-    monkeypatch.setattr(command, "next_steps", lambda report, args: forget(report, args))
 
     def forget(report, args):
         shutil.rmtree(cache)
         return next_steps(report, args)
+
+    # Where the command finds it, whether it imports it at its top or when it is called.
+    monkeypatch.setattr(command, "next_steps", forget, raising=False)
+    monkeypatch.setattr("hf_attn_variants.conversion.next_steps.next_steps", forget)
 
     _, (distil, _) = converted("me/bert", *mean, "--output_dir", "again")
     assert parsed(distil).teacher == "me/bert"
@@ -172,7 +175,7 @@ def test_a_classifier_goes_on_with_its_own_task(converted, shelf):
     _, (distil, tune) = converted("tuned", "--num_key_value_heads", "4", *PAIRS, "--output_dir", "tuned-4")
     assert parsed(tune).task_name == "qnli"
     args = parsed(distil)
-    assert (args.logits_weight, args.text_columns, args.max_length) == (1.0, ["question", "context"], 64)
+    assert (args.logits_weight, args.text_columns, args.max_length) == (1.0, ("question", "context"), 64)
 
 
 def test_a_t5_that_answers_by_spans_is_fine_tuned_alone(converted, shelf):

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from hf_attn_variants import convert
-from hf_attn_variants.inspection.costs.table import cost_table
-from hf_attn_variants.inspection.speed.measure import measure_speed
+from hf_attn_variants.inspection.costs import cost_table
+from hf_attn_variants.inspection.speed import measure_speed
 from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.training.engine.models import resolve_architecture
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
-from hf_attn_variants.conversion.methods.base import AttentionTensors
+from hf_attn_variants.conversion.projections import AttentionTensors
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 

@@ -140,6 +140,55 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("size", ["1", "0", "-1"])
+def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
+    flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
+    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 2; got {size}"):
+        command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
+
+
+def test_the_command_reads_lines_targets_and_tables(tmp_path):
+    def read(*flags):
+        found = command._calibration(
+            command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
+        )
+        return found.texts, found.target_texts
+
+    lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
+    lines.write_text("one\ntwo\n\n")
+    targets.write_text("eins\nzwei\ndrei\n")
+    rows = [{"text": f"t{i}", "question": f"q{i}", "de": f"d{i}"} for i in (1, 2, 3)]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = "--calibration_file"
+    assert read(file, lines) == (["one", "two"], None)
+    assert read(file, lines, "--calibration_target_file", targets) == (["one", "two"], ["eins", "zwei"])
+    assert read(file, table) == (["t1", "t2", "t3"], None)
+    columns = ["--calibration_columns", "question", "text"]
+    assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2"), ("q3", "t3")], None)
+    target = ["--calibration_target_column", "de"]
+    assert read(file, table, *target) == (["t1", "t2", "t3"], ["d1", "d2", "d3"])
+    drawn = read(file, table, *columns, *target, "--calibration_size", 2)
+    expected = [([f"q{i}", f"q{j}"], [f"t{i}", f"t{j}"], [f"d{i}", f"d{j}"]) for i, j in ((1, 2), (1, 3), (2, 3))]
+    assert (*map(list, zip(*drawn[0], strict=True)), drawn[1]) in expected
+    for flags, message in (
+        (columns, "--calibration_columns needs --calibration_file"),
+        (["--fit_steps", 0], "--fit_steps needs --calibration_file"),
+        (
+            [file, lines, *columns],
+            r"--calibration_columns\) is for tables \(.csv, .tsv, .json, .jsonl\); .*a.txt is none",
+        ),
+        ([file, lines, *target], r"--calibration_target_column\) is for a table; .*a.txt is none"),
+        ([file, table, "--calibration_target_file", targets], "a table takes .*--calibration_target_column"),
+        ([file, table, *columns, "de"], "takes one column or two, got 3"),
+        (
+            [file, table, "--calibration_columns", "wrong"],
+            r"column 'wrong'; .*--calibration_columns\) can name another",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(*flags)
+
+
 @pytest.mark.parametrize("names_its_class", [False, True])
 def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path, names_its_class):
     if names_its_class:  # in config.json, as old repositories do

@@ -63,7 +63,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
     for name in (
-        "conversion.convert.convert",
+        "conversion.conversions.convert",
         "hub.push.push_checkpoint",
         "training.run_glue.main",
         "reference.attention_core",

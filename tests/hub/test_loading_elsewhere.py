@@ -32,33 +32,36 @@ ELSEWHERE = textwrap.dedent(
     import torch, transformers
     from safetensors.torch import load_file
 
-    folder, tensors, resaved = sys.argv[1:]
-    saved = load_file(tensors)
-    inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    seen = {}
-    for auto_class in sorted(set(config.auto_map) - {"AutoConfig"}):
-        model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
-        assert type(model).__module__.startswith("transformers_modules."), type(model)
-        parameters = {n: p for n, p in model.named_parameters() if "attention" in n.lower()}
-        assert parameters and all(p.isfinite().all() for p in parameters.values())
-        seen[auto_class] = type(model).__name__
-        if auto_class == "AutoModel":
-            with torch.no_grad():
-                result = model(**inputs).last_hidden_state
-            torch.testing.assert_close(result, saved["expected"], atol=1e-6, rtol=0)
-            model.save_pretrained(resaved)
-        if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
-            generated = model.generate(saved["input.input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
-            assert generated.shape[0] == saved["input.input_ids"].shape[0]
-        if auto_class == "AutoModelForCausalLM":
-            # Where upstream's Trainer looks whose labels it shifts.
-            names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            assert type(model).__name__ in names.values()
-    again = transformers.AutoModel.from_pretrained(resaved, trust_remote_code=True)
-    with torch.no_grad():
-        torch.testing.assert_close(again.eval()(**inputs).last_hidden_state, saved["expected"], atol=1e-6, rtol=0)
-    print(json.dumps(seen))
+    def load(folder, tensors, resaved):
+        saved = load_file(tensors)
+        inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        seen = {}
+        for auto_class in sorted(set(config.auto_map) - {"AutoConfig"}):
+            model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+            assert type(model).__module__.startswith("transformers_modules."), type(model)
+            parameters = {n: p for n, p in model.named_parameters() if "attention" in n.lower()}
+            assert parameters and all(p.isfinite().all() for p in parameters.values())
+            seen[auto_class] = type(model).__name__
+            if auto_class == "AutoModel":
+                with torch.no_grad():
+                    result = model(**inputs).last_hidden_state
+                torch.testing.assert_close(result, saved["expected"], atol=1e-6, rtol=0)
+                model.save_pretrained(resaved)
+            if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+                generated = model.generate(saved["input.input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+                assert generated.shape[0] == saved["input.input_ids"].shape[0]
+            if auto_class == "AutoModelForCausalLM":
+                # Where upstream's Trainer looks whose labels it shifts.
+                names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+                assert type(model).__name__ in names.values()
+        again = transformers.AutoModel.from_pretrained(resaved, trust_remote_code=True)
+        with torch.no_grad():
+            torch.testing.assert_close(again.eval()(**inputs).last_hidden_state, saved["expected"], atol=1e-6, rtol=0)
+        return seen
+
+    # Several in one process: each has the code of its own folder.
+    print(json.dumps([load(*sys.argv[i : i + 3]) for i in range(1, len(sys.argv), 3)]))
     """
 )
 
@@ -76,36 +79,34 @@ def run_elsewhere(script, *arguments, home, cwd):
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
-@pytest.mark.parametrize("saved", ["base", "language_model"])
-def test_every_auto_class_loads_elsewhere(architecture, variant, saved, tmp_path):
+def save_one(architecture, variant, saved, folder):
+    """Save a model, and what it makes of a batch; return what a process elsewhere loads of it."""
     base = next(iter(architecture.heads))
     heads = {"base": base, "language_model": architecture.config_class.auto_classes["AutoModelForPreTraining"]}
     head = heads[saved].removeprefix("AttnVariant")
-    architecture.model(head, variant).save_pretrained(tmp_path / "repo")
-    model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(tmp_path / "repo").eval()
+    architecture.model(head, variant).save_pretrained(folder / "repo")
+    model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)
     with torch.no_grad():
         expected = model(**inputs).last_hidden_state
     save_file(
         {"expected": expected} | {f"input.{name}": value.contiguous() for name, value in inputs.items()},
-        tmp_path / "tensors.safetensors",
+        folder / "tensors.safetensors",
     )
+    return folder / "repo", folder / "tensors.safetensors", folder / "resaved"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_every_auto_class_loads_elsewhere(architecture, tmp_path):
+    kinds = [(variant, saved) for variant in ("gqa", "gqa_talking") for saved in ("base", "language_model")]
+    made = [save_one(architecture, *kind, tmp_path / "-".join(kind)) for kind in kinds]
     (tmp_path / "cwd").mkdir()
-    result = run_elsewhere(
-        ELSEWHERE,
-        tmp_path / "repo",
-        tmp_path / "tensors.safetensors",
-        tmp_path / "resaved",
-        home=tmp_path / "home",
-        cwd=tmp_path / "cwd",
-    )
+    arguments = [path for paths in made for path in paths]
+    result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout.splitlines()[-1]) == architecture.config_class.auto_classes
-    assert sorted(path.name for path in (tmp_path / "resaved").glob("*.py")) == sorted(
-        path.name for path in (tmp_path / "repo").glob("*.py")
-    )
+    assert json.loads(result.stdout.splitlines()[-1]) == [architecture.config_class.auto_classes] * len(kinds)
+    for repo, _, resaved in made:
+        assert sorted(path.name for path in resaved.glob("*.py")) == sorted(path.name for path in repo.glob("*.py"))
 
 
 ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(

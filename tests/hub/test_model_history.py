@@ -16,12 +16,12 @@ from fixtures.uptraining import make_t5, make_text
 from hf_attn_variants import cli, convert
 from hf_attn_variants.commands.push import main as push
 from hf_attn_variants.commands.push import parse_args as push_arguments
+from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
 from hf_attn_variants.hub.card_text import usage_snippet
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.model_history import read_history, source_history, write_history
 from hf_attn_variants.training.engine import outputs
-from hf_attn_variants.training.glue.tasks import TASKS
 
 README = """---
 license: mit

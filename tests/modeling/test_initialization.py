@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, HEAD_IDS, HEADS, T5, VARIANTS
+from architectures import ARCHITECTURES, HEAD_AND_VARIANT_IDS, HEAD_IDS, HEADS, HEADS_AND_VARIANTS, T5, VARIANTS
 from torch import nn
 
 import hf_attn_variants
@@ -39,8 +39,7 @@ def ours_and_upstreams(architecture, head, variant, make):
     )
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@pytest.mark.parametrize("architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS)
 @BOTH_WAYS
 def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, make):
     ours, theirs = ours_and_upstreams(architecture, head, variant, make)
@@ -91,13 +90,13 @@ def test_initial_projections(architecture, init):
     config = architecture.config(**fields)
     model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
     for site, _, module in model.named_attentions():
-        mixes = module.get_submodule(site.mixes)
-        for projection in (mixes.logits_proj, mixes.weights_proj):
+        core = module.get_submodule(site.core)
+        for projection in (core.logits_proj, core.weights_proj):
             if init == "identity":
                 assert projection.equal(torch.eye(12))
             else:
                 assert 0.7 < projection.std() * 12**0.5 < 1.3
-        for projection in (mixes.x2l_proj, mixes.m2w_proj):
+        for projection in (core.x2l_proj, core.m2w_proj):
             expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
             assert 0.9 < projection.std() / expected < 1.1
 

@@ -1,20 +1,33 @@
 """What every head of every architecture must do, for each variant."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, HEAD_IDS, HEADS, LENGTH, VARIANTS
+from architectures import (
+    ARCHITECTURES,
+    BASE_HEADS,
+    HEAD_AND_VARIANT_IDS,
+    HEAD_IDS,
+    HEADS,
+    HEADS_AND_VARIANTS,
+    LENGTH,
+    VARIANTS,
+)
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
 
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
+HEADS_WITH_VARIANTS = pytest.mark.parametrize(
+    "architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS
+)
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head of each architecture stands for the others where only the attention matters.
-BASE = {row.name: next(iter(row.heads)) for row in ARCHITECTURES}
+BASE = BASE_HEADS
 
 
 def outputs(model, batch, **kwargs):
@@ -48,8 +61,7 @@ def test_a_training_step_reaches_every_parameter(architecture, head, variant):
                 assert parameter.grad.abs().max() > 0, f"{name}.{path}"
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@HEADS_WITH_VARIANTS
 def test_eager_and_sdpa_agree(architecture, head, variant):
     model = architecture.model(head, variant)
     batch = architecture.batch(head)
@@ -65,8 +77,7 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
     assert_same(fused, again)
 
 
-@EVERY_HEAD
-@pytest.mark.parametrize("variant", ["gqa", "talking", "gqa_talking"])
+@HEADS_WITH_VARIANTS
 def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
@@ -88,8 +99,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     assert again.config.architectures == [f"AttnVariant{head}"]
 
 
-@EVERY_HEAD
-@EVERY_VARIANT
+@HEADS_WITH_VARIANTS
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_output_attentions(architecture, head, variant, implementation):
     model = architecture.model(head, variant)
@@ -168,12 +178,11 @@ def test_number_of_parameters(architecture, variant):
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference = model.config, 0
     for (site, _, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
-        k = getattr(config, site.kv_heads_field)
-        value_heads = config.num_value_heads if k == config.num_attention_heads else k
+        heads = site.heads(config)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs = module.get_submodule(site.key).in_features
         per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
-        difference += (2 * config.num_attention_heads - k - value_heads) * per_head
+        difference += (2 * config.num_attention_heads - heads.key - heads.value) * per_head
         unread_heads = config.num_attention_heads - config.num_value_heads
         difference += unread_heads * config.attention_head_dim * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
@@ -184,6 +193,30 @@ def test_number_of_parameters(architecture, variant):
         difference -= sum(inputs[name[0]] * sizes[name[2]] for name in config.talking_heads_dynamic)
         assert whole.get_submodule(site.query).weight.shape == query.weight.shape
     assert plain.num_parameters() - model.num_parameters() == difference + position_bias_difference(plain, model)
+
+
+def test_a_site_reads_its_own_query_heads():
+    """Encoder and decoder may differ in them."""
+    counts = {"num_key_value_heads": 8, "encoder_num_key_value_heads": 4}
+    config = SimpleNamespace(
+        query_heads=counts.get,
+        num_key_value_heads=2,
+        encoder_num_key_value_heads=4,
+        num_softmax_heads=6,
+        num_value_heads=5,
+        attention_head_dim=3,
+    )
+    encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
+    assert decoder.heads(config) == cross.heads(config) == (8, 2, 2, 6, 5, 3)
+    assert encoder.heads(config) == (4, 4, 5, 6, 5, 3)
+    assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
+    assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
+    (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
+    assert [own.stack_of(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
+        "encoder",
+        "decoder",
+    ]
+    assert cross.is_cross_attention and cross.stack == "decoder"
 
 
 def position_bias_difference(plain, model):
@@ -202,8 +235,8 @@ def test_every_projection_across_heads_is_alive(architecture, variant):
     batch = architecture.batch(BASE[architecture.name])
     before = outputs(model, batch).last_hidden_state
     for site, name, module in model.named_attentions():
-        mixes = module.get_submodule(site.mixes)
-        for path, parameter in mixes.named_parameters(recurse=False):
+        core = module.get_submodule(site.core)
+        for path, parameter in core.named_parameters(recurse=False):
             with torch.no_grad():
                 # Not a multiple of all ones, which would shift logits alike.
                 parameter.add_(torch.randn_like(parameter))

@@ -135,8 +135,11 @@ def test_the_position_bias_is_added_to_the_softmax_heads():
 
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 3, 2], [LENGTH - 1, 1]], ids=["single", "several", "prefill"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    "steps, padded",
+    [([1] * LENGTH, False), ([4, 3, 2], True), ([4, 3, 2], False), ([LENGTH - 1, 1], True)],
+    ids=["single", "several padded", "several", "prefill padded"],
+)
 def test_cached_decoding_equals_the_full_forward(variant, implementation, steps, padded):
     model = T5.model("T5ForConditionalGeneration", variant)
     model.set_attn_implementation(implementation)

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from hf_attn_variants import cli
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.io import INDEX_NAME, WEIGHTS_NAME, open_checkpoint
+from hf_attn_variants.conversion.checkpoint.reading import open_checkpoint
+from hf_attn_variants.files import INDEX_NAME, WEIGHTS_NAME
 
 SECONDS, MEMORY = 30, 2**30
 CLEAR = (ValueError, OSError, TypeError)

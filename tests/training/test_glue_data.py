@@ -2,9 +2,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AlbertConfig, AutoTokenizer, T5Config
 
+from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.engine.tokenizers import give_token_types
 from hf_attn_variants.training.glue.data import GlueSplit, load_ax, load_glue, read_tsv, tokenize_split
-from hf_attn_variants.training.glue.tasks import TASKS, format_prediction, get_task, parse_label
 
 
 def write(path, text, encoding="utf-8"):

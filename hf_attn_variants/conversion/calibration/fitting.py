@@ -1,28 +1,23 @@
 """Fitting one attention to outputs recorded on text: by Adam in whitened coordinates, and by linear regression."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
+from ..projections import ROLES, AttentionTensors
 from .recording import AttentionInputs, attend
 
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
-    from .calibrate import Calibration
-
-__all__ = ["FIT_DEFAULTS", "fit", "refit_output", "relative_error", "rounded"]
+__all__ = ["fit", "refit_output", "relative_error", "rounded"]
 
 RIDGE = 1e-6
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
-FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
 def fit(
@@ -40,10 +35,8 @@ def fit(
     a step then changes the outputs by as much in all directions that the text takes.
 
     Args:
-        tensors: the projections to begin with.
-        heads: the head counts.
-        inputs: what the attention is called with, on text.
-        targets: the outputs to reach, [b, n, D] each.
+        tensors, heads: the projections to begin with.
+        inputs, targets: what the attention is called with, on text, and the outputs to reach, [b, n, D] each.
         calibration: the steps, their rate and size.
         generator: chooses each step's examples.
         on_step: called after each step.
@@ -72,40 +65,28 @@ def fit(
 
 @torch.no_grad()
 def refit_output(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Change the output projection by linear regression of what is missing from the targets on the heads' outputs."""
-    with_bias = tensors.output_bias is not None
     moment: Any = 0.0
     cross: Any = 0.0
     for batch, target in zip(inputs, targets, strict=True):
         output, context = attend(tensors, batch, heads.query)
         context, missing = context[batch.valid], (target - output)[batch.valid]
-        if with_bias:
+        if tensors.output_bias is not None:
             context = _with_one(context)
         moment = moment + (context.T @ context).double()
         cross = cross + (missing.T @ context).double()
     ridge = RIDGE * moment.diagonal().mean().clamp_min(1e-30)
     moment.diagonal().add_(ridge)
     change = torch.linalg.solve(moment, cross.T).T.to(tensors.output_weight.dtype)
-    if not with_bias:
-        return replace(tensors, output_weight=tensors.output_weight + change)
-    return replace(
-        tensors,
-        output_weight=tensors.output_weight + change[:, :-1],
-        output_bias=tensors.output_bias + change[:, -1],
-    )
+    parts = tensors.parted("output", change)
+    return replace(tensors, **{name: getattr(tensors, name) + part for name, part in parts.items()})
 
 
 @torch.no_grad()
 def relative_error(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> float | None:
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
 
@@ -113,11 +94,9 @@ def relative_error(
     """
     if not inputs:
         return None
-    errors = [
-        (attend(tensors, batch, heads.query)[0] - target)[batch.valid]
-        for batch, target in zip(inputs, targets, strict=True)
-    ]
-    target = torch.cat([target[batch.valid] for batch, target in zip(inputs, targets, strict=True)])
+    pairs = list(zip(inputs, targets, strict=True))
+    errors = [(attend(tensors, batch, heads.query)[0] - target)[batch.valid] for batch, target in pairs]
+    target = torch.cat([target[batch.valid] for batch, target in pairs])
     spread = (target - target.mean(0)).double().square().sum()
     error = math.sqrt(sum(error.double().square().sum() for error in errors) / spread.clamp_min(1e-30))
     return error if math.isfinite(error) else None
@@ -134,19 +113,17 @@ class _Whitened:
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
         self._original = tensors
         contexts = (attend(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
+        states = (batch.states[batch.valid] for batch in inputs)
+        memories = (batch.memory[batch.memory_valid()] for batch in inputs)
         self._maps = {
-            "states": _whitening((batch.states[batch.valid] for batch in inputs), tensors.query_bias is not None),
-            "memory": _whitening(
-                (batch.memory[batch.memory_valid()] for batch in inputs), tensors.key_bias is not None
-            ),
+            "states": _whitening(states, tensors.query_bias is not None),
+            "memory": _whitening(memories, tensors.key_bias is not None),
             "context": _whitening(contexts, tensors.output_bias is not None),
         }
         self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
-        self._weights = {}
-        for role, what in self._reads.items():
-            weight, bias = getattr(tensors, f"{role}_weight"), getattr(tensors, f"{role}_bias")
-            joined = weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
-            self._weights[role] = (joined @ self._maps[what][1]).requires_grad_()
+        self._weights = {
+            role: (tensors.joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
+        }
         self.parameters = list(self._weights.values())
 
     def whitened(self, batch: AttentionInputs) -> AttentionInputs:
@@ -157,28 +134,23 @@ class _Whitened:
 
     def tensors(self) -> AttentionTensors:
         """Return the projections of `whitened` inputs, and the output projection of plain ones."""
-        changed = {f"{role}_weight": self._weights[role] for role in ("query", "key", "value")}
-        return replace(
-            self._original, query_bias=None, key_bias=None, value_bias=None, **changed, **self._plain("output")
-        )
+        changed: dict[str, Any] = self._plain("output")
+        for role in ("query", "key", "value"):
+            changed |= {f"{role}_weight": self._weights[role], f"{role}_bias": None}
+        return replace(self._original, **changed)
 
     @torch.no_grad()
     def unwhitened(self) -> AttentionTensors:
         """Return the projections of plain inputs."""
-        parts = [self._plain(role) for role in self._reads]
-        return replace(
-            self._original, **{name: tensor.contiguous() for part in parts for name, tensor in part.items()}
-        )
+        plain = {name: tensor for role in ROLES for name, tensor in self._plain(role).items()}
+        return replace(self._original, **{name: tensor.contiguous() for name, tensor in plain.items()})
 
     def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
         into = self._maps[what][0]
         return (_with_one(states) if into.shape[0] > states.shape[-1] else states) @ into
 
     def _plain(self, role: str) -> dict[str, torch.Tensor]:
-        joined = self._weights[role] @ self._maps[self._reads[role]][0].T
-        if getattr(self._original, f"{role}_bias") is None:
-            return {f"{role}_weight": joined}
-        return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
+        return self._original.parted(role, self._weights[role] @ self._maps[self._reads[role]][0].T)
 
 
 def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:

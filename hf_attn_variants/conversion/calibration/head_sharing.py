@@ -1,22 +1,18 @@
 """Which heads should share a key/value head: chosen by what sharing loses on text, where a model's heads are free."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
-from ..grouping import HeadCounts, split_heads
+from ..grouping import HeadCounts, join_heads, split_heads
+from ..projections import AttentionTensors
 from .moments import head_moments, square_root
 from .recording import AttentionInputs
-
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +45,20 @@ def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool
 def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Groups) -> AttentionTensors:
     """Return the same attention with its query heads in the order of `groups`, which changes no output.
 
-    Args:
-        groups: of query heads; those that share a source's key/value head stay beside each other.
+    Query heads that share a key/value head of the source must be beside each other in `groups`.
     """
     order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
     share = heads.query // heads.key[0]
-    orders = {"query": order, "key": order[::share] // share, "value": order[::share] // share}
+    shared = order[::share] // share
     changed = {}
-    for role, rows in orders.items():
-        for part in ("weight", "bias"):
-            projection = getattr(tensors, f"{role}_{part}")
-            if projection is not None:
-                changed[f"{role}_{part}"] = split_heads(projection, len(rows))[rows].flatten(0, 1)
+    for role, rows in (("query", order), ("key", shared), ("value", shared)):
+        changed |= tensors.mapped(role, partial(_heads_in_order, order=rows))
     output = tensors.output_weight.unflatten(1, (heads.output, -1))[:, order].flatten(1)
     return replace(tensors, **changed, output_weight=output)
+
+
+def _heads_in_order(projection: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return join_heads(split_heads(projection, len(order))[order])
 
 
 @torch.no_grad()
@@ -79,8 +75,7 @@ def best_groups(
     of them, or from consecutive heads where that is better, swaps go on by the loss of whole groups.
 
     Args:
-        tensors: the projections before.
-        heads: the head counts; `heads_are_free` must hold.
+        tensors, heads: the projections before; `heads_are_free` must hold.
         inputs: what the attention is called with, on text.
         generator: of the random starts.
         uses: how many of the calls are of one batch of text, one after the other.
@@ -90,12 +85,8 @@ def best_groups(
     if count == 1 or count == len(units):
         return consecutive_groups(heads.query, count)
     if (needed := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
-        logger.warning(
-            "choosing which of %d heads of %d share a key/value head would take %.0f GB: consecutive ones share",
-            heads.query,
-            heads.head_dim,
-            needed / 1e9,
-        )
+        message = "choosing which of %d heads of %d share a key/value head would take %.0f GB: consecutive ones share"
+        logger.warning(message, heads.query, heads.head_dim, needed / 1e9)
         return consecutive_groups(heads.query, count)
     loss = _sharing_loss(tensors, heads, _sample(inputs, uses), units)
 
@@ -105,11 +96,9 @@ def best_groups(
     starts = [torch.randperm(len(units), generator=generator).tolist() for _ in range(RANDOM_STARTS)]
     size = len(units) // count
     by_pairs = [_improve_by_swaps([o[i : i + size] for i in range(0, len(o), size)], pairs_loss) for o in starts]
-    candidates = [
-        min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups))),
-        consecutive_groups(len(units), count),
-    ]
-    best = min(candidates, key=lambda groups: sum(loss(sorted(group)) for group in groups))
+    best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
+    candidates = (best_by_pairs, consecutive_groups(len(units), count))
+    best = min(candidates, key=lambda groups: sum(map(loss, groups)))
     best = _improve_by_swaps(best, loss)
     return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
 

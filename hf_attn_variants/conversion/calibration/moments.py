@@ -1,53 +1,41 @@
 """Second moments of what an attention's heads compute on recorded text, and the roots of such matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ..grouping import HeadCounts
+from ..projections import AttentionTensors
 from .recording import AttentionInputs, attention_weights
 
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
-
-__all__ = ["centred_keys", "head_moments", "project", "pseudo_inverse", "queries_of", "square_root", "values_read"]
+__all__ = ["head_moments", "pseudo_inverse", "square_root"]
 
 # Relative to the largest: directions of less weight than this are numerical noise of float32 activations.
 RANK_TOLERANCE = 1e-7
 
 
-def project(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
+def _heads_of(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
     """Return the queries, keys or values (`role`) of all heads, shared ones repeated: [b, n, D] to [b, n, h, d]."""
-    projected = nn.functional.linear(states, getattr(tensors, f"{role}_weight"), getattr(tensors, f"{role}_bias"))
-    projected = projected.unflatten(-1, (-1, heads.head_dim))
+    projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
     return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
 
 
-def queries_of(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
-    """Return the queries of all tokens, [rows, h, d]."""
-    return project(tensors, "query", heads, batch.states)[batch.valid]
-
-
-def centred_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
+def _centred_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
     """Return the keys of all tokens less their mean in each text, which no softmax sees: [rows, h, d]."""
     present = batch.memory_valid()
-    keys = project(tensors, "key", heads, batch.memory)
+    keys = _heads_of(tensors, "key", heads, batch.memory)
     counts = present.sum(1).clamp_min(1)[:, None, None]
     keys = keys - ((keys * present[..., None, None]).sum(1) / counts)[:, None]
     return keys[present]
 
 
-def values_read(
+def _values_read(
     tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, groups: Sequence[Sequence[int]]
 ) -> Iterator[Iterator[torch.Tensor]]:
     """Yield for each group, for each of its heads, the group's values averaged by that head's weights: [rows, g*d]."""
     weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
-    values = project(tensors, "value", heads, batch.memory)  # [b, m, h, d]
+    values = _heads_of(tensors, "value", heads, batch.memory)  # [b, m, h, d]
     for group in groups:
         of_group = values[:, :, list(group)].flatten(2)
         yield ((weights[:, head] @ of_group)[batch.valid] for head in group)
@@ -58,12 +46,8 @@ def head_moments(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Return second moments in float64: what the closed form knows of the text.
 
-    Args:
-        groups: of query heads that will share a key/value head.
-
-    Returns:
-        Of each head's queries [h, d, d]; for each group, of its stacked centred keys [g*d, g*d]; and of its stacked
-        values as each of its heads reads them, [g, g*d, g*d].
+    Of each head's queries [h, d, d]; for each group of query heads that will share a key/value head, of its stacked
+    centred keys [g*d, g*d]; and of its stacked values as each of its heads reads them, [g, g*d, g*d].
     """
     d = heads.head_dim
     like = {"dtype": torch.float64, "device": tensors.query_weight.device}
@@ -72,13 +56,14 @@ def head_moments(
     values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]
     query_count = key_count = 0
     for batch in inputs:
-        query, key = queries_of(tensors, heads, batch), centred_keys(tensors, heads, batch)
+        query = _heads_of(tensors, "query", heads, batch.states)[batch.valid]  # [rows, h, d]
+        key = _centred_keys(tensors, heads, batch)
         queries += torch.einsum("rhd,rhe->hde", query, query)
         query_count, key_count = query_count + query.shape[0], key_count + key.shape[0]
         for group, key_moment in zip(groups, keys, strict=True):
             of_group = key[:, list(group)].flatten(1)
             key_moment += of_group.T @ of_group
-        for moments, reads in zip(values, values_read(tensors, heads, batch, groups), strict=True):
+        for moments, reads in zip(values, _values_read(tensors, heads, batch, groups), strict=True):
             for moment, read in zip(moments, reads, strict=True):
                 moment += read.T @ read
     return queries / query_count, [key / key_count for key in keys], [value / query_count for value in values]

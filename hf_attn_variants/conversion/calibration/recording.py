@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from transformers.masking_utils import eager_mask
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ...modeling.variant_mixins import AttentionSite
 from ...progress import progress_bar
-
-if TYPE_CHECKING:
-    from ..methods.base import AttentionTensors
+from ..projections import AttentionTensors
 
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
@@ -52,9 +50,7 @@ class AttentionInputs:
         memory = self.memory[index]
         states = memory if self.memory is self.states else self.states[index]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        return AttentionInputs(
-            states, memory, mask, self.position_bias, self.valid[index], self.scaling, self.is_causal
-        )
+        return replace(self, states=states, memory=memory, mask=mask, valid=self.valid[index])
 
     def memory_valid(self) -> torch.Tensor:
         """Return which keys and values some query may read, [b, m]."""
@@ -74,7 +70,7 @@ def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int)
         gradients, are arbitrary: read the valid ones alone.
     """
     context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
-    return nn.functional.linear(context, tensors.output_weight, tensors.output_bias), context
+    return tensors.project("output", context), context
 
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
@@ -85,40 +81,25 @@ def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_
 def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
     """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    return [
-        nn.functional.linear(states, weight, bias).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        for states, weight, bias in (
-            (inputs.states, tensors.query_weight, tensors.query_bias),
-            (inputs.memory, tensors.key_weight, tensors.key_bias),
-            (inputs.memory, tensors.value_weight, tensors.value_bias),
-        )
-    ]
+    reads = (("query", inputs.states), ("key", inputs.memory), ("value", inputs.memory))
+    return [tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in reads]
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    return {
-        "mask": inputs.mask,
-        "position_bias": inputs.position_bias,
-        "scaling": inputs.scaling,
-        "is_causal": inputs.is_causal,
-    }
+    return {name: getattr(inputs, name) for name in ("mask", "position_bias", "scaling", "is_causal")}
 
 
 @torch.no_grad()
 def recorded_inputs(
-    model: PreTrainedModel,
-    paths: Sequence[str],
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    description: str = "reading the text",
+    model: PreTrainedModel, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
-    """Run a model over batches and return what its attentions were called with.
+    """Run a model over batches and return what its attentions were called with, {path: calls}.
 
     Args:
         model: one of this package's, with its own heads.
         paths: the attentions' paths inside the base model; one that is called several times in a pass (ALBERT's shared
             layers) has an entry for each call.
         batches: the model's arguments, with their attention masks.
-        description: of the progress bar.
     """
     recorder = _Recorder(model, paths)
     implementation = model.config._attn_implementation
@@ -126,7 +107,7 @@ def recorded_inputs(
     with recorder.hooked():
         model.set_attn_implementation(RECORDING)
         try:
-            for batch in progress_bar(batches, desc=description, unit="batch", leave=False):
+            for batch in progress_bar(batches, desc="reading the text", unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 with suppress(_AllRecorded):
                     model.base_model(**recorder.batch)
@@ -153,7 +134,7 @@ class _Recorder:
         for site, path, module in model.named_attentions():
             if path in self.calls:
                 maps = module.get_submodule(site.query), module.get_submodule(site.key)
-                self._modules[module.get_submodule(site.mixes)] = (path, site, *maps)
+                self._modules[module.get_submodule(site.core)] = (path, site, *maps)
         self._inputs: dict[nn.Module, torch.Tensor] = {}
 
     @contextmanager
@@ -191,7 +172,7 @@ class _Recorder:
         if module in self._modules:
             path, site, query_map, key_map = self._modules[module]
             states, memory = self._inputs[query_map], self._inputs[key_map]
-            mask_name = "decoder_attention_mask" if site.name in ("decoder", "cross") else "attention_mask"
+            mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
             valid = self.batch[mask_name].bool()
             causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling

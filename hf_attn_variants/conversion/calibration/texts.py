@@ -1,7 +1,5 @@
 """Calibration text as users have it: lists, files of lines, tables; a sample of it is drawn."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Sequence
@@ -9,26 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
-from .calibrate import MIN_TEXTS, Calibration
+from ..calibration_settings import CALIBRATION_SIZE, MIN_TEXTS, Calibration
 
-__all__ = ["CALIBRATION_SIZE", "CalibrationLike", "as_calibration", "read_calibration"]
-
-CALIBRATION_SIZE = 2048
+__all__ = ["CalibrationLike", "as_calibration", "read_calibration"]
 
 CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str | os.PathLike
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return a calibration of what a user gave.
-
-    Args:
-        calibration: one; a list of texts, or of pairs of texts; the path of a text file or table, as
-            `read_calibration` takes it; or None.
-        seed: which examples of a file are drawn.
+    """Return a calibration of what a user gave: one, texts or pairs of texts, the path of a file of them, or None.
 
     Raises:
         TypeError: if it is anything else.
-        ValueError, OSError: as for `Calibration` and `read_calibration`.
+        ValueError, OSError: as for `Calibration` and `read_calibration`, which draws examples by the seed.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
@@ -105,5 +96,5 @@ def _read_examples(
         raise ValueError(f"{of_targets} is for a table; {path} is none.")
     if target_file is None:
         return read_lines([path]), None
-    pairs = read_pairs(path, target_file)
-    return [source for source, _ in pairs], [target for _, target in pairs]
+    texts, targets = zip(*read_pairs(path, target_file), strict=True)
+    return list(texts), list(targets)

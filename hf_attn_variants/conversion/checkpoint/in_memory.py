@@ -1,26 +1,17 @@
 """Models in memory as the converter reads and builds them, and what it reads of a checkpoint and a model alike."""
 
 import copy as copying
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...modeling.attention_variants import EAGER, SDPA
-from .io import TensorEntry, dtype_name
+from .entries import TensorEntry, dtype_name
+from .reading import CheckpointReader
 
 __all__ = ["ModelReader", "TensorSource", "assemble"]
-
-
-class TensorSource(Protocol):
-    """Tensors by name: of a folder or of a model in memory."""
-
-    entries: dict[str, TensorEntry]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor."""
-        ...
 
 
 class ModelReader:
@@ -47,6 +38,10 @@ class ModelReader:
         return self._tensors[name].detach()
 
 
+# Both have `entries` and `read`.
+TensorSource = CheckpointReader | ModelReader
+
+
 def assemble(
     model_class: type[nn.Module], config: Any, tensors: dict[str, torch.Tensor], model: nn.Module, copy: bool = False
 ) -> PreTrainedModel:
@@ -68,19 +63,16 @@ def assemble(
         _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
     for name, buffer in model.named_buffers():
         _set_tensor(built, name, buffer.clone())
-    return _settle(built, model)
+    return _with_state(built, model)
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor
+    (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[leaf] = tensor
 
 
-def _settle(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+def _with_state(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
     """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
     converted.train(model.training)
     for name, module in model.named_modules():

@@ -1,6 +1,5 @@
 """Where a checkpoint comes from, its configuration, and the files that lie beside its weights."""
 
-import json
 import logging
 import os
 import shutil
@@ -9,11 +8,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ...model_history import HISTORY_NAME, REPORT_NAME, RESULTS_NAME
-from .io import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from ...files import (
+    CONFIG_NAME,
+    HISTORY_NAME,
+    INDEX_NAME,
+    PICKLE_INDEX_NAME,
+    PICKLE_SUFFIXES,
+    PICKLE_WEIGHTS_NAME,
+    RESULT_FILES,
+    SENTENCE_MODULES_NAME,
+    TRACKER_FOLDERS,
+    WEIGHTS_NAME,
+    load_json,
+)
 
 __all__ = [
-    "CONFIG_NAME",
     "cached_folder",
     "copy_side_files",
     "learned_tokens",
@@ -24,23 +33,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-CONFIG_NAME = "config.json"
 SAFETENSORS_SUFFIX = ".safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Weights in other formats hold the source's heads: beside the converted ones they would be a second, different model.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
-# What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
-TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
-TRACKER_FOLDERS = ("hf_attn_variants", "runs")
-# What a training run or a conversion wrote about the model that it made: it is not true of the converted one.
-RESULT_FILES = (
-    RESULTS_NAME,
-    "train_log.jsonl",
-    "training_curves.png",
-    REPORT_NAME,
-    *TRAINING_LEFTOVERS,
-)
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -77,7 +73,7 @@ def resolve_source(
     """Return the folder of a checkpoint; one that is named by its Hub id is downloaded into the Hub's cache.
 
     Args:
-        model_name_or_path: a folder, or an id such as "google-bert/bert-base-uncased".
+        model_name_or_path: as for `local_folder`.
         revision: branch, tag or commit on the Hub.
         token: the Hub token, for private and gated repositories.
         allow_pickle: download pytorch_model.bin where the repository has no safetensors file.
@@ -96,21 +92,14 @@ def resolve_source(
 
 
 def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """Return where a checkpoint lies that `resolve_source` found; the Hub is not asked again, None where it is gone.
-
-    Args:
-        model_name_or_path: as for `resolve_source`.
-        revision: the Hub's commit.
-    """
+    """Return where a checkpoint lies that `resolve_source` found, without asking the Hub; None where it is gone."""
     from huggingface_hub import snapshot_download
 
+    name = os.fspath(model_name_or_path)
     try:
-        folder = local_folder(model_name_or_path)
-        if folder is None:
-            folder = Path(snapshot_download(os.fspath(model_name_or_path), revision=revision, local_files_only=True))
+        return local_folder(name) or Path(snapshot_download(name, revision=revision, local_files_only=True))
     except OSError:
         return None
-    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -123,15 +112,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
-    names = [] if architectures is None else architectures
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    is_list = isinstance(architectures, list | None)
+    if not is_list or not all(isinstance(name, str) for name in architectures or ()):
         raise ValueError(f"{path}: `architectures` must be a list of class names; got {architectures!r}.")
     return config
 
@@ -162,18 +148,17 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     copied, left_out = [], []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
-        subfolders[:] = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        subfolders[:] = sorted(name for name in subfolders if name not in IGNORED_FOLDERS)
-        skipped = [name for name in subfolders if relative == Path(".") and _is_skipped_folder(name)]
-        subfolders[:] = [name for name in subfolders if name not in skipped]
+        found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
+        found = sorted(name for name in found if name not in IGNORED_FOLDERS)
+        skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
+        subfolders[:] = [name for name in found if name not in skipped]
         left_out += [f"{name}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()
             if path in read:
                 continue
-            travels = _travels(file, in_module=relative.as_posix() in modules, allow_pickle=allow_pickle)
-            if relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES):
-                travels = False
+            is_result = relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES)
+            travels = not is_result and _travels(file, relative.as_posix() in modules, allow_pickle)
             if travels and not (folder / path).exists():
                 raise FileNotFoundError(f"{folder / path} is a link to a file that is not there: mend or remove it.")
             (copied if travels else left_out).append(path)
@@ -211,9 +196,9 @@ def _is_skipped_folder(name: str) -> bool:
 def _module_folders(folder: Path) -> set[str]:
     # sentence-transformers lists its modules, each in a folder of its own; the model itself has the path "".
     try:
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        modules = load_json(folder / SENTENCE_MODULES_NAME)
         return {Path(module["path"]).as_posix() for module in modules if module["path"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 
@@ -260,11 +245,7 @@ def _fetch(**arguments: Any) -> Path:
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are.
-
-    Raises:
-        ValueError: for a repository of pickles.
-    """
+    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are."""
     weights = [file for file in (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if file in files]
     if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
         raise ValueError(
@@ -272,25 +253,17 @@ def _check_pickles(name: str, files: list[str]) -> None:
             "repository with safetensors, or allow_pickle=True (--allow_pickle) to read them with weights_only=True."
         )
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
-    lost = [
-        folder
-        for folder in folders
-        if f"{folder}/{WEIGHTS_NAME}" not in files and not _is_skipped_folder(folder.split("/")[0])
-    ]
-    if "modules.json" in files and lost:
+    unskipped = [folder for folder in folders if not _is_skipped_folder(folder.split("/")[0])]
+    lost = [folder for folder in unskipped if f"{folder}/{WEIGHTS_NAME}" not in files]
+    if SENTENCE_MODULES_NAME in files and lost:
         logger.warning("the weights of %s are pickles and not copied (see --allow_pickle)", ", ".join(lost))
 
 
 def _wanted_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
-    top_level = [name for name in files if "/" not in name]
-    has_safetensors = any(name in (WEIGHTS_NAME, INDEX_NAME) for name in top_level)
+    has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:
-        parts = name.split("/")
-        if len(parts) > 1 and _is_skipped_folder(parts[0]):
+        top, slash, _ = name.partition("/")
+        if (slash and _is_skipped_folder(top)) or name.lower().endswith(OTHER_WEIGHT_SUFFIXES):
             continue
-        lowered = name.lower()
-        if lowered.endswith(OTHER_WEIGHT_SUFFIXES):
-            continue
-        if lowered.endswith(PICKLE_SUFFIXES) and not (allow_pickle and (len(parts) > 1 or not has_safetensors)):
-            continue
-        yield name
+        if not name.lower().endswith(PICKLE_SUFFIXES) or (allow_pickle and (slash or not has_safetensors)):
+            yield name

@@ -1,22 +1,16 @@
 """The conversion methods by name: one file each, one row here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ..calibration.fitting import FIT_DEFAULTS
+from ..calibration_settings import FIT_DEFAULTS, Calibration
 from .aligned import Aligned
-from .base import AttentionTensors, CalibratedMethod, ConversionMethod, LayerContext
+from .base import CalibratedMethod, ConversionMethod
 from .calibrated import Calibrated
 from .first import FirstHead
 from .mean import MeanPooling
 from .random import RandomHeads
 
-if TYPE_CHECKING:
-    from ..calibration.calibrate import Calibration
-
-__all__ = ["METHODS", "AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "resolve_method"]
+__all__ = ["METHODS", "resolve_method"]
 
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
     method.name: method for method in (MeanPooling, FirstHead, RandomHeads, Aligned, Calibrated)
@@ -26,9 +20,7 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
     """Return the method of that name, or `method` itself where it is one already.
 
-    Args:
-        method: None is "calibrated" where there is a calibration, else "mean".
-        calibration: the calibration text, if any.
+    None is "calibrated" where there is a calibration, else "mean".
 
     Raises:
         ValueError: for an unknown name, a method without the calibration that it needs, one that looks at no text, or

@@ -1,21 +1,18 @@
 """Heads turned towards each other before they are pooled, as in arXiv 2412.20677."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
 from ..calibration.head_sharing import consecutive_groups
 from ..calibration.moments import head_moments
 from ..calibration.recording import AttentionInputs
+from ..calibration_settings import Calibration
 from ..grouping import HeadCounts, join_heads, repeat_heads, split_heads
-from .base import AttentionTensors, CalibratedMethod, LayerContext
-
-if TYPE_CHECKING:
-    from ..calibration.calibrate import Calibration
+from ..projections import AttentionTensors
+from .base import CalibratedMethod, LayerContext
 
 __all__ = ["Aligned"]
 
@@ -45,21 +42,22 @@ class Aligned(CalibratedMethod):
         _, keys, values = head_moments(tensors, heads, inputs, groups)
         key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in keys])  # [h, d, d]
         value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in values])
-        changed = {}
-        for role, turns in (("query", key_turns), ("key", key_turns), ("value", value_turns)):
-            for part in ("weight", "bias"):
-                projection = getattr(tensors, f"{role}_{part}")
-                if projection is None:
-                    continue
-                source = projection.shape[0] // heads.head_dim
-                split = split_heads(repeat_heads(projection, source, heads.query).double(), heads.query)
-                turned = torch.einsum("hde,he...->hd...", turns, split)  # [h, d, ...]
-                if role != "query":
-                    turned = turned.unflatten(0, (len(groups), -1)).mean(1)
-                changed[f"{role}_{part}"] = join_heads(turned).to(projection.dtype)
+        changed = tensors.mapped("query", partial(_turned, turns=key_turns, kept=heads.query))
+        changed |= tensors.mapped("key", partial(_turned, turns=key_turns, kept=len(groups)))
+        changed |= tensors.mapped("value", partial(_turned, turns=value_turns, kept=len(groups)))
         output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
         output = torch.einsum("ohe,hde->ohd", output, value_turns).flatten(1).to(tensors.output_weight.dtype)
         return replace(tensors, **changed, output_weight=output)
+
+
+def _turned(projection: torch.Tensor, turns: torch.Tensor, kept: int) -> torch.Tensor:
+    """Turn each head of a projection by its rotation [h, d, d], then average them down to the heads that are kept."""
+    heads, head_dim = turns.shape[:2]
+    repeated = repeat_heads(projection, projection.shape[0] // head_dim, heads)
+    turned = torch.einsum("hde,he...->hd...", turns, split_heads(repeated.double(), heads))  # [h, d, ...]
+    if kept != heads:
+        turned = turned.unflatten(0, (kept, -1)).mean(1)
+    return join_heads(turned).to(projection.dtype)
 
 
 def _alignment(moment: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -1,40 +1,19 @@
 """What a conversion method is: a map from one layer's attention projections to those with fewer key/value heads."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
+from ..calibration.recording import AttentionInputs
+from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
+from ..projections import ROLES, AttentionTensors
 
-if TYPE_CHECKING:
-    from ..calibration.calibrate import Calibration
-    from ..calibration.recording import AttentionInputs
-
-__all__ = ["AttentionTensors", "CalibratedMethod", "ConversionMethod", "LayerContext", "pool_key_value"]
-
-
-@dataclass(frozen=True)
-class AttentionTensors:
-    """One attention module's projections, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
-
-    `details` holds what a method wants to say about this layer in the report (JSON values).
-    """
-
-    query_weight: torch.Tensor
-    key_weight: torch.Tensor
-    value_weight: torch.Tensor
-    output_weight: torch.Tensor
-    query_bias: torch.Tensor | None = None
-    key_bias: torch.Tensor | None = None
-    value_bias: torch.Tensor | None = None
-    output_bias: torch.Tensor | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+__all__ = ["CalibratedMethod", "ConversionMethod", "LayerContext"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,8 @@ class CalibratedMethod(ABC):
 
     def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
         """Keep what a calibration made of an attention, and of which one."""
-        self.converted[module], self._sources[module] = converted, _digest(source)
+        on_cpu = {name: tensor for role in ROLES for name, tensor in converted.mapped(role, torch.Tensor.cpu).items()}
+        self.converted[module], self._sources[module] = replace(converted, **on_cpu), _digest(source)
 
     def steps(self, calibration: Calibration) -> int:
         """Return how many steps of one attention's work `LayerContext.on_step` tells of."""
@@ -137,20 +117,3 @@ def _digest(tensors: AttentionTensors) -> str:
     for tensor in (tensors.query_weight, tensors.key_weight):
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
-
-
-def pool_key_value(
-    tensors: AttentionTensors, heads: HeadCounts, pool: Callable[[torch.Tensor, int, int], torch.Tensor]
-) -> dict[str, torch.Tensor | None]:
-    """Apply `pool(projection, heads before, heads after)` to the key and value weights and biases.
-
-    Returns:
-        The four new tensors under their names in `AttentionTensors`, for `dataclasses.replace`.
-    """
-    pooled: dict[str, torch.Tensor | None] = {}
-    for role, (source, target) in (("key", heads.key), ("value", heads.value)):
-        for part in ("weight", "bias"):
-            projection = getattr(tensors, f"{role}_{part}")
-            unchanged = projection is None or source == target
-            pooled[f"{role}_{part}"] = projection if unchanged else pool(projection, source, target)
-    return pooled

@@ -16,23 +16,19 @@ and the groups are those that lose least (`head_sharing`). For the g heads of a 
 All on moments of h*d numbers at most, in float64. The fit after that (`fitting`) is Adam on the module's projections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from ..calibration.fitting import FIT_DEFAULTS, fit, refit_output, rounded
+from ..calibration.fitting import fit, refit_output, rounded
 from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
 from ..calibration.moments import head_moments, pseudo_inverse, square_root
 from ..calibration.recording import AttentionInputs, attend
-from ..grouping import HeadCounts, repeat_heads
-from .base import AttentionTensors, CalibratedMethod, LayerContext
-
-if TYPE_CHECKING:
-    from ..calibration.calibrate import Calibration
+from ..calibration_settings import FIT_DEFAULTS, Calibration
+from ..grouping import HeadCounts, repeat_heads, split_heads
+from ..projections import AttentionTensors
+from .base import CalibratedMethod, LayerContext
 
 __all__ = ["Calibrated", "closed_form"]
 
@@ -80,18 +76,11 @@ class Calibrated(CalibratedMethod):
 
 @torch.no_grad()
 def closed_form(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Return the best shared heads in the least-squares sense: keys, then values, then the output projection.
 
-    Args:
-        tensors: the projections before.
-        heads: the head counts before and after.
-        inputs: what the attention is called with, on text.
-        targets: its outputs there, [b, n, D] each.
+    `inputs` are what the attention is called with on text, `targets` its outputs there, [b, n, D] each.
     """
     groups = consecutive_groups(heads.query, heads.key[1])
     queries, keys, values = head_moments(tensors, heads, inputs, groups)
@@ -119,10 +108,7 @@ def closed_form(
     parts = {role: torch.cat(rows) for role, rows in new.items()}
     changed = {"output_weight": parts["output"].T}
     for role in ("query", "key", "value"):
-        has_bias = getattr(tensors, f"{role}_bias") is not None
-        changed[f"{role}_weight"] = parts[role][:, :-1] if has_bias else parts[role]
-        if has_bias:
-            changed[f"{role}_bias"] = parts[role][:, -1]
+        changed |= tensors.parted(role, parts[role])
     like = tensors.query_weight.dtype
     changed = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
     details = tensors.details | {name: [round(energy, 4) for energy in energies] for name, energies in kept.items()}
@@ -160,10 +146,8 @@ def _shared_head(
 
 def _augmented(tensors: AttentionTensors, role: str, heads: HeadCounts) -> torch.Tensor:
     # [h, d, D + 1] with the bias as the last column, or [h, d, D] without one; shared heads repeated.
-    weight, bias = getattr(tensors, f"{role}_weight").double(), getattr(tensors, f"{role}_bias")
-    projection = weight if bias is None else torch.cat([weight, bias.double()[:, None]], dim=1)
-    source = projection.shape[0] // heads.head_dim
-    return repeat_heads(projection, source, heads.query).unflatten(0, (heads.query, -1))
+    projection = tensors.joined(role).double()
+    return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
 def _balance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,10 @@
 """The first head of each group serves the whole group (the comparison of arXiv 2305.13245, section 3.3)."""
 
-from dataclasses import replace
-
 import torch
 
 from ..grouping import HeadCounts, group_heads, join_heads
-from .base import AttentionTensors, LayerContext, pool_key_value
+from ..projections import AttentionTensors, pool_key_value
+from .base import LayerContext
 
 __all__ = ["FirstHead", "first_heads"]
 
@@ -21,4 +20,4 @@ class FirstHead:
     name = "first"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        return replace(tensors, **pool_key_value(tensors, heads, first_heads))
+        return pool_key_value(tensors, heads, first_heads)

@@ -1,11 +1,10 @@
 """New, randomly initialised key/value heads (the comparison of arXiv 2305.13245, section 3.3)."""
 
-from dataclasses import replace
-
 import torch
 
 from ..grouping import HeadCounts
-from .base import AttentionTensors, LayerContext, pool_key_value
+from ..projections import AttentionTensors, pool_key_value
+from .base import LayerContext
 
 __all__ = ["RandomHeads"]
 
@@ -20,9 +19,7 @@ class RandomHeads:
             rows = projection.shape[0] // source * target
             if projection.ndim == 1:
                 return projection.new_zeros(rows)
-            drawn = torch.empty(rows, projection.shape[1]).normal_(
-                0.0, layer.initializer_std, generator=layer.generator
-            )
-            return drawn.to(projection)
+            drawn = torch.empty(rows, projection.shape[1])
+            return drawn.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
 
-        return replace(tensors, **pool_key_value(tensors, heads, draw))
+        return pool_key_value(tensors, heads, draw)

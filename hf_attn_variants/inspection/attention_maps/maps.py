@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 
 from ...modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
 from ...modeling.configuration_attn_variants import can_cache
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.variant_mixins import AttentionSite, AttnVariantModelMixin
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
@@ -150,22 +150,22 @@ def attention_maps(
     try:
         inputs, read_target, is_cut = _model_inputs(model, tokenizer, text, target_text, max_length)
         model.set_attn_implementation("eager")
-        recorder = _Recorder(model)
+        labels = {"text": token_labels(tokenizer, inputs["input_ids"][0])}
+        if has_decoder:
+            labels["target"] = token_labels(tokenizer, inputs["decoder_input_ids"][0])
+        recorder = _Recorder(model, labels)
         with recorder.recording():
             # A decoder's cache would only cost memory here, and memory-side dynamic projections refuse one.
             model.base_model(**inputs, **({"use_cache": False} if has_decoder else {}))
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
-    labels = {"text": token_labels(tokenizer, inputs["input_ids"][0])}
-    if has_decoder:
-        labels["target"] = token_labels(tokenizer, inputs["decoder_input_ids"][0])
     return TextMaps(
         text=text,
         target_text=read_target,
         target_is_output=has_decoder and target_text is None,
         is_cut=is_cut,
-        attentions=tuple(_labelled(maps, labels) for maps in recorder.calls),
+        attentions=tuple(recorder.calls),
     )
 
 
@@ -214,20 +214,15 @@ def _model_inputs(
     return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 
-def _labelled(maps: AttentionMaps, labels: dict[str, tuple[str, ...]]) -> AttentionMaps:
-    queries = labels["text" if maps.site in ("self", "encoder") else "target"]
-    keys = labels["target" if maps.site == "decoder" else "text"]
-    return replace(maps, query_tokens=queries, key_tokens=keys)
-
-
 class _Recorder:
     """Computes the stages of each attention call beside the model's own."""
 
-    def __init__(self, model: AttnVariantModelMixin):
+    def __init__(self, model: AttnVariantModelMixin, labels: dict[str, tuple[str, ...]]):
         self.calls: list[AttentionMaps] = []
+        self._labels = labels
         # By the submodule that calls the attention function.
-        self._modules: dict[nn.Module, tuple[str, str]] = {
-            module.get_submodule(site.mixes): (site.name, path) for site, path, module in model.named_attentions()
+        self._modules: dict[nn.Module, tuple[AttentionSite, str]] = {
+            module.get_submodule(site.core): (site, path) for site, path, module in model.named_attentions()
         }
         self._counts: Counter[str] = Counter()
 
@@ -243,13 +238,13 @@ class _Recorder:
     def _attention(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
         if module in self._modules:
             site, path = self._modules[module]
-            self._counts[site] += 1
+            self._counts[site.name] += 1
             self._note(site, path, module, query, key, *args, **kwargs)
         return eager_attention_forward(module, query, key, *args, **kwargs)
 
     def _note(
         self,
-        site: str,
+        site: AttentionSite,
         path: str,
         module: nn.Module,
         query: torch.Tensor,
@@ -266,13 +261,14 @@ class _Recorder:
         terms = {name: kwargs[name] for name in ("x2l", "m2l", "x2w", "m2w") if kwargs.get(name) is not None}
         query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         is_causal = mask is None and query.shape[2] > 1 and asked
+        decodes = site.stack == "decoder"
         self.calls.append(
             AttentionMaps(
-                site=site,
-                layer=self._counts[site],
+                site=site.name,
+                layer=self._counts[site.name],
                 path=path,
-                query_tokens=(),
-                key_tokens=(),
+                query_tokens=self._labels["target" if decodes else "text"],
+                key_tokens=self._labels["target" if decodes and not site.is_cross_attention else "text"],
                 stages=_stages(query, key, value.shape[1], mask, position_bias, is_causal, terms, **projs),
                 projections=_projections(**projs),
                 kv_heads=key.shape[1],

@@ -16,9 +16,10 @@ from accelerate.utils import load, save
 from safetensors.torch import load_file, load_model
 from torch import nn
 
+from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE
+
 __all__ = [
     "TrainState",
-    "atomic_write",
     "find_checkpoint",
     "last_good_checkpoint",
     "list_checkpoints",
@@ -31,9 +32,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 # Tied weights are saved once and tied again when they are loaded: accelerate's warning at each save says no more.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-STATE_FILE = "train_state.json"
-LOG_FILE = "train_log.jsonl"
-BEST_MODEL_FILE = "best_model.safetensors"
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 
 
@@ -76,22 +74,6 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
         "torch": torch.__version__,
         "mixed precision": accelerator.mixed_precision,
     }
-
-
-def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """Write a file through a temporary one beside it, so that readers see the old content or the new.
-
-    Raises:
-        OSError: if it could not be written; nothing half written is left.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"could not write {path} ({type(error).__name__}: {error})") from error
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
-from .checkpoints import atomic_write
 from .dataloaders import prepare_train_dataloader
 from .loop import TrainingLoop
 from .loop_settings import LoopSettings, total_training_steps

@@ -13,8 +13,6 @@ from .tokenizers import load_tokenizer, vocabulary_size
 
 __all__ = ["load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
 
-VARIANT_FIELDS = ("num_key_value_heads", "talking_heads")
-
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Return the config of the checkpoint, or of the model from scratch that the settings describe; and the tokenizer.
@@ -58,8 +56,10 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     Raises:
         ValueError: if a field is unknown, or a value breaks a rule.
     """
-    variant = {name: getattr(settings, name) for name in VARIANT_FIELDS if getattr(settings, name) is not None}
-    default = variant_config_class(settings.model_type)() if variant else AutoConfig.for_model(settings.model_type)
+    variant_class = variant_config_class(settings.model_type)
+    given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
+    variant = {name: value for name, value in given.items() if value is not None}
+    default = variant_class() if variant else AutoConfig.for_model(settings.model_type)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,

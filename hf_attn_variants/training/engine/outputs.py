@@ -13,14 +13,23 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, ModelHistory, write_history
-from .checkpoints import BEST_MODEL_FILE, LOG_FILE, NAME_PATTERN
+from ...files import (
+    BEST_MODEL_FILE,
+    CARD_NAME,
+    CONFIG_NAME,
+    CURVES_FILE,
+    HISTORY_NAME,
+    LOG_FILE,
+    REPORT_NAME,
+    RESULTS_NAME,
+)
+from ...model_history import ModelHistory, write_history
+from .checkpoints import NAME_PATTERN
 from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
 __all__ = ["remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
 
-CURVES_FILE = "training_curves.png"
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
@@ -43,7 +52,7 @@ def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
     """
     folder, kept = Path(output_dir), {HISTORY_NAME, REPORT_NAME} if is_source else set()
     # Without a model beside it, a README.md may be of anything.
-    gone = {CARD_NAME} if not is_source and (folder / "config.json").is_file() else set()
+    gone = {CARD_NAME} if not is_source and (folder / CONFIG_NAME).is_file() else set()
     for entry in list(folder.iterdir()):
         if entry.name in gone or (entry.name not in kept and STALE_PATTERN.fullmatch(entry.name)):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -82,7 +91,7 @@ def save_model(
         # The config last: a folder with a config but without weights would look like a checkpoint.
         umask = os.umask(0)
         os.umask(umask)
-        for path in sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+        for path in sorted(temporary.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name)):
             path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
             os.replace(path, Path(output_dir) / path.name)
         temporary.rmdir()

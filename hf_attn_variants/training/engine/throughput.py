@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 
 __all__ = ["TrainingCost", "matmul_flops_per_second", "utilization"]
@@ -66,30 +67,36 @@ class TrainingCost:
 
 def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
-    from ...inspection.costs.table import flops_per_token, variant_config
+    from ...inspection.costs import flops_per_token, variant_config
 
     if config is None:
         return {}
     try:
-        # FSDP2 makes a class of this prefix for a model it shards.
-        model_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
         with torch.device("meta"):
-            twin = model_class(variant_config(config.to_dict()))
+            twin = _variant_class(model)(variant_config(config.to_dict()))
     except ValueError:
         return {}
     none, own, source = (flops_per_token(twin, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
     return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
 
 
+def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
+    """Return our class for a model of ours or of upstream's; raise ValueError where there is none."""
+    # FSDP2 makes a class of this prefix for a model it shards.
+    return variant_model_class(type(model).__name__.removeprefix("FSDP"))
+
+
 def _trained_share(model: nn.Module, config: Any) -> float:
     """Return the share of a pass through the model's matrices that goes through trained ones."""
-    from ...inspection.costs.table import module_runs
-
+    try:
+        module_runs = _variant_class(model).module_runs
+    except ValueError:
+        module_runs = AttnVariantModelMixin.module_runs
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     runs = trained = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            size = module.weight.numel() * (module_runs(name.removeprefix(prefix), config) if config else 1)
+            size = module.weight.numel() * (module_runs(config, name.removeprefix(prefix)) if config else 1)
             runs += size
             trained += size if module.weight.requires_grad else 0
     return trained / max(runs, 1)

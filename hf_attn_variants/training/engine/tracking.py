@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from ... import progress
-from .checkpoints import LOG_FILE, atomic_write, last_good_checkpoint
+from ...files import LOG_FILE, atomic_write
+from .checkpoints import last_good_checkpoint
 from .options import Settings
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]

@@ -11,7 +11,7 @@ from datasets import Dataset, load_dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from .tasks import TASKS, GlueTask, parse_label
+from ...glue_tasks import TASKS, GlueTask, parse_label
 
 __all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from ...glue_tasks import GlueTask
 from ..engine.evaluation import Scores, run_rows
 from ..engine.losses import Objective, plain_logits
 from ..engine.models import LabelMap
 from .data import GlueSplit
 from .metrics import compute_metrics
 from .settings import GlueSettings
-from .tasks import GlueTask
 
 __all__ = ["EvalSet", "GlueEvaluator", "classification_objective"]
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...glue_tasks import TASKS, GlueTask, get_task
 from ..engine.options import WITH_BEST_WEIGHTS, option
 from ..engine.settings import FineTuningSettings
-from .tasks import TASKS, GlueTask, get_task
 
 __all__ = ["GlueSettings", "check_glue_metric"]
 

@@ -7,6 +7,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
+from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective
@@ -15,7 +16,6 @@ from ..engine.tokenizers import check_max_length, close_texts, give_token_types,
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from .evaluation import EvalSet, GlueEvaluator, classification_objective
 from .settings import GlueSettings, check_glue_metric
-from .tasks import TASKS, GlueTask, format_prediction, get_task
 
 __all__ = ["GlueFineTuning"]
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...glue_tasks import TASKS
 from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGHTS, Settings, option, redefault
 from ..engine.settings import FineTuningSettings, NewModelSettings
-from ..glue.tasks import TASKS
 
 __all__ = ["METRIC_PACKAGES", "SQUAD", "TEXT_TASKS", "DecodingSettings", "Seq2SeqSettings", "check_text_metrics"]
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...glue_tasks import GlueTask, get_task
 from ..glue.data import GlueSplit, load_glue
 from ..glue.metrics import compute_metrics
-from ..glue.tasks import GlueTask, get_task
 from ..squad.data import Question, load_squad
 from ..squad.metrics import score_answer
 from ..squad.settings import METRIC_NAMES

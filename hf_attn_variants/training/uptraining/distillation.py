@@ -54,9 +54,9 @@ class ActivationRecorder:
         self.is_encoder_decoder = model.config.is_encoder_decoder
         self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
         if attention_outputs:
-            for site, path, module in named_attentions(model):
-                is_decoder = self.is_encoder_decoder and path.startswith(DECODER)
-                self._keep_output(module.get_submodule(site.output), DECODER if is_decoder else ENCODER)
+            for site, _, module in named_attentions(model):
+                side = site.stack_of(model.config) if self.is_encoder_decoder else ENCODER
+                self._keep_output(module.get_submodule(site.output), side)
 
     def _keep_output(self, module: nn.Module, side: str) -> None:
         def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:

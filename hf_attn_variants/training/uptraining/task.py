@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from ...conversion.checkpoint.io import open_checkpoint
+from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...errors import NonFiniteLossError
 from ...model_history import ModelHistory

@@ -1,12 +1,12 @@
 """Which parameters of a model are trained: its attention's, all, or low-rank updates of its attention."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...modeling import variant_mixins
 from ...modeling.variant_mixins import AttentionSite
 from ...registration import variant_model_class
 
@@ -14,17 +14,14 @@ __all__ = ["add_lora", "freeze_unused", "named_attentions", "select_trainable"]
 
 
 def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model.
+    """Return each attention of a model, ours or upstream's, with its site and its path inside the base model.
 
     Raises:
         ValueError: if the architecture is none of this package's.
     """
     # FSDP2 makes a class of this prefix for a model it shards.
-    sites = variant_model_class(type(model).__name__.removeprefix("FSDP")).attention_sites
-    for path, module in model.base_model.named_modules():
-        for site in sites:
-            if re.fullmatch(site.module, path):
-                yield site, path, module
+    variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
+    return variant_mixins.named_attentions(model, variant_class.attention_sites)
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:
@@ -49,7 +46,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     targets = [
         names[id(module.get_submodule(path))]
         for site, _, module in named_attentions(model)
-        for path in (site.query, site.key, site.value, site.output)
+        for path in site.projections.values()
     ]
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
 

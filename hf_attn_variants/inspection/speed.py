@@ -13,10 +13,10 @@ import transformers
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...modeling.configuration_attn_variants import can_cache
-from ...progress import progress_bar
-from ...registration import variant_model_class
-from ..costs.table import kv_head_counts, kv_heads_field, variant_config, variant_name
+from ..modeling.configuration_attn_variants import can_cache
+from ..progress import progress_bar
+from ..registration import variant_model_class
+from .costs import check_sizes, kv_head_counts, kv_heads_field, variant_config, variant_name, variant_rows
 
 __all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
 
@@ -107,10 +107,9 @@ def measure_speed(
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
-    sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens, "rounds": rounds}
-    for name, value in (sizes | {"num_beams": num_beams}).items():
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    check_sizes(
+        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
+    )
     current = variant_config(config)
     positions = getattr(current, "max_position_embeddings", None)
     if positions is not None and length > positions:
@@ -125,39 +124,37 @@ def measure_speed(
         raise ValueError(
             f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
         )
-    beams = num_beams or 1
+    work = (max_new_tokens, num_beams or 1) if decodes else None
     contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    runs = {
-        name: _generation(model, batch_size, length, max_new_tokens, beams)
-        if decodes
-        else _pass(model, batch_size, length)
-        for name, model in models.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in models}
-    names = list(models)
+    runs = {name: _run(model, batch_size, length, work) for name, model in models.items()}
+    fields = {name: fields for name, (fields, _) in contestants.items()}
+    rows = _rows(fields, _timed(runs, rounds, device), batch_size * (max_new_tokens if decodes else length))
+    return SpeedTable(
+        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
+        *(work or (None, None)), dtype, device, _machine(device), rows,
+    )  # fmt: skip
+
+
+def _rows(fields: dict[str, dict[str, Any]], times: dict[str, list[float]], tokens: int) -> list[VariantSpeed]:
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    baseline = next(iter(medians.values()))
+    return [
+        VariantSpeed(name, fields[name], median, times[name], tokens / median * 1e3, baseline / median)
+        for name, median in medians.items()
+    ]
+
+
+def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the milliseconds of each round of each contestant."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
             seconds = _seconds(runs[name], device)
             if number >= 0:
                 times[name].append(seconds * 1e3)
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    tokens = batch_size * (max_new_tokens if decodes else length)
-    rows = [
-        VariantSpeed(
-            name=name,
-            fields=fields,
-            milliseconds=medians[name],
-            all_milliseconds=times[name],
-            tokens_per_second=tokens / medians[name] * 1e3,
-            speedup=medians[names[0]] / medians[name],
-        )
-        for name, (fields, _) in contestants.items()
-    ]
-    return SpeedTable(
-        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        max_new_tokens if decodes else None, beams if decodes else None, dtype, device, _machine(device), rows,
-    )  # fmt: skip
+    return times
 
 
 def _check_device(device: str) -> None:
@@ -177,18 +174,16 @@ def _contestants(
     kv_heads: Sequence[int] | None,
     talking_heads: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Each name with the fields that make it and what builds it; the baseline first."""
+    """Yield each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != current.model_type:
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
-    heads, field = current.num_attention_heads, kv_heads_field(model_class, current)
-    counts = {heads, 4, 2, 1} & set(kv_head_counts(current)) if kv_heads is None else set(kv_heads)
+    field = kv_heads_field(model_class, current)
+    heads = current.query_heads(field)
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == current.model_type:
         counts |= {heads}  # no class of transformers is the baseline then
-    variants = [{field: k} for k in sorted(counts, reverse=True)]
-    if talking_heads and current.talking_heads is None:
-        variants.append({field: getattr(current, field), "talking_heads": "both"})
-    for fields in variants:
+    for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads):
         made = variant_config(config, **fields)
         yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 
@@ -201,22 +196,21 @@ def _ready(model: Any, dtype: str, device: str) -> Any:
     return model
 
 
-def _pass(model: Any, batch_size: int, length: int) -> Callable[[], Any]:
-    ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
-    return lambda: model(input_ids=ids)
-
-
-def _generation(model: Any, batch_size: int, length: int, max_new_tokens: int, num_beams: int) -> Callable[[], Any]:
+def _run(model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None) -> Callable[[], Any]:
+    """Return what is timed: a pass, or the `decoding` of so many tokens with so many beams."""
+    if decoding is None:
+        ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
+        return lambda: model(input_ids=ids)
     states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
-    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
+    options = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
     # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
     return lambda: model.generate(encoder_outputs=BaseModelOutput(states), attention_mask=mask, **options)
 
 
 @torch.no_grad()
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    wait = {"cuda": lambda: torch.cuda.synchronize(device), "cpu": lambda: None}[torch.device(device).type]
+    wait = (lambda: torch.cuda.synchronize(device)) if torch.device(device).type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
     run()

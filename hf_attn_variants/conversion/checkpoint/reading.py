@@ -1,93 +1,27 @@
-"""Checkpoints tensor by tensor: a lazy reader (safetensors, or pickles on request) and a streaming safetensors writer.
+"""Checkpoints read tensor by tensor: safetensors files, or pickles on request.
 
-Neither holds more than one tensor, or one chunk of it, in memory. The safetensors format: 8 bytes of header length
+No reader holds more than one tensor, or one chunk of it, in memory. The safetensors format: 8 bytes of header length
 (little-endian), a JSON header with each tensor's dtype, shape and byte range, then the bytes.
 """
 
 import json
-import math
 import os
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-__all__ = [
-    "INDEX_NAME",
-    "WEIGHTS_NAME",
-    "CheckpointReader",
-    "SafetensorsWriter",
-    "TensorEntry",
-    "cast",
-    "dtype_name",
-    "open_checkpoint",
-    "write_index",
-]
+from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from .entries import TORCH_DTYPES, TensorEntry, dtype_name
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-PICKLE_WEIGHTS_NAME = "pytorch_model.bin"
-PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
+__all__ = ["CheckpointReader", "open_checkpoint"]
 
 CHUNK_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-CASTABLE = ("F64", "F32", "F16", "BF16")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch dtype.
-
-    Raises:
-        ValueError: if the format has none.
-    """
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"safetensors cannot store tensors of {dtype}.")
-    return DTYPE_NAMES[dtype]
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Where one tensor lies: file, dtype by its safetensors name, shape, and its range of bytes in the file's data."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
-    end: int = 0
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether the elements are floating-point numbers of a type that `--dtype` converts."""
-        return self.dtype in CASTABLE
 
 
 class CheckpointReader(ABC):
@@ -100,10 +34,9 @@ class CheckpointReader(ABC):
         index_metadata: the index's `metadata`, or None where the weights are one file.
     """
 
-    folder: Path
-    files: list[str]
-    entries: dict[str, TensorEntry]
-    index_metadata: dict[str, Any] | None
+    def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
+        self.folder, self.files, self.index_metadata = folder, files, index_metadata
+        self.entries: dict[str, TensorEntry] = {}
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
@@ -133,8 +66,7 @@ class SafetensorsReader(CheckpointReader):
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
-        self.folder, self.files, self.index_metadata = folder, files, index_metadata
-        self.entries = {}
+        super().__init__(folder, files, index_metadata)
         self._data_starts: dict[str, int] = {}
         self._handles: dict[str, BinaryIO] = {}
         for file in files:
@@ -151,21 +83,20 @@ class SafetensorsReader(CheckpointReader):
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
             raise ValueError(f"{self.folder / entry.file}: {name!r} has dtype {entry.dtype}, which torch cannot read.")
-        buffer = self._read_bytes(entry, entry.begin, entry.end)
-        return _tensor_from_bytes(buffer, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        return self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            yield _tensor_from_bytes(self._read_bytes(entry, begin, min(begin + CHUNK_BYTES, entry.end)), dtype)
+            yield self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
 
     def close(self) -> None:
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
-    def _read_bytes(self, entry: TensorEntry, begin: int, end: int) -> bytearray:
+    def _elements(self, entry: TensorEntry, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         handle = self._handles.get(entry.file)
         if handle is None:
             handle = self._handles[entry.file] = open(self.folder / entry.file, "rb")
@@ -173,7 +104,7 @@ class SafetensorsReader(CheckpointReader):
         handle.seek(self._data_starts[entry.file] + begin)
         if handle.readinto(buffer) != len(buffer):
             raise OSError(f"{self.folder / entry.file} became shorter while it was read.")
-        return buffer
+        return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 
 class PickleReader(CheckpointReader):
@@ -184,8 +115,7 @@ class PickleReader(CheckpointReader):
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
-        self.folder, self.files, self.index_metadata = folder, files, index_metadata
-        self.entries = {}
+        super().__init__(folder, files, index_metadata)
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             for name, tensor in _load_pickle(folder / file).items():
@@ -205,94 +135,6 @@ class PickleReader(CheckpointReader):
 
     def close(self) -> None:
         self._tensors.clear()
-
-
-class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor, in any order; the header is written first.
-
-    Args:
-        path: the file; must not exist.
-        tensors: every tensor's dtype (safetensors name) and shape, by name.
-        metadata: the header's strings.
-
-    Raises:
-        ValueError: for a tensor that is unknown, written twice, of another dtype or shape, or (at `close`) missing.
-    """
-
-    def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-    ):
-        self.path = path
-        self._layout: dict[str, TensorEntry] = {}
-        # Wide elements first, as the format's own serialiser does: each tensor starts on a multiple of its element.
-        position = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -_element_size(item[1][0])):
-            end = position + math.prod(shape) * _element_size(dtype)
-            self._layout[name] = TensorEntry(path.name, dtype, tuple(shape), position, end)
-            position = end
-        header = _header_bytes(self._layout, metadata or {})
-        self._start = len(header)
-        self._missing = set(self._layout)
-        self._file = open(path, "xb")
-        self._file.write(header)
-        self._file.truncate(self._start + position)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor."""
-        entry = self._layout.get(name)
-        if entry is not None and (tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype)):
-            raise ValueError(
-                f"{self.path.name}: {name!r} was announced as {entry.dtype} {list(entry.shape)} and came as "
-                f"{tensor.dtype} {list(tensor.shape)}."
-            )
-        self.write_chunks(name, [tensor.detach().to("cpu").contiguous().reshape(-1)])
-
-    def write_chunks(self, name: str, chunks: Iterable[torch.Tensor]) -> None:
-        """Write a tensor's elements, given as flat tensors one after another."""
-        if name not in self._missing:
-            state = "written twice" if name in self._layout else "not in the header"
-            raise ValueError(f"{self.path.name}: tensor {name!r} is {state}.")
-        entry = self._layout[name]
-        self._file.seek(self._start + entry.begin)
-        written = 0
-        for chunk in chunks:
-            written += self._file.write(chunk.view(torch.uint8).numpy().data)
-        if written != entry.end - entry.begin:
-            raise ValueError(
-                f"{self.path.name}: {name!r} has {entry.end - entry.begin} bytes, {written} were written."
-            )
-        self._missing.discard(name)
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._file.close()
-        if self._missing:
-            raise ValueError(
-                f"{self.path.name}: {len(self._missing)} tensors were not written, e.g. {min(self._missing)!r}."
-            )
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
-
-
-def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert a tensor's elements to `dtype`.
-
-    Raises:
-        ValueError: if a finite number becomes infinite.
-    """
-    converted = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
-        overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
-        if overflowed.any():
-            raise ValueError(f"{name!r} holds numbers too large for {dtype}; choose bfloat16 or float32.")
-    return converted
 
 
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> CheckpointReader:
@@ -322,24 +164,8 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
             "allow_pickle=True (--allow_pickle) to read its tensors with weights_only=True."
         )
     if pickles[0] == PICKLE_WEIGHTS_NAME:
-        return PickleReader(folder, [PICKLE_WEIGHTS_NAME])
+        return PickleReader(folder, pickles[:1])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))
-
-
-def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
-    """Write the index of a sharded checkpoint.
-
-    Args:
-        path: model.safetensors.index.json.
-        entries: every tensor with its file.
-        metadata: the source index's; its sizes are brought up to date, the rest is kept.
-        size: the bytes of all tensors.
-    """
-    metadata = dict(metadata) | {"total_size": size}
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] = sum(entry.numel for entry in entries.values())
-    index = {"metadata": metadata, "weight_map": {name: entry.file for name, entry in sorted(entries.items())}}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -407,7 +233,7 @@ def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
             raise ValueError(
                 f"the bytes of {name!r} are [{entry.begin}, {entry.end}), expected to start at {position}"
             )
-        if entry.dtype in TORCH_DTYPES and entry.end - entry.begin != entry.numel * _element_size(entry.dtype):
+        if entry.dtype in TORCH_DTYPES and entry.end - entry.begin != entry.nbytes:
             raise ValueError(f"{name!r} has {entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
         position = entry.end
     return position
@@ -426,24 +252,3 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{path} holds a {type(tensors).__name__}, not the tensors of a model by name.")
     return tensors
-
-
-def _element_size(dtype: str) -> int:
-    if dtype not in TORCH_DTYPES:
-        raise ValueError(f"tensors of dtype {dtype} cannot be written.")
-    return TORCH_DTYPES[dtype].itemsize
-
-
-def _header_bytes(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    for name, entry in layout.items():
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
-    raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    raw += b" " * (-len(raw) % 8)
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _tensor_from_bytes(buffer: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    if not buffer:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype)

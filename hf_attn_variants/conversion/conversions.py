@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,17 +17,20 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..files import check_disk_space, check_output_dir, staged_folder
+from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..model_history import read_history, write_history
-from .calibration.calibrate import Calibration, calibrate, method_to_calibrate, why_not_calibrated
+from .calibration.calibrate import calibrate, method_to_calibrate, why_not_calibrated
 from .calibration.texts import CalibrationLike, as_calibration
+from .calibration_settings import Calibration
+from .checkpoint.entries import TensorEntry
 from .checkpoint.in_memory import ModelReader, assemble
-from .checkpoint.io import INDEX_NAME, CheckpointReader, open_checkpoint, write_index
-from .checkpoint.source import CONFIG_NAME, copy_side_files, learned_tokens, read_config, resolve_source, side_files
-from .converted_tensors import byte_size, converted_tensors, one_thread, planned_entries, write_weights
-from .methods import CalibratedMethod, ConversionMethod, resolve_method
+from .checkpoint.reading import CheckpointReader, open_checkpoint
+from .checkpoint.source import copy_side_files, learned_tokens, read_config, resolve_source, side_files
+from .converted_tensors import converted_tensors, planned_entries, write_weights
+from .methods import resolve_method
+from .methods.base import CalibratedMethod, ConversionMethod
 from .plan import ConversionPlan, make_plan
-from .report import ConversionReport, added_projections, cache_bytes, count_parameters, package_versions
+from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
@@ -40,12 +44,7 @@ AVERAGED = (
 )
 CALIBRATED = "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4."
 AVERAGING_MEANT = 'If averaging is meant, say method="mean" (--method mean).'
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 @overload
@@ -141,24 +140,19 @@ def convert_model(
         TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
-    calibration, asked = as_calibration(calibration, seed), method
+    calibration = as_calibration(calibration, seed)
     if calibration is not None and calibration.tokenizer is None:
         raise ValueError(
             "a model in memory has no tokenizer beside it, and a calibration needs the model's: give "
             "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
         )
-    method = resolve_method(method, calibration)
-    fields = {"num_key_value_heads": num_key_value_heads} | fields
-    config = model.config.to_dict()
-    plan = make_plan(config, type(model).__name__, reader.entries, method, fields, seed, _resolve_dtype(dtype))
-    _warn_of_averaging(plan, asked)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
+    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader.entries)
     if to_calibrate := method_to_calibrate(plan, calibration):
         source = {name: reader.read(name).float() for name in reader.entries}
         calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
-        calibrate(plan, to_calibrate, calibrated_on, None, calibration)
-    with one_thread():
-        tensors = dict(converted_tensors(plan, reader))
-    return assemble(plan.model_class, plan.config, tensors, model, copy)
+        calibrate(plan, to_calibrate, reader, calibrated_on, None, calibration)
+    return assemble(plan.model_class, plan.config, converted_tensors(plan, reader), model, copy)
 
 
 def load_converted(
@@ -179,18 +173,13 @@ def load_converted(
     The model has one dtype, `dtype` or that of its config.json, as `from_pretrained` gives it; tensors of several ones
     stay as they are in a folder alone.
     """
-    calibration, asked = as_calibration(calibration, seed), method
-    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        fields = {"num_key_value_heads": num_key_value_heads} | fields
-        architecture, config_file = _architecture(config), folder / CONFIG_NAME
-        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
-        _warn_of_averaging(plan, asked)
-        _calibrate_from_folder(plan, reader, folder, calibration)
-        with one_thread():
-            tensors = dict(converted_tensors(plan, reader))
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
+        _calibrate_from_folder(plan, reader, folder, request.calibration)
+        tensors = converted_tensors(plan, reader)
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
     if (generation := _generation_config(plan, folder)) is not None:
         model.generation_config = generation
@@ -221,8 +210,7 @@ def convert_checkpoint(
         The report, which the folder holds as conversion_report.json.
     """
     started = time.perf_counter()
-    calibration, asked = as_calibration(calibration, seed), method
-    method, dtype = resolve_method(method, calibration), _resolve_dtype(dtype)
+    request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -230,41 +218,26 @@ def convert_checkpoint(
     for problem in history.problems:
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
-        fields = {"num_key_value_heads": num_key_value_heads} | fields
-        architecture, config_file = _architecture(config), folder / CONFIG_NAME
-        plan = make_plan(config, architecture, reader.entries, method, fields, seed, dtype, config_file)
-        _warn_of_averaging(plan, asked)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
-        new_entries = planned_entries(plan, reader)
-        size = sum(byte_size(entry) for entry in new_entries.values())
+        entries = planned_entries(plan, reader)
+        size = sum(entry.nbytes for entry in entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
-        calibrated = _calibrate_from_folder(plan, reader, folder, calibration)
+        calibrated = _calibrate_from_folder(plan, reader, folder, request.calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
-            layers = write_weights(plan, reader, new_entries, stage, size)
-            if reader.index_metadata is not None:
-                write_index(stage / INDEX_NAME, new_entries, reader.index_metadata, size)
-            if any(name.startswith(TOKENIZER_FILES) for name in copied):
-                _name_tokenizer_class(stage, config)
-            _write_config_and_code(plan, stage)
-            if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
-                generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
-            report = ConversionReport(
+            layers = write_weights(plan, reader, entries, stage, size)
+            _write_what_describes_it(plan, folder, config, copied, stage)
+            report = conversion_report(
+                plan,
+                layers,
+                reader.entries,
+                entries,
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,
                 output_dir=os.path.expanduser(output_dir),
-                method=method.name,
-                seed=seed,
-                dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-                architecture=plan.model_class.__name__,
-                heads=plan.heads,
-                talking_heads=added_projections(plan),
-                layers=layers,
-                parameters={"before": count_parameters(reader.entries), "after": count_parameters(new_entries)},
-                kv_cache_bytes_per_token=cache_bytes(plan, reader.entries, new_entries),
                 files_copied=copied,
                 files_left_out=left_out,
-                versions=package_versions(),
                 calibration=calibrated,
                 seconds=round(time.perf_counter() - started, 3),
             )
@@ -273,14 +246,43 @@ def convert_checkpoint(
     return report
 
 
+@dataclass
+class _Request:
+    """What a user asks of a conversion; all that can be checked without the source is."""
+
+    num_key_value_heads: int | None
+    asked_method: str | ConversionMethod | None
+    calibration: CalibrationLike | None
+    dtype: torch.dtype | str | None
+    seed: int
+    fields: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.calibration = as_calibration(self.calibration, self.seed)
+        self.method = resolve_method(self.asked_method, self.calibration)
+        asked = self.dtype
+        self.dtype = DTYPES.get(asked, asked) if isinstance(asked, str) else asked
+        if self.dtype is not None and self.dtype not in DTYPES.values():
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {asked!r}.")
+
+    def plan(
+        self, config: dict[str, Any], entries: dict[str, TensorEntry], config_file: Path | None = None
+    ) -> ConversionPlan:
+        """Return the checked plan; warn where heads are averaged and nobody asked for that."""
+        fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
+        plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
+        if self.asked_method is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
+            if (reason := why_not_calibrated(plan)) is None:
+                logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
+            else:
+                logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
+        return plan
+
+
 def _calibrate_from_folder(
     plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
 ) -> dict[str, Any] | None:
-    """Calibrate on the model in a folder, where the method needs it; the model lives only as long.
-
-    Returns:
-        What the report says of the calibration; None where there was none.
-    """
+    """Calibrate on the model in a folder, where the method needs it; return what the report says of that."""
     method = method_to_calibrate(plan, calibration)
     if method is None:
         return None
@@ -289,20 +291,9 @@ def _calibrate_from_folder(
     # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
     config = deepcopy(plan.source_config)
     model = plan.model_class.from_pretrained(None, config=config, state_dict=source, dtype=torch.float32)
-    tokenizer = None
-    if calibration is None or calibration.tokenizer is None:
-        tokenizer = _load_tokenizer(folder)
-    calibrate(plan, method, model, tokenizer, calibration)
+    needs_tokenizer = calibration is None or calibration.tokenizer is None
+    calibrate(plan, method, reader, model, _load_tokenizer(folder) if needs_tokenizer else None, calibration)
     return None if calibration is None else calibration.settings(method)
-
-
-def _warn_of_averaging(plan: ConversionPlan, asked: str | ConversionMethod | None) -> None:
-    """Say what averaging costs where heads are averaged and nobody asked for that."""
-    if asked is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
-        if (reason := why_not_calibrated(plan)) is None:
-            logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
-        else:
-            logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -316,6 +307,19 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _write_what_describes_it(
+    plan: ConversionPlan, folder: Path, config: dict[str, Any], copied: list[str], stage: Path
+) -> None:
+    """Write the configuration, the code that reads it, how the model generates, and its tokenizer's class."""
+    if any(name.startswith(TOKENIZER_FILES) for name in copied):
+        _name_tokenizer_class(stage, config)
+    plan.config.save_pretrained(stage)
+    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
+    custom_object_save(plan.model_class, stage)
+    if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
+        generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
+
+
 def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
     # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
     # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
@@ -324,12 +328,6 @@ def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
     name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
     if name is not None and settings.get("tokenizer_class") is None:
         path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config_and_code(plan: ConversionPlan, stage: Path) -> None:
-    plan.config.save_pretrained(stage)
-    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
-    custom_object_save(plan.model_class, stage)
 
 
 def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
@@ -342,15 +340,3 @@ def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig |
     found = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     own = GenerationConfig.from_model_config(plan.config).to_dict()
     return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
-
-
-def _architecture(config: dict[str, Any]) -> str | None:
-    architectures = config.get("architectures") or [None]
-    return architectures[0]
-
-
-def _resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if resolved is not None and resolved not in DTYPES.values():
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return resolved

@@ -6,31 +6,32 @@ FLOPs count two for each multiplication and addition of a matrix product; softma
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...conversion.grouping import relation
-from ...modeling.configuration_attn_variants import can_cache
-from ...modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
-from ...registration import variant_config_class, variant_model_class
+from ..conversion.grouping import relation
+from ..errors import as_value_error
+from ..kv_cache import cache_bytes_per_token
+from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
+from ..registration import variant_config_class, variant_model_class
 
 __all__ = [
     "CostTable",
     "VariantCost",
+    "attention_projection_flops",
     "cost_table",
     "flops_per_token",
     "kv_cache_bytes_per_token",
-    "module_runs",
     "used_kv_heads_fields",
     "variant_config",
     "variant_name",
 ]
 
+WRONG_CONFIGURATION = "the configuration is wrong"
 # Linear maps that run once a sequence, whatever its length.
 ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
 
@@ -93,14 +94,11 @@ class CostTable:
         """What `row` saves against the checkpoint as it is; a negative number is what it costs more."""
         now, size = self.current, getattr(torch, self.dtype).itemsize
         cache = None if row.kv_cache_bytes is None else now.kv_cache_bytes - row.kv_cache_bytes
-        return {
-            "weight_bytes": (now.parameters - row.parameters) * size,
-            "kv_cache_bytes": cache,
-            **{
-                f"{stack}_flops_per_token": flops - row.flops_per_token[stack]
-                for stack, flops in now.flops_per_token.items()
-            },
+        saved = {"weight_bytes": (now.parameters - row.parameters) * size, "kv_cache_bytes": cache}
+        flops = {
+            f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in now.flops_per_token.items()
         }
+        return saved | flops
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the fields, and each row with its `savings`."""
@@ -117,13 +115,13 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
     """
     if config.get("per_layer_config"):
         raise ValueError("a checkpoint with a `per_layer_config` (unequal layers) has no table of its own.")
-    with _configuration_errors():
+    with as_value_error(WRONG_CONFIGURATION):
         return variant_config_class(config.get("model_type", "")).from_upstream(dict(config), **fields)
 
 
 def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     """Return what the attention of a variant configuration is called: "MHA", "GQA-4", "MQA + talking heads"..."""
-    heads, kv_heads = config.num_attention_heads, getattr(config, field)
+    heads, kv_heads = config.query_heads(field), getattr(config, field)
     name = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
     if config.talking_heads is None:
         return name
@@ -152,24 +150,19 @@ def cost_table(
         ValueError: for a configuration that makes no model here, or a size below 1.
     """
     source_length = length if source_length is None else source_length
-    for name, value in (("batch_size", batch_size), ("length", length), ("source_length", source_length)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+    check_sizes(batch_size=batch_size, length=length, source_length=source_length)
     current = variant_config(config)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    variants: list[dict[str, Any]] = [{field: k} for k in kv_head_counts(current)]
-    if current.talking_heads is None:
-        variants.append({field: getattr(current, field), "talking_heads": "both"})
     rows = []
-    for fields in variants:
+    for fields in variant_rows(current, field, kv_head_counts(current, field)):
         made = variant_config(config, **fields)
-        with _configuration_errors(), torch.device("meta"):
+        with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
         cache = kv_cache_bytes_per_token(model, itemsize)
-        lengths = {"self": length, "decoder": length, "cross": source_length}
+        lengths = {site.name: source_length if site.is_cross_attention else length for site in model.attention_sites}
         rows.append(
             VariantCost(
                 name=variant_name(made, field),
@@ -187,37 +180,29 @@ def cost_table(
     return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
 
 
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """Turn what a wrong value in a configuration raises anywhere in transformers or torch into a ValueError."""
-    try:
-        yield
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"the configuration is wrong: {type(error).__name__}: {first_line}") from error
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ValueError unless each of these sizes, where it is given, is at least 1."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1; got {value}.")
+
+
+def variant_rows(
+    current: Any, field: str, counts: Iterable[int], talking_heads: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each variant: these counts of key/value heads and, for a plain model, talking heads."""
+    yield from ({field: count} for count in counts)
+    if talking_heads and current.talking_heads is None:
+        yield {field: getattr(current, field), "talking_heads": "both"}
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return what one token costs in each kind of cached attention, over all layers, in bytes.
-
-    Args:
-        model: a variant model, on the meta device too.
-        itemsize: bytes of one number.
-
-    Returns:
-        {site: bytes}: "self" or "decoder" for a generated token, "cross" for a token of the encoder; None for a model
-        without a cache, an encoder or one that `can_cache` refuses.
-    """
-    if not can_cache(model.config):
-        return None
-    sites: Counter[str] = Counter()
-    for site, _, module in model.named_attentions():
-        if _stack(model, site) == "decoder":
-            numbers = sum(module.get_submodule(path).out_features for path in (site.key, site.value))
-            sites[site.name] += numbers * itemsize
-    return dict(sites) or None
+    """Return `cache_bytes_per_token` of a variant model, on the meta device too, with `itemsize` bytes a number."""
+    sizes = (
+        (site, itemsize * sum(module.get_submodule(path).out_features for path in (site.key, site.value)))
+        for site, _, module in model.named_attentions()
+    )
+    return cache_bytes_per_token(model.config, sizes)
 
 
 def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: int) -> dict[str, int]:
@@ -235,18 +220,17 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
     config, flops = model.config, Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    has_decoder = any(_stack(model, site) == "decoder" for site, _, _ in model.named_attentions())
+    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
     for site, path, module in model.named_attentions():
-        runs, stack = module_runs(path, config), _stack(model, site)
-        memory_stack = "encoder" if site.name == "cross" else stack
-        for role, where in (("query", stack), ("output", stack), ("key", memory_stack), ("value", memory_stack)):
-            name = f"{path}.{getattr(site, role)}"
-            flops[where] += 2 * runs * linears.pop(name).weight.numel()
-        attended = length if site.name in ("self", "decoder") else source_length
+        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config)
+        memory_stack = "encoder" if site.is_cross_attention else stack
+        for role, linear in site.projections.items():
+            where = memory_stack if role in ("key", "value") else stack
+            flops[where] += 2 * runs * linears.pop(f"{path}.{linear}").weight.numel()
+        attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         query_dim, memory_dim = (module.get_submodule(name).in_features for name in (site.query, site.key))
-        flops[stack] += 2 * runs * attended * config.attention_head_dim * config.num_attention_heads
-        flops[stack] += 2 * runs * attended * config.attention_head_dim * config.num_value_heads
-        for name, shape in projection_shapes(config, query_dim, memory_dim).items():
+        flops[stack] += 2 * runs * attended * heads.head_dim * (heads.query + heads.output)
+        for name, shape in projection_shapes(config, heads, query_dim, memory_dim).items():
             flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
             if len(shape) == 3:  # a dynamic one is first computed from each token of its side
                 flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
@@ -254,23 +238,27 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
         if not _once_a_sequence(model, name):
             inside = name.split(".")[0] if config.is_encoder_decoder else None
             where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[where] += 2 * module_runs(name, config) * linear.weight.numel()
+            flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _stack(model: AttnVariantModelMixin, site: AttentionSite) -> str:
-    if site.name == "self":
-        return "decoder" if getattr(model.config, "is_decoder", False) else "encoder"
-    return "encoder" if site.name == "encoder" else "decoder"
+def attention_projection_flops(model: AttnVariantModelMixin) -> int:
+    """Return the floating-point operations a token that the query, key, value and output maps of all layers take.
+
+    What depends on the sequence length is not in it.
+
+    Args:
+        model: a variant model; the multi-head one counts as upstream's does.
+    """
+    return sum(
+        2 * model.module_runs(model.config, path) * linear.weight.numel()
+        for site, path, module in model.named_attentions()
+        for linear in _projections(site, module)
+    )
 
 
-def module_runs(name: str, config: Any) -> int:
-    """How often a token passes a module of the base model, by its path: ALBERT's layers share theirs."""
-    match = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", name)
-    if match is None:
-        return 1
-    layers_per_group = config.num_hidden_layers / config.num_hidden_groups
-    return sum(int(layer / layers_per_group) == int(match[1]) for layer in range(config.num_hidden_layers))
+def _projections(site: AttentionSite, module: nn.Module) -> list[Any]:
+    return [module.get_submodule(path) for path in site.projections.values()]
 
 
 def _once_a_sequence(model: nn.Module, name: str) -> bool:
@@ -282,30 +270,28 @@ def _once_a_sequence(model: nn.Module, name: str) -> bool:
 def _attention_parameters(model: AttnVariantModelMixin) -> int:
     total = 0
     for site, _, module in model.named_attentions():
-        maps = [module.get_submodule(getattr(site, role)) for role in ("query", "key", "value", "output")]
-        total += sum(parameter.numel() for each in maps for parameter in each.parameters())
-        total += sum(parameter.numel() for parameter in module.get_submodule(site.mixes).parameters(recurse=False))
+        total += sum(parameter.numel() for each in _projections(site, module) for parameter in each.parameters())
+        total += sum(parameter.numel() for parameter in module.get_submodule(site.core).parameters(recurse=False))
     return total
 
 
 def used_kv_heads_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
-    """The fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
-    with _configuration_errors(), torch.device("meta"):
+    """Return the fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
+    with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
     return tuple(name for name in config.kv_heads_fields() if name in used)
 
 
 def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
-    """The field of the heads that the table varies: the decoder's, but for an encoder alone (T5EncoderModel)."""
+    """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
     return next(iter(used_kv_heads_fields(model_class, config)), "num_key_value_heads")
 
 
-def kv_head_counts(config: Any) -> list[int]:
-    # With fewer key/value heads than query heads, they must divide the value heads as well.
-    heads = config.num_attention_heads
-    counts = [k for k in range(1, heads + 1) if heads % k == 0]
-    fitting = [k for k in counts if k == heads or config.num_value_heads % k == 0]
-    return sorted(fitting, reverse=True)
+def kv_head_counts(config: Any, field: str) -> list[int]:
+    """Return the numbers of key/value heads that fit; fewer than query heads must divide the value heads as well."""
+    heads = config.query_heads(field)
+    divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
+    return [k for k in divisors if k == heads or config.num_value_heads % k == 0]
 
 
 def _convertible(source: Any, target: Any) -> bool:

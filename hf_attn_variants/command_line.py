@@ -1,0 +1,78 @@
+"""How the commands read their command lines: the shape of `--help`, the checkpoint, the name that it shows."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["HelpFormatter", "add_checkpoint_argument", "package_version", "parse_with_checkpoint", "program_name"]
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps prose, but keeps the lines of examples, which are indented; adds to an option's help its default."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = super()._fill_text
+        return "\n\n".join(
+            part if re.search(r"^ ", part, re.MULTILINE) else wrap(part, width, indent)
+            for part in re.split(r"\n\n+", text.strip("\n"))
+        )
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.help
+        # 0 is a default to show, and equals False.
+        unsaid = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
+        if not action.option_strings or unsaid:
+            return shown
+        return shown if "default" in (shown or "") else f"{(shown or '').removesuffix('.')} (default: %(default)s)."
+
+
+def add_checkpoint_argument(parser: argparse._ActionsContainer, shown: str) -> None:
+    """Add the checkpoint to a command or a group of its options: by its place, or as --model_name_or_path.
+
+    Args:
+        parser: of the command; it is parsed by `parse_with_checkpoint`.
+        shown: the help.
+    """
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=shown)
+    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same, by name")
+
+
+def parse_with_checkpoint(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: bool = True
+) -> argparse.Namespace:
+    """Read a command line that names a checkpoint before its options, after them, or as --model_name_or_path.
+
+    Args:
+        parser: with the arguments of `add_checkpoint_argument`.
+        argv: the command line; None = that of the process.
+        required: False where the command can do without a checkpoint.
+
+    Returns:
+        The arguments, the checkpoint as `model_name_or_path`. Two different ones, or none where one is required, end
+        the process with a line and status 2, as all errors of argparse do.
+    """
+    # Older versions of argparse take an optional place as empty as soon as an option comes before it.
+    args = parser.parse_intermixed_args(argv)
+    placed, named = vars(args).pop("checkpoint"), args.model_name_or_path
+    if placed is not None and named is not None and placed != named:
+        parser.error(f"two checkpoints: {placed!r} and --model_name_or_path {named!r}; give one")
+    args.model_name_or_path = placed if named is None else named
+    if required and args.model_name_or_path is None:
+        parser.error(
+            "no checkpoint: name its folder or Hub id first, before options that take several values, or by "
+            "--model_name_or_path"
+        )
+    return args
+
+
+def package_version() -> str:
+    """Return the package's version: read from the file that says it, whose import takes seconds."""
+    source = Path(__file__).parent / "modeling/configuration_attn_variants.py"
+    return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+
+def program_name(script: str) -> str:
+    """Return how a user calls what `scripts/<script>` does: as that, or as a subcommand that is being run."""
+    return sys.argv[0] if sys.argv[0].startswith("attn-variants ") else f"python scripts/{script}"

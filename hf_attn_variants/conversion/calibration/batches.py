@@ -1,0 +1,103 @@
+"""A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...progress import progress_bar
+from ..calibration_settings import Calibration
+
+__all__ = ["make_batches"]
+
+# Below this many tokens a moment of a layer's inputs says more about the text than about the model.
+MIN_TOKENS = 1000
+
+Batch = dict[str, torch.Tensor]
+
+
+def make_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
+) -> tuple[list[Batch], list[Batch]]:
+    """Make batches of texts of similar length: of those to fit to, and of those that are held out.
+
+    Args:
+        generator: draws the texts that are held out.
+    """
+    encoded, segments, targets = _tokenized(model, tokenizer, calibration)
+    drawn = torch.randperm(len(encoded), generator=generator).tolist()
+    parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
+    chunks = [
+        (part, order[start : start + calibration.batch_size])
+        for part, order in enumerate(sorted(rows, key=lambda i: (len(encoded[i]), i)) for rows in parts)
+        for start in range(0, len(order), calibration.batch_size)
+    ]
+    if model.config.is_encoder_decoder and targets is None:
+        chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
+    batches: tuple[list[Batch], list[Batch]] = ([], [])
+    for part, rows in chunks:
+        batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+        if segments is not None:
+            batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
+        if model.config.is_encoder_decoder:
+            chosen = None if targets is None else [targets[i] for i in rows]
+            batch |= _decoder_arguments(model, batch, chosen, calibration)
+        batches[part].append(batch)
+    return batches
+
+
+def _tokenized(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
+) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
+    """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
+    if calibration.target_texts is not None and not model.config.is_encoder_decoder:
+        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
+    limit = {"truncation": True, "max_length": calibration.max_length}
+    texts = calibration.texts
+    columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
+    has_types = getattr(model.config, "type_vocab_size", 0) > 1
+    # ALBERT's tokenizer tells the texts of a pair apart only when asked.
+    arguments = tokenizer(*map(list, columns), **({"return_token_type_ids": True} if has_types else {}), **limit)
+    encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
+    if max(map(max, encoded)) >= model.config.vocab_size:
+        raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and (longest := max(map(len, encoded))) > positions:
+        raise ValueError(
+            f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
+            f"most {positions}."
+        )
+    tokens = sum(map(len, encoded))
+    if tokens < MIN_TOKENS:
+        raise ValueError(
+            f"the calibration text has {tokens} tokens in {len(encoded)} lines: {MIN_TOKENS} are the least, a "
+            "thousand lines of the model's own kind of text are enough."
+        )
+    targets = None
+    if model.config.is_encoder_decoder and calibration.target_texts is not None:
+        targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
+    return encoded, segments, targets
+
+
+def _decoder_arguments(
+    model: PreTrainedModel, batch: Batch, targets: list[list[int]] | None, calibration: Calibration
+) -> Batch:
+    config = model.config
+    if targets is None:
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} cannot generate: give the calibration `target_texts`.")
+        device = next(model.parameters()).device
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)
+        ids = generated[:, :-1].cpu()  # begins with the start token
+        mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != config.pad_token_id).long()], dim=1)
+        return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    padded = _padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
+    return {f"decoder_{name}": tensor for name, tensor in padded.items()}
+
+
+def _padded(rows: list[list[int]], pad_token_id: int) -> Batch:
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}

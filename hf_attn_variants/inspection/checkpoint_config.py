@@ -1,0 +1,29 @@
+"""The configuration of a checkpoint that is looked at: its config.json alone."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from ..conversion.checkpoint.source import local_folder, read_config
+from ..files import CONFIG_NAME
+
+__all__ = ["read_checkpoint_config"]
+
+
+def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
+    """Return the config.json of a folder, or of a Hub repository, of which nothing else is downloaded.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is no configuration of transformers.
+    """
+    folder = local_folder(checkpoint)
+    if folder is None:
+        try:
+            folder = Path(cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)).parent
+        except OSError as error:
+            raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
+    elif revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
+    return read_config(folder)

@@ -1,0 +1,231 @@
+"""Where a checkpoint comes from, and what goes along with its weights: tokenizers, modules, generation settings."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from fixtures.glue.tiny_bert import make_tiny_bert
+from safetensors.torch import load_file
+
+from hf_attn_variants.conversion import convert as convert_function
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.conversion.checkpoint.source import resolve_source
+from hf_attn_variants.files import REPORT_NAME
+
+from .conftest import tensors_of
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
+def test_a_tokenizer_that_names_no_class_is_found_again(tmp_path, file):
+    # As in old repositories, bert-base-uncased's for example, where upstream's model_type alone says which it is.
+    source, out = make_tiny_bert(tmp_path / "source"), tmp_path / "out"
+    for path in source.glob("*token*"):
+        if path.name != file:
+            path.unlink()
+    (source / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 64}')
+    convert_checkpoint(source, out, 2)
+    expected, found = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
+    texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
+    assert found(*texts, padding=True) == expected(*texts, padding=True)
+    assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"
+
+
+def test_a_tokenizer_class_of_the_source_stays(edit_config, tmp_path):
+    source = make_tiny_bert(tmp_path / "source")
+    (source / "tokenizer_config.json").unlink()
+    edit_config(source, tokenizer_class="BertJapaneseTokenizer")
+    convert_checkpoint(source, tmp_path / "out", 2)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings == {"tokenizer_class": "BertJapaneseTokenizer"}
+
+
+def test_side_files(make_source, tmp_path):
+    source = make_source()
+    kept = {
+        "tokenizer.json": "{}",
+        "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
+        "1_Pooling/config.json": "{}",
+        "2_Dense/model.safetensors": "weights of another module",
+        "README.md": "text",
+        "1_Pooling/all_results.json": "{}",
+        "vocab.txt": "a",
+    }
+    dropped = [
+        "pytorch_model.bin",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "model.onnx",
+        "rust_model.ot",
+        "optimizer.pt",
+        "training_args.bin",
+        "2_Dense/pytorch_model.bin",
+        "backup/model.safetensors",
+        "onnx/model.txt",
+        "checkpoint-5/trainer_state.json",
+        "all_results.json",
+        "predictions_dev_STS-B.tsv",
+        "predictions_nbest_dev.json",
+        "runs/events.out.tfevents.1",
+        "train_log.jsonl",
+        "training_curves.png",
+        REPORT_NAME,
+    ]
+    for name, content in (kept | dict.fromkeys(dropped, "x") | {".git/HEAD": "x"}).items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(content)
+    report = convert_checkpoint(source, tmp_path / "out", 4)
+    assert {name: (tmp_path / "out" / name).read_text() for name in kept} == kept
+    assert not any((tmp_path / "out" / name).exists() for name in [*dropped, ".git/HEAD"] if name != REPORT_NAME)
+    folders = {"onnx/model.txt": "onnx/", "checkpoint-5/trainer_state.json": "checkpoint-5/"}
+    folders["runs/events.out.tfevents.1"] = "runs/"
+    assert report.files_left_out == sorted(folders.get(name, name) for name in dropped)
+    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["method"] == "mean"
+
+
+def test_links_of_the_hubs_cache_are_followed(make_source, tmp_path):
+    source = make_source()
+    (source / "vocab.txt").write_text("words")
+    cached = tmp_path / "cache"
+    cached.mkdir()
+    for path in source.iterdir():
+        (cached / path.name).symlink_to(path)
+    convert_checkpoint(cached, tmp_path / "out", 4)
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "words"
+
+
+def test_a_module_folder_that_is_a_link_travels(make_source, tmp_path):
+    source, elsewhere = make_source(), tmp_path / "pooling"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("{}")
+    (source / "1_Pooling").symlink_to(elsewhere)
+    (source / "circle").symlink_to(source)
+    report = convert_checkpoint(source, tmp_path / "out", 4)
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+    assert "1_Pooling/config.json" in report.files_copied and not (tmp_path / "out" / "circle").exists()
+
+
+def test_how_an_old_checkpoint_generates_goes_along(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "plain", 2)
+    (tmp_path / "source" / "generation_config.json").unlink()
+    convert_checkpoint(tmp_path / "source", tmp_path / "without", 2)
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+    file = tmp_path / "source" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_beams": 4, "length_penalty": 0.6}))
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, convert_function(tmp_path / "source", 2)):
+        assert (model.generation_config.num_beams, model.generation_config.length_penalty) == (4, 0.6)
+        assert model.generation_config.decoder_start_token_id == 0
+
+
+def test_a_decoder_without_a_cache_generates_without_one(tmp_path):
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    assert json.loads((tmp_path / "source/generation_config.json").read_text())["use_cache"]
+    fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, convert_function(tmp_path / "source", **fields)):
+        assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
+    class NetworkError(Exception):
+        """Of the client's HTTP library: no OSError."""
+
+    def fail(*args, **kwargs):
+        raise NetworkError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(OSError, match="it is not in the cache, and the Hub cannot be reached"):
+        resolve_source("nobody/has-this-checkpoint")
+
+
+def test_pickles_on_the_hub_are_refused_before_they_are_downloaded(monkeypatch):
+    files = ["config.json", "pytorch_model.bin", "training_args.bin"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(
+        ValueError, match=r"'nobody/old' on the Hub are pickles \(pytorch_model\.bin\).*--allow_pickle"
+    ):
+        resolve_source("nobody/old")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **arguments: arguments["allow_patterns"][0])
+    assert resolve_source("nobody/old", weights=False) == Path("config.json")
+
+
+def test_a_download_that_breaks_off_says_so(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("connection lost")
+
+    files = ["config.json", "model.safetensors", "modules.json", "2_Dense/pytorch_model.bin", "onnx/pytorch_model.bin"]
+    files += ["3_Dense/pytorch_model.bin", "3_Dense/model.safetensors"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(OSError, match=r"'nobody/one' broke off \(RuntimeError: connection lost\): repeat"):
+        resolve_source("nobody/one")
+    assert "the weights of 2_Dense are pickles" in caplog.text
+
+
+def pickled(source, shards=1):
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, source / "pytorch_model.bin")
+        return source
+    names, weight_map = list(tensors), {}
+    for i in range(shards):
+        file = f"pytorch_model-{i + 1:05}-of-{shards:05}.bin"
+        torch.save({name: tensors[name] for name in names[i::shards]}, source / file)
+        weight_map |= dict.fromkeys(names[i::shards], file)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return source
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_pickle_becomes_safetensors_when_allowed(make_source, tmp_path, shards):
+    source = make_source()
+    convert_checkpoint(source, tmp_path / "expected", 4)
+    pickled(source, shards)
+    with pytest.raises(ValueError, match="is a pickle"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    report = convert_checkpoint(source, tmp_path / "out", 4, allow_pickle=True)
+    expected, stored = tensors_of(tmp_path / "expected"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    assert not list((tmp_path / "out").glob("*.bin")) and report.files_left_out == []
+    assert len(list((tmp_path / "out").glob("model*.safetensors"))) == shards
+    transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+
+
+def test_no_such_source(tmp_path):
+    for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="There is no folder"):
+            convert_checkpoint(name, tmp_path / "out", 4)
+    with pytest.raises(OSError, match="not in the cache, and the Hub cannot be reached"):
+        convert_checkpoint("someone/nothing-of-the-kind", tmp_path / "out", 4)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError, match="give the checkpoint's folder"):
+        convert_checkpoint(tmp_path / "file", tmp_path / "out", 4)
+
+
+def test_a_link_that_leads_nowhere_is_named(make_source, tmp_path):
+    source = make_source()
+    (source / "vocab.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"vocab.txt is a link to a file that is not there"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, make_source):
+    monkeypatch.chdir(make_source())
+    with pytest.raises(FileNotFoundError, match="empty name"):
+        convert_checkpoint("", tmp_path / "out", 4)

@@ -1,0 +1,176 @@
+"""Where a conversion is written: a new or empty folder, all of it or nothing."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import transformers
+
+import hf_attn_variants
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.files import staged_folder
+
+from .conftest import loaded
+
+
+def snapshot(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_output_must_be_new_or_empty(make_source, tmp_path):
+    source = make_source()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        convert_checkpoint(source, tmp_path / "full", 4)
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        convert_checkpoint(source, tmp_path / "full" / "mine", 4)
+    with pytest.raises(NotADirectoryError, match="which is a file"):
+        convert_checkpoint(source, tmp_path / "full" / "mine" / "deeper", 4)
+    with pytest.raises(ValueError, match="lies inside the source"):
+        convert_checkpoint(source, source / "inside", 4)
+    (tmp_path / "empty").mkdir()
+    convert_checkpoint(source, tmp_path / "empty", 4)
+    convert_checkpoint(source, tmp_path / "not" / "yet" / "there", 4)
+    expected = {*os.listdir(tmp_path / "empty")}
+    assert expected == {*os.listdir(tmp_path / "not" / "yet" / "there")} and "config.json" in expected
+
+
+def test_the_working_directory(make_source, tmp_path, monkeypatch):
+    source = make_source()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    inode = os.stat(".").st_ino
+    report = convert_checkpoint("../source", ".", 4)
+    assert report.output_dir == "." and os.stat(tmp_path / "here").st_ino == inode
+    convert_checkpoint(source, tmp_path / "new", 4)
+    assert sorted(os.listdir(".")) == sorted(os.listdir(tmp_path / "new"))
+    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "here").config.num_key_value_heads == 4
+    with pytest.raises(FileExistsError, match="is not empty"):
+        convert_checkpoint(source, ".", 4)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_an_empty_or_a_missing_folder(make_source, tmp_path, exists):
+    source = make_source()
+    if exists:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    convert_checkpoint(source, tmp_path / "link", 4)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
+
+
+def test_a_link_to_itself(make_source, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="is a link to itself"):
+        convert_checkpoint(make_source(), tmp_path / "loop", 4)
+
+
+def test_an_empty_mount_point(make_source, tmp_path, monkeypatch):
+    # What the kernel does with one: it cannot be removed, and nothing can be renamed into or out of it.
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    rename, rmdir = os.rename, Path.rmdir
+
+    def checked_rename(old, new):
+        if (mount in Path(old).parents) != (mount in Path(new).parents):
+            raise OSError(18, "Invalid cross-device link")
+        rename(old, new)
+
+    def checked_rmdir(folder):
+        if folder == mount:
+            raise OSError(16, "Device or resource busy")
+        rmdir(folder)
+
+    monkeypatch.setattr(os, "rename", checked_rename)
+    monkeypatch.setattr(Path, "rmdir", checked_rmdir)
+    convert_checkpoint(make_source(), mount, 4)
+    assert (mount / "config.json").is_file() and not list(mount.glob(".*"))
+
+
+def test_an_existing_folder_gets_all_or_nothing_and_its_config_last(tmp_path, monkeypatch):
+    names = ["config.json", "a.txt", "z.safetensors"]
+    moved, rename = [], os.rename
+
+    def failing_rename(old, new):
+        if Path(new).parent == tmp_path:
+            moved.append(Path(new).name)
+            if len(moved) == len(names):
+                raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", failing_rename)
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path) as stage:
+        for name in names:
+            (stage / name).write_text("x")
+    assert moved == ["a.txt", "z.safetensors", "config.json"] and list(tmp_path.iterdir()) == []
+
+
+def test_what_came_into_the_folder_in_the_meantime_is_not_lost(tmp_path):
+    with pytest.raises(FileExistsError, match="in the meantime"), staged_folder(tmp_path) as stage:
+        (stage / "config.json").write_text("ours")
+        (tmp_path / "config.json").write_text("theirs")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+
+
+def test_sigterm_leaves_no_half_written_folder(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped, staged_folder(tmp_path / "out") as stage:
+        (stage / "model.safetensors").write_text("x")
+        os.kill(os.getpid(), signal.SIGTERM)
+        (stage / "config.json").write_text("never reached")
+    assert stopped.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_not_writable(make_source, tmp_path):
+    source = make_source()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(PermissionError, match="is not writable"):
+        convert_checkpoint(source, tmp_path / "locked" / "out", 4)
+
+
+def test_a_full_disk_is_noticed_before_any_work(make_source, tmp_path, monkeypatch):
+    source = make_source()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(OSError, match="not enough disk space"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+class FailsInTheSecondLayer:
+    name = "fails"
+
+    def __init__(self, error):
+        self.error = error
+
+    def pool(self, tensors, heads, layer):
+        if "layer.1." in layer.module:
+            raise self.error
+        return hf_attn_variants.conversion.METHODS["mean"]().pool(tensors, heads, layer)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")]
+)
+def test_a_failure_in_the_middle_leaves_nothing(make_source, tmp_path, error):
+    source = make_source()
+    before = snapshot(tmp_path)
+    with pytest.raises(type(error)):
+        convert_checkpoint(source, tmp_path / "new" / "out", 4, FailsInTheSecondLayer(error))
+    assert snapshot(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(type(error)):
+        convert_checkpoint(source, tmp_path / "empty", 4, FailsInTheSecondLayer(error))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_the_source_is_left_as_it_was(make_source, tmp_path):
+    source = make_source()
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    convert_checkpoint(source, tmp_path / "out", 4)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before

@@ -1,0 +1,88 @@
+"""Dropout of talking-heads weights: single weights, the same ones in both passes."""
+
+import pytest
+import torch
+from fixtures.talking_heads_calls import BACKENDS, B, device_of, make_inputs
+from torch.utils.checkpoint import checkpoint
+
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_drops_single_weights(backend):
+    device, dropout = device_of(backend), 0.25
+    query, key, _, _, logits_proj, weights_proj = make_inputs(n=6, m=80, device=device)
+    # Values that show the weights themselves.
+    value = torch.eye(80, device=device).expand(B, 4, 80, 80)
+    call = {"scaling": 1.0, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
+    weights = talking_heads_attention(query, key, value, **call)  # [b, n, h_v, m]
+    dropped = talking_heads_attention(query, key, value, dropout=dropout, **call)
+    kept = dropped != 0
+    assert abs(kept.float().mean() - (1 - dropout)) < 0.03
+    torch.testing.assert_close(dropped[kept], weights[kept] / (1 - dropout), rtol=1e-4, atol=1e-6)
+    for one, other in ((kept[0], kept[1]), (kept[:, :3], kept[:, 3:]), (kept[:, :, 0], kept[:, :, 1])):
+        assert abs((one == other).float().mean() - (dropout**2 + (1 - dropout) ** 2)) < 0.06
+    again = talking_heads_attention(query, key, value, dropout=dropout, **call) != 0
+    assert (again != kept).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_drops_the_same_in_both_passes(backend):
+    inputs = make_inputs("all different", device=device_of(backend))
+    query, key, value, _, logits_proj, weights_proj = inputs
+
+    def attend(value, weights_proj):
+        torch.manual_seed(3)
+        return talking_heads_attention(
+            query, key, value, scaling=1.0, dropout=0.4, logits_proj=logits_proj, weights_proj=weights_proj,
+            backend=backend,
+        )  # fmt: skip
+
+    output = attend(value, weights_proj)
+    direction = torch.randn_like(output)
+    output.backward(direction)
+    # The output is linear in V and in P_w, given what is dropped.
+    for moved, change in (
+        (attend(value + 1, weights_proj), value.grad.sum()),
+        (attend(value, weights_proj + 1), weights_proj.grad.sum()),
+    ):
+        torch.testing.assert_close(((moved - output) * direction).sum(), change, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("batches", [1, B])
+def test_dropout_drops_the_same_when_the_number_of_threads_changes_before_the_backward_pass(set_threads, batches):
+    query, key, value, _, logits_proj, weights_proj = make_inputs(n=12, dtype=torch.float64)
+    value = value[:batches].detach().requires_grad_()
+    set_threads(3)
+    output = talking_heads_attention(
+        query[:batches], key[:batches], value, scaling=1.0, dropout=0.5, logits_proj=logits_proj,
+        weights_proj=weights_proj,
+    )  # fmt: skip
+    set_threads(1)
+    d_output = torch.randn_like(output)
+    output.backward(d_output)
+    # The output is linear in the values, whatever is dropped.
+    torch.testing.assert_close((value.grad * value).sum(), (d_output * output).sum())
+
+
+def test_checkpointing_repeats_the_dropout():
+    inputs = make_inputs()
+    query, key, value, _, logits_proj, weights_proj = inputs
+
+    def attend(*states):
+        return talking_heads_attention(
+            *states, scaling=1.0, dropout=0.5, logits_proj=logits_proj, weights_proj=weights_proj
+        )
+
+    gradients = []
+    for run in (attend, lambda *states: checkpoint(attend, *states, use_reentrant=False)):
+        torch.manual_seed(5)
+        run(query, key, value).square().sum().backward()
+        gradients.append([t.grad.clone() for t in inputs if t is not None])
+        for tensor in inputs:
+            if tensor is not None:
+                tensor.grad = None
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)

@@ -1,0 +1,247 @@
+"""When the Triton kernels serve a talking-heads call, and the kernel tests once more through Triton's interpreter.
+
+The interpreter needs another process, because the variable that asks for it is read when Triton is imported.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.talking_heads_calls import (
+    CUDA,
+    INTERPRETED,
+    D,
+    M,
+    N,
+    compare,
+    device_of,
+    make_inputs,
+    make_mask,
+    needs_triton,
+)
+
+from hf_attn_variants.modeling import talking_heads, talking_heads_choice, talking_heads_triton
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+def test_chunks_are_as_few_as_the_workspace_allows(monkeypatch):
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**10)
+    for rows in (1, 31, 512, 4096, 5000):
+        for fitting in (1, 33, 48, 512, 1000):
+            chunks = list(talking_heads_triton._chunks(1, rows, 2**10 // fitting))
+            most = max(row.stop - row.start for _, row in chunks)
+            fitting_now = max(1, 2**10 // (2**10 // fitting))
+            assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
+            assert chunks[-1][1].stop == rows and most <= fitting_now
+            whole = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # rows in sixteens
+            assert len(chunks) <= -(-rows // whole)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind, mixes", [("heads", "both"), ("causal padding", "logits"), ("additive", "weights")])
+def test_triton_is_chosen_where_it_agrees(monkeypatch, kind, mixes):
+    device = device_of("triton")
+    used = _count_calls(monkeypatch)
+    mask, causal, added = make_mask(kind, device=device)
+    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
+    assert used == {"forward": 2, "backward": 2}  # the trial and the call
+    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
+    assert used == {"forward": 3, "backward": 3}
+
+
+@needs_triton
+def test_triton_is_tried_without_a_backward_pass_where_none_will_come(monkeypatch):
+    used = _count_calls(monkeypatch)
+    query, key, value, *_ = make_inputs(device=device_of("triton"))
+    with torch.no_grad():
+        talking_heads_attention(query, key, value, scaling=1.0)
+    assert used == {"forward": 2, "backward": 0}
+    talking_heads_attention(query, key, value, scaling=1.0).sum().backward()
+    assert used == {"forward": 4, "backward": 2}
+
+
+@needs_triton
+def test_triton_tries_do_not_move_the_random_numbers(monkeypatch):
+    query, key, value, *_ = make_inputs(device=device_of("triton"))
+    outputs = []
+    for _ in range(2):  # with a trial, and without one
+        torch.manual_seed(7)
+        outputs.append(talking_heads_attention(query, key, value, scaling=1.0, dropout=0.5))
+    assert torch.equal(*outputs)
+
+
+@needs_triton
+@pytest.mark.parametrize("failure", ["raises", "is wrong", "is not a number", "wrong gradient"])
+def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+
+    def failing_forward(operands):
+        if failure == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        output, statistics = forward(operands)
+        if failure == "wrong gradient":
+            return output, statistics
+        return output * (torch.nan if failure == "is not a number" else 1.5), statistics
+
+    def failing_backward(*inputs):
+        d_query, *others = backward(*inputs)
+        return [d_query * 1.5, *others]
+
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (failing_forward, failing_backward))
+    warnings = []
+    monkeypatch.setattr(talking_heads_choice.logger, "warning", warnings.append)
+    device = device_of("triton")
+    for _ in range(2):
+        mask, causal, added = make_mask("rows", device=device)
+        compare("auto", make_inputs("gqa", (1, N, M), device=device), mask, causal, added)
+    assert len(warnings) == 1 and "are computed by the blocked path, which is exact and slower" in warnings[0]
+    reason = "failed with RuntimeError: out of resource" if failure == "raises" else "gave other numbers"
+    assert reason in warnings[0]
+
+
+@needs_triton
+@pytest.mark.skipif(CUDA, reason="the interpreter's tl.dot reads bfloat16 as integers: a kernel that is really wrong")
+def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
+    inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
+    mask, causal, added = make_mask("rows")
+    compare("auto", inputs, mask, causal, added, tolerance=2e-2)
+    assert list(talking_heads_choice._agreed.values()) == [False]
+
+
+@needs_triton
+def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+
+    def forgetting(operands):
+        value = operands.value
+        return forward(operands._replace(value=value.index_fill(2, torch.tensor(900, device=value.device), 0.0)))
+
+    query, key, value, _, logits_proj, weights_proj = make_inputs(
+        "more than sixteen", m=1000, device=device_of("triton"), dtype=torch.float16
+    )
+    call = {"scaling": D**-0.5, "logits_proj": logits_proj, "weights_proj": weights_proj}
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**20)
+    with torch.no_grad():
+        talking_heads_attention(query, key, value, **call)
+        assert list(talking_heads_choice._agreed.values()) == [True]
+    monkeypatch.setattr(talking_heads_choice, "_agreed", {})
+
+    def forgetful_backward(*inputs):
+        d_query, d_key, d_value, *others = backward(*inputs)
+        d_value[:, :, 900] = 0.0
+        return [d_query, d_key, d_value, *others]
+
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (forgetting, forgetful_backward))
+    talking_heads_attention(query, key, value, **call)
+    assert list(talking_heads_choice._agreed.values()) == [False]
+
+
+@needs_triton
+def test_triton_is_asked_whichever_switch_for_tf32_was_used(monkeypatch):
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("torch has one switch only")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
+        assert talking_heads_triton.allows_tf32()
+        compare("auto", make_inputs("gqa", device=device_of("triton")), tolerance=1e-5 if not CUDA else 1e-2)
+        assert list(talking_heads_choice._agreed.values()) == [True]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+@pytest.mark.parametrize("n", [17, 100, 128, 512])
+def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
+    """What Triton specialises a launch for is the same in the trial and in the call, whatever the length."""
+    launches = []
+
+    def record(call, kernel, pointers, batch, row, memory, settings):
+        strides = [(0,) * 4 if t is None else t.stride() for t in (call.bias, call.mask)]
+        steps = [min(s, 2) for four in strides for s in four[1::2]]
+        launches.append((kernel, tuple(steps), tuple(sorted((call.constants | settings).items(), key=str))))
+
+    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**24)
+    monkeypatch.setattr(talking_heads_triton._Call, "launch", record)
+    monkeypatch.setattr(talking_heads_triton, "covers_device", lambda device: True)
+    monkeypatch.setattr(talking_heads, "covers_device", lambda device: True)
+    monkeypatch.setattr(talking_heads_choice, "_largest_error", lambda *_: 0.0)
+    query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
+    bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
+    mask = make_mask("padding", n=n, m=n)[0]
+    talking_heads_attention(
+        query, key, value, mask, bias, scaling=1.0, logits_proj=logits_proj, weights_proj=weights_proj
+    ).sum().backward()
+    assert len(launches) == 4 and launches[2:] == launches[:2]  # forward and backward, tried and called
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore")
+def test_triton_is_chosen_in_a_compiled_graph(monkeypatch):
+    used = _count_calls(monkeypatch)
+    inputs = make_inputs("gqa", device=device_of("triton"))
+    inputs = [t for t in inputs if t is not None]
+
+    def attend(query, key, value, logits_proj, weights_proj):
+        return talking_heads_attention(
+            query * 2, key, value, scaling=1.0, logits_proj=logits_proj, weights_proj=weights_proj
+        ).sin()
+
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for got, want in zip(torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert used == {"forward": 3, "backward": 3}
+
+
+def _count_calls(monkeypatch):
+    """Counts what goes to the Triton kernels, trials included."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counted(name, function):
+        def call(*inputs):
+            counts[name] += 1
+            return function(*inputs)
+
+        return call
+
+    forward, backward = talking_heads_choice.BACKENDS["triton"]
+    pair = counted("forward", forward), counted("backward", backward)
+    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", pair)
+    return counts
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_triton_through_its_interpreter():
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "triton"]
+    command += map(str, Path(__file__).parent.glob("test_talking_heads_*.py"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "passed" in run.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="once is enough")
+def test_loads_where_there_is_no_triton():
+    # The package stands in empty: what is asked is whether these files load, and its models take long to.
+    code = (
+        "import sys, types; sys.modules['triton'] = None\n"
+        "package = sys.modules['hf_attn_variants'] = types.ModuleType('hf_attn_variants')\n"
+        "package.__path__ = ['hf_attn_variants']\n"
+        "import torch\n"
+        "from hf_attn_variants.modeling import talking_heads_triton\n"
+        "from hf_attn_variants.modeling.talking_heads_blocked import Operands\n"
+        "x = torch.ones(1, 2, 3, 4)\n"
+        "assert talking_heads_triton.triton is None and not talking_heads_triton.is_supported(Operands(x, x, x))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)

@@ -1,0 +1,132 @@
+"""Token classification: CoNLL's files, labels at first tokens, scores of whole entities, whole runs."""
+
+import gzip
+import json
+
+import pytest
+from transformers import AutoModelForTokenClassification
+
+from hf_attn_variants.commands.ner import main, parse_args
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training.ner.data import load_sentences, read_conll
+from hf_attn_variants.training.ner.task import EntityScores
+
+NAMES, PLACES, VERBS = ("Ann", "Bob", "Tom Lee"), ("Rome", "New York"), ("visits", "likes", "left")
+
+
+def sentences():
+    rows = [(name, verb, place) for name in NAMES for verb in VERBS for place in PLACES]
+    for name, verb, place in rows:
+        words = [*name.split(), verb, *place.split(), "."]
+        tags = ["B-PER", *["I-PER"] * name.count(" "), "O", "B-LOC", *["I-LOC"] * place.count(" "), "O"]
+        yield list(zip(words, tags, strict=True))
+
+
+def write(path, rows, has_tags=True):
+    lines = ["-DOCSTART- -X- O O\n\n"]
+    for row in rows:
+        lines += [f"{word} NN {tag}\n" if has_tags else f"{word}\n" for word, tag in row] + ["\n"]
+    text = "".join(lines).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.fixture
+def run(tiny_bert, tmp_path):
+    rows = list(sentences())
+    train, dev = write(tmp_path / "train.txt.gz", rows), write(tmp_path / "dev.txt", rows[::3])
+    test = write(tmp_path / "test.txt", rows[1::5], has_tags=False)
+
+    def call(*more, model=tiny_bert, out="out"):
+        argv = [model, "--train_file", train, "--validation_file", dev, "--test_file", test, "--max_length", 16]
+        argv += ["--output_dir", tmp_path / out, "--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
+        argv += ["--cpu", "--disable_tqdm", *more]
+        return main(parse_args([str(part) for part in argv])), tmp_path / out
+
+    return call
+
+
+def test_a_variant_learns_to_tag_and_predicts_each_word(run, tiny_bert, tmp_path):
+    convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
+    results, out = run("--num_train_epochs", 8, model=tmp_path / "gqa")
+    assert results["eval_f1"] > 0.9 and results["eval_accuracy"] > 0.9 and results["eval_samples"] == 6
+    model = AutoModelForTokenClassification.from_pretrained(out)
+    assert model.config.num_key_value_heads == 2
+    assert sorted(model.config.label2id) == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    expected = [[word for word, _ in row] for row in list(sentences())[1::5]]
+    assert [words for words, _ in read_conll(out / "predictions_test.txt")] == expected
+    assert len(read_conll(out / "predictions_dev.txt")) == 6 and (out / "training_curves.png").is_file()
+    again, _ = run("--num_train_epochs", 0, model=out, out="again")
+    assert again["eval_f1"] == results["eval_f1"] and again["eval_loss"] == pytest.approx(results["eval_loss"])
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    flags = ["--max_train_steps", 5, "--metric_for_best_model", "f1", "--eval_steps", 2]
+    whole, out = run(*flags, "--checkpointing_steps", 3)
+    resumed, other = run(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_words_that_are_cut_off_are_tagged_o(run):
+    results, out = run("--num_train_epochs", 0, "--max_length", 4)
+    tagged = read_conll(out / "predictions_dev.txt")
+    assert all(set(tags[2:]) == {"O"} and len(tags) == len(words) for words, tags in tagged)
+    assert 0 <= results["eval_accuracy"] < 1
+
+
+def test_entities_are_scored_whole():
+    references = [["B-PER", "I-PER", "O", "B-LOC"]]
+    found = EntityScores(keep_in_memory=True).compute(
+        predictions=[["B-PER", "O", "O", "B-LOC"]], references=references
+    )
+    assert found == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
+    nothing = EntityScores(keep_in_memory=True).compute(predictions=[["O"] * 4], references=references)
+    assert nothing["f1"] == 0.0
+
+
+def test_a_dataset_gives_the_same_sentences(tmp_path):
+    rows = [{"tokens": [w for w, _ in row], "ner_tags": [t for _, t in row]} for row in sentences()]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
+    found = load_sentences(settings)
+    assert found.keys() == {"train", "validation"}
+    assert found["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Rome", r"bad.txt, line 2: 'Rome' is no word and, last, its tag"),
+        ("Rome NN LOC", r"line 2: 'Rome NN LOC' is no word and, last, its tag: O, B-... or I-..."),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
+    (tmp_path / "bad.txt").write_text(f"Ann B-PER\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        read_conll(tmp_path / "bad.txt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --train_file and --validation_file, or --dataset_name"),
+        (["--train_file", "a"], "give --train_file and --validation_file"),
+        (["--train_file", "a", "--validation_file", "b", "--dataset_name", "c"], "or --dataset_name"),
+        (
+            ["--dataset_name", "c", "--metric_for_best_model", "bleu"],
+            "there are loss, precision, recall, f1, accuracy",
+        ),
+    ],
+)
+def test_bad_flags_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(["m", "--output_dir", "o", *flags])
+
+
+def test_a_dataset_without_tags_says_what_it_needs(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(OSError, match=r"splits train and validation and columns tokens and ner_tags .*; give files"):
+        load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))

@@ -1,0 +1,98 @@
+"""Settings: what a command line makes of them, what they refuse, and what a resumed run must share."""
+
+import dataclasses
+
+import pytest
+from transformers.trainer_utils import SchedulerType
+
+from hf_attn_variants.cli import COMMANDS
+from hf_attn_variants.commands import glue, ner, pretrain, pretrain_t5, seq2seq, squad, uptrain
+from hf_attn_variants.training.engine.options import fields_by_group
+from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings
+from hf_attn_variants.training.glue.settings import GlueSettings
+from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
+from hf_attn_variants.training.seq2seq.settings import Seq2SeqSettings
+
+NEEDED = {
+    glue: ["--task_name", "stsb"],
+    squad: [],
+    ner: ["--train_file", "a", "--validation_file", "b"],
+    seq2seq: ["--source_file", "a", "--target_file", "b"],
+    uptrain: ["--objective", "mlm"],
+    pretrain: ["--train_file", "a", "--max_train_steps", "9"],
+    pretrain_t5: ["--train_file", "a", "--max_train_steps", "9"],
+}
+
+
+@pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.__name__.split(".")[-1])
+def test_a_flag_is_a_field_and_a_default_the_fields(command):
+    settings = command.parse_args(["m", "--output_dir", "o", *NEEDED[command]])
+    given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
+    again = type(settings)(**{name: getattr(settings, name) for name in given})
+    assert again == settings
+    flags = [each.name for _, fields in fields_by_group(type(settings)) for each in fields]
+    assert sorted(flags) == sorted(each.name for each in dataclasses.fields(settings))
+    assert command.__name__.replace("hf_attn_variants.commands.", "").replace("_", "-") in COMMANDS
+
+
+def test_a_type_says_how_its_flag_is_read():
+    argv = ["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b"]
+    argv += ["--num_beams", "1", "4", "--learning_rate", "1e-3", "--group_by_length", "--checkpointing_steps", "epoch"]
+    settings = seq2seq.parse_args([*argv, "--lr_scheduler_kwargs", '{"x": 1}', "--max_length", "7"])
+    assert (settings.num_beams, settings.learning_rate, settings.group_by_length) == ((1, 4), 1e-3, True)
+    assert (settings.checkpointing_steps, settings.lr_scheduler_kwargs) == ("epoch", {"x": 1})
+    # What depends on other settings is filled in.
+    assert (settings.max_target_length, settings.metrics) == (7, ("bleu",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_length": 0}, "--max_length must be at least 1, got 0"),
+        ({"max_length": "long"}, "--max_length must be at least 1, got long"),
+        ({"learning_rate": float("nan")}, "--learning_rate must be at least 0, got nan"),
+        ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
+        ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
+        ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
+        ({"model_name_or_path": None}, "--model_name_or_path must be given"),
+        ({"task_name": "imdb"}, "unknown --task_name 'imdb'"),
+        ({"hub_model_id": "me/x"}, "need --push_to_hub"),
+    ],
+)
+def test_settings_made_in_python_are_checked_as_flags_are(changed, message):
+    good = {"model_name_or_path": "m", "task_name": "stsb", "output_dir": "o"}
+    GlueSettings(**good)
+    with pytest.raises(ValueError, match=message):
+        GlueSettings(**good | changed)
+
+
+def test_settings_do_not_change():
+    settings = GlueSettings(model_name_or_path="m", task_name="stsb", output_dir="o")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.seed = 1
+    assert dataclasses.replace(settings, seed=1).seed == 1 and settings.seed == 42
+
+
+def test_a_resumed_run_shares_what_decides_its_weights():
+    shared = {"model_name_or_path": "m", "output_dir": "o"}
+    glue_settings = GlueSettings(task_name="stsb", **shared)
+    always, best = (glue_settings.resume_values(with_best) for with_best in (False, True))
+    assert best.keys() - always.keys() == {"eval_steps", "max_eval_samples", "validation_file"}
+    assert {"seed", "learning_rate", "max_length", "group_by_length"} <= always.keys()
+    assert not always.keys() & {"output_dir", "logging_steps", "cpu", "per_device_eval_batch_size"}
+    text = Seq2SeqSettings(train_file=("a",), validation_file=("b", "c"), **shared)
+    # As a checkpoint's JSON holds it.
+    assert text.resume_values(True)["validation_file"] == ["b", "c"]
+
+
+def test_groups_come_in_an_order_that_a_reader_expects():
+    titles = [title for title, _ in fields_by_group(GlueSettings)]
+    assert titles == ["task", "model", "data", "training", "output", "hub"]
+    assert [title for title, _ in fields_by_group(MaskedLMSettings)][:2] == ["masking", "text"]
+    shared = {each.name for each in dataclasses.fields(TrainingSettings)}
+    more = {each.name for each in dataclasses.fields(FineTuningSettings)} - shared
+    assert more == {"max_train_samples", "group_by_length", "pad_to_multiple_of"}
+
+
+def test_the_schedules_are_those_of_transformers():
+    assert set(SCHEDULES) == {kind.value for kind in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
