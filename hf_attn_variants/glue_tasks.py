@@ -14,7 +14,7 @@ class GlueTask:
         name, folder: its names on the Hub (and as `--task_name`) and in the official release.
         text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
         labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
-        metrics: official metrics, by their names in `glue.metrics`.
+        metrics: official metrics, by their names in `training.glue.metrics`.
         eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
         test_splits: the same for the test splits.
         submits_names: whether a submission holds class names, and not ids.
