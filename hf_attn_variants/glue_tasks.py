@@ -11,21 +11,15 @@ class GlueTask:
     """What the code must know about a GLUE task.
 
     Attributes:
-        name: The task's name for `--task_name`, which is also its configuration in `nyu-mll/glue`.
-        folder: The folder's and the submission file's name in the official release.
-        text_columns: One or two text columns; for each the names it goes by in TSVs and on the Hub.
-        label_columns: The names of the label column.
-        labels: Class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
-        metrics: Official metrics, by their names in `training.metrics`.
-        main_metric: The dev metric that decides which weights are best.
+        name, folder: its names on the Hub (and as `--task_name`) and in the official release.
+        text_columns: one or two text columns; for each the names it goes by in TSVs and on the Hub.
+        labels: class names in the order of the Hub's class ids; None for STS-B, a regression from 0 to 5.
+        metrics: official metrics, by their names in `training.glue.metrics`.
         eval_splits: Hub split -> TSV file, of the dev splits; the first is the one that decides.
-        test_splits: The same for the test splits.
-        submissions: Test split -> name of its file in a GLUE submission.
-        submits_names: Whether a submission holds class names (True) or class ids.
-        headerless: Column names of a file without a header, by its number of columns; `headerless_test` holds those of
-            test files, which have no label.
-        may_have_broken_rows: The official file has rows cut by a line break inside a question; they are left out, and
-            counted.
+        test_splits: the same for the test splits.
+        submits_names: whether a submission holds class names, and not ids.
+        headerless, headerless_test: column names of a file (a test file) without a header, by their number.
+        may_have_broken_rows: the official file has rows cut by a line break; they are left out, and counted.
     """
 
     name: str
@@ -37,7 +31,6 @@ class GlueTask:
     main_metric: str = "accuracy"
     eval_splits: dict[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
     test_splits: dict[str, str] = field(default_factory=lambda: {"test": "test.tsv"})
-    submissions: dict[str, str] = field(default_factory=dict)
     submits_names: bool = False
     headerless: dict[int, tuple[str, ...]] = field(default_factory=dict)
     headerless_test: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -47,41 +40,18 @@ class GlueTask:
     def is_regression(self) -> bool:
         return self.labels is None
 
-    @property
-    def num_labels(self) -> int:
-        return 1 if self.labels is None else len(self.labels)
-
     def submission_file(self, split: str) -> str:
-        return self.submissions.get(split, f"{self.folder}.tsv")
+        """Return the name of a split's file in a GLUE submission."""
+        kind = {"matched": "-m", "mismatched": "-mm"}.get(split.partition("_")[2], "")
+        return f"{self.folder}{kind}.tsv"
 
 
 _PAIR = (("sentence1", "premise"), ("sentence2", "hypothesis"))
 _PAIR_LAYOUT = {4: ("index", "sentence1", "sentence2", "label")}
 _PAIR_TEST_LAYOUT = {3: ("index", "sentence1", "sentence2")}
-_STSB_LAYOUT = (
-    "index",
-    "genre",
-    "filename",
-    "year",
-    "old_index",
-    "source1",
-    "source2",
-    "sentence1",
-    "sentence2",
-    "score",
-)
-_MNLI_START = (
-    "index",
-    "promptID",
-    "pairID",
-    "genre",
-    "sentence1_binary_parse",
-    "sentence2_binary_parse",
-    "sentence1_parse",
-    "sentence2_parse",
-    "sentence1",
-    "sentence2",
-)
+_STSB_LAYOUT = tuple("index genre filename year old_index source1 source2 sentence1 sentence2 score".split())
+_PARSES = ("sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse", "sentence2_parse")
+_MNLI_START = ("index", "promptID", "pairID", "genre", *_PARSES, "sentence1", "sentence2")
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _TASKS = [
@@ -145,12 +115,6 @@ _TASKS = [
         labels=_NLI_LABELS,
         eval_splits={"validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
         test_splits={"test_matched": "test_matched.tsv", "test_mismatched": "test_mismatched.tsv"},
-        submissions={
-            "validation_matched": "MNLI-m.tsv",
-            "validation_mismatched": "MNLI-mm.tsv",
-            "test_matched": "MNLI-m.tsv",
-            "test_mismatched": "MNLI-mm.tsv",
-        },
         submits_names=True,
         headerless={
             4: ("index", "sentence1", "sentence2", "gold_label"),
@@ -203,10 +167,10 @@ TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
 
 
 def get_task(name: str) -> GlueTask:
-    """Finds a task by its Hub name ("stsb") or its official one ("STS-B"), whatever the case.
+    """Find a task by its Hub name ("stsb") or its official one ("STS-B"), whatever the case.
 
     Raises:
-        ValueError: There is no such task to train on.
+        ValueError: if there is no such task to train on.
     """
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None or not task.eval_splits:
@@ -217,10 +181,10 @@ def get_task(name: str) -> GlueTask:
 
 
 def parse_label(task: GlueTask, text: str) -> int | float:
-    """Reads a label: a class name, a class id, or a score.
+    """Read a label: a class name, a class id, or a score.
 
     Raises:
-        ValueError: It is none of them; the caller adds file and row.
+        ValueError: if it is none of them; the caller adds file and row.
     """
     if task.labels is None:
         try:
@@ -240,7 +204,7 @@ def parse_label(task: GlueTask, text: str) -> int | float:
 
 
 def format_prediction(task: GlueTask, value: float) -> str:
-    """Writes one prediction as a GLUE submission holds it: a score with three decimals, a class name or a class id."""
+    """Write one prediction as a GLUE submission holds it: a score with three decimals, a class name or a class id."""
     if task.labels is None:
         return f"{min(5.0, max(0.0, float(value))):.3f}"
     return task.labels[int(value)] if task.submits_names else str(int(value))

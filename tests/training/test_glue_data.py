@@ -184,5 +184,5 @@ def test_labels_and_submission_formats():
 
 
 def test_first_keeps_everything_without_a_count(glue):
-    split = GlueSplit("train", "x", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
+    split = GlueSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
     assert len(split.first(None)) == len(split.first(99)) == 12 and len(split.first(3)) == 3

@@ -6,7 +6,6 @@ import torch
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.pretraining.run import PreparedBlocks
 from hf_attn_variants.training.pretraining.span_corruption import (
     SpanCorruption,
     block_length,
@@ -14,6 +13,7 @@ from hf_attn_variants.training.pretraining.span_corruption import (
     noise_counts,
     noise_spans,
 )
+from hf_attn_variants.training.pretraining.task import PreparedBlocks
 
 
 @pytest.fixture(scope="module")

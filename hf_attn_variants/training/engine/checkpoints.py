@@ -37,51 +37,36 @@ NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class TrainState:
-    """Where a run stands; what `accelerate` does not know about it.
+    """Where a run stands; what `accelerate` does not know about it."""
 
-    Attributes:
-        step: Optimiser steps done.
-        epoch: Epoch the next batch belongs to (from 0).
-        batch_in_epoch: Batches of that epoch already used, on each process.
-        position: The "position" of the last one, where batches have one: how its data is found again.
-        examples, tokens, flops: Training examples used, the tokens in them and what training on them took, over all
-            processes; see `throughput`.
-        loss_total: Sum of the mean losses of all steps.
-        window_loss, window_steps: The same since the last log record, and its steps.
-        window_tokens, window_begin: `tokens` and `train_seconds` at the last log record.
-        lr: The learning rate of the last step.
-        best_metric, best_step: The best evaluation so far.
-        bad_evaluations: Evaluations since then.
-        finished: Early stopping ended the run.
-        train_seconds: Time spent in training steps (neither evaluation nor checkpoints).
-        fingerprint: The settings and data that decide which weights the run ends with.
-        environment: What decides how sums are rounded; another one resumes with a warning.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch_in_epoch: int = 0
-    position: list[int] | None = None
+    step: int = 0  # optimiser steps done
+    epoch: int = 0  # which the next batch belongs to, from 0
+    batch_in_epoch: int = 0  # batches of that epoch already used, on each process
+    position: list[int] | None = None  # the last batch's "position", where it has one: how its data is found again
+    # Over all processes: training examples, the tokens in them, and what training on them took; see `throughput`.
     examples: int = 0
     tokens: int = 0
     flops: int = 0
-    loss_total: float = 0.0
+    loss_total: float = 0.0  # the sum of the mean losses of all steps
+    # The same since the last log record, and its steps; `tokens` and `train_seconds` at that record.
     window_loss: float = 0.0
     window_steps: int = 0
     window_tokens: int = 0
     window_begin: float = 0.0
-    lr: float = 0.0
+    lr: float = 0.0  # of the last step
     best_metric: float | None = None
     best_step: int | None = None
-    bad_evaluations: int = 0
-    finished: bool = False
-    train_seconds: float = 0.0
+    bad_evaluations: int = 0  # since the best one
+    finished: bool = False  # by early stopping
+    train_seconds: float = 0.0  # in training steps, neither evaluation nor checkpoints
+    # The settings and data that decide which weights the run ends with.
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    # What decides how sums are rounded; another one resumes with a warning.
     environment: dict[str, Any] = field(default_factory=dict)
 
 
 def _environment(accelerator: Accelerator) -> dict[str, Any]:
-    # Each of these decides in which order sums are rounded.
+    """Return what decides in which order sums are rounded."""
     device = accelerator.device.type
     return {
         "device": torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device,
@@ -92,14 +77,14 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Lists the complete checkpoints of a run, oldest first."""
+    """List the complete checkpoints of a run, oldest first."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     whole = [path for path in folders if (path / STATE_FILE).is_file()]
     return sorted(whole, key=_step_of)
 
 
 def last_good_checkpoint(output_dir: str | Path) -> str:
-    """Ends the message of a failed write: which checkpoint to go on from; nothing where there is none."""
+    """Return the end of a failed write's message: which checkpoint to go on from; "" where there is none."""
     kept = list_checkpoints(output_dir)
     return f"; the last good checkpoint is {kept[-1]}" if kept else ""
 
@@ -109,14 +94,10 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
-    """Finds the checkpoint that `--resume_from_checkpoint` names.
-
-    Args:
-        resume_from: A checkpoint folder, or "latest".
-        output_dir: Where "latest" looks.
+    """Find the checkpoint that `--resume_from_checkpoint` names.
 
     Raises:
-        ValueError: There is none, or the folder is no complete checkpoint.
+        ValueError: if there is none, or the folder is no complete checkpoint.
     """
     if resume_from == "latest":
         found = list_checkpoints(output_dir)
@@ -137,23 +118,16 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
 def save_checkpoint(
     accelerator: Accelerator, state: TrainState, output_dir: str | Path, save_total_limit: int | None = None
 ) -> Path:
-    """Saves model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
+    """Save model, optimiser, schedule, random states, position, log and best weights as `checkpoint-<step>`.
 
     Everything is written to a temporary folder, flushed to the disk and renamed, so that a run killed or a disk filled
     on the way leaves the earlier checkpoints as they are. Called on every process.
 
-    Args:
-        accelerator: Has prepared the model, optimiser and schedule.
-        state: The run's state.
-        output_dir: The run's folder; its log and best weights are copied into the checkpoint.
-        save_total_limit: Other checkpoints are deleted until this many are left, first those of later steps, which a
-            run that went back to an earlier one leaves behind, then the oldest; None keeps all.
-
-    Returns:
-        The checkpoint's folder.
+    With `save_total_limit` other checkpoints are deleted until this many are left, first those of later steps, which a
+    run that went back to an earlier one leaves behind, then the oldest.
 
     Raises:
-        OSError: It could not be written; nothing is left behind.
+        OSError: if it could not be written; nothing is left behind.
     """
     output_dir = Path(output_dir)
     target = output_dir / f"checkpoint-{state.step}"
@@ -169,13 +143,12 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError by who writes
         shutil.rmtree(temporary, ignore_errors=True)
-        last = last_good_checkpoint(output_dir)
-        raise OSError(f"could not write checkpoint {target} ({type(error).__name__}: {error}){last}") from error
+        reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+        raise OSError(f"could not write checkpoint {target} {reason}") from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
-        later = [path for path in others if _step_of(path) > state.step]
-        doomed = [*later, *(path for path in others if path not in later)]
-        for old in doomed[: max(len(others) + 1 - save_total_limit, 0)]:
+        others.sort(key=lambda path: _step_of(path) <= state.step)  # later ones first, each kind oldest first
+        for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
             _remove(old)
     accelerator.wait_for_everyone()
     return target
@@ -223,41 +196,20 @@ def _remove(folder: Path) -> None:
 def load_checkpoint(
     accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
 ) -> TrainState:
-    """Restores what `save_checkpoint` saved, the random states last. Called on every process.
+    """Restore what `save_checkpoint` saved, the random states last, and return the state. Called on every process.
 
-    Args:
-        accelerator: Has prepared a model, optimiser and schedule like those saved.
-        path: The checkpoint.
-        output_dir: The run's folder, which gets the log and the best weights back as they were.
-        fingerprint: This run's; see `TrainState`.
-
-    Returns:
-        The saved state.
+    The run's folder gets the log and the best weights back as they were.
 
     Raises:
-        ValueError: The run's settings or training data are not those saved (the message names each with its old and
+        ValueError: if the run's settings or training data are not those saved (the message names each with its old and
             new value), or the checkpoint's weights do not fit the model.
     """
     state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
-    changed = {
-        key: (state.fingerprint.get(key), value)
-        for key, value in fingerprint.items()
-        if state.fingerprint.get(key) != value
-    }
-    if changed:
-        listed = ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in changed.items())
-        raise ValueError(f"cannot resume exactly from {path}: {listed}; give the values it was saved with")
-    rounding = {
-        key: (state.environment.get(key), value)
-        for key, value in _environment(accelerator).items()
-        if state.environment.get(key) != value
-    }
+    if changed := _changes(state.fingerprint, fingerprint):
+        raise ValueError(f"cannot resume exactly from {path}: {changed}; give the values it was saved with")
+    rounding = _changes(state.environment, _environment(accelerator))
     if rounding and accelerator.is_main_process:
-        logger.warning(
-            "resuming from %s to rounding, not bit by bit: %s",
-            path,
-            ", ".join(f"{key} was {old} and is {new}" for key, (old, new) in rounding.items()),
-        )
+        logger.warning("resuming from %s to rounding, not bit by bit: %s", path, rounding)
     random_states = path / f"random_states_{accelerator.process_index}.pkl"
     if not random_states.is_file():
         raise ValueError(f"cannot resume exactly from {path}: no {random_states.name}")
@@ -286,8 +238,12 @@ def load_checkpoint(
     return state
 
 
+def _changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
+
+
 def _check_random_state(path: Path, device: torch.device) -> None:
-    # accelerate goes on where it cannot restore one.
+    """Check that accelerate restored the random states: where it cannot, it goes on without them."""
     try:
         states = load(path)
         restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
@@ -302,10 +258,10 @@ def _check_random_state(path: Path, device: torch.device) -> None:
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
-    """Writes the weights of the best evaluation so far, in place of earlier ones. Called on every process.
+    """Write the weights of the best evaluation so far, in place of earlier ones. Called on every process.
 
     Raises:
-        OSError: They could not be written; nothing half written is left, and the message names the last good
+        OSError: if they could not be written; nothing half written is left, and the message names the last good
             checkpoint.
     """
     weights = accelerator.get_state_dict(model)
@@ -317,15 +273,13 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
             temporary.replace(path)
         except Exception as error:  # safetensors has its own error for a full disk
             temporary.unlink(missing_ok=True)
-            last = last_good_checkpoint(output_dir)
-            raise OSError(
-                f"could not write the best weights to {output_dir} ({type(error).__name__}: {error}){last}"
-            ) from error
+            reason = f"({type(error).__name__}: {error}){last_good_checkpoint(output_dir)}"
+            raise OSError(f"could not write the best weights to {output_dir} {reason}") from error
     accelerator.wait_for_everyone()
 
 
 def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """Gives a prepared model the weights of a safetensors file, each process its share. Called on every process."""
+    """Give a prepared model the weights of a safetensors file, each process its share. Called on every process."""
     if not accelerator.is_fsdp2:
         load_model(accelerator.unwrap_model(model), str(path))
         return

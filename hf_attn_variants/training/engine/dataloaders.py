@@ -37,10 +37,7 @@ class EpochSampler(Sampler[int]):
     not called `set_epoch`, which accelerate calls with a count of its own that a resumed dataloader does not continue.
 
     Args:
-        length: Number of examples.
-        seed: The run's seed.
-        group_lengths: Tokens of each example, to group by length; None shuffles freely.
-        batch_size: Batch size the groups are made for.
+        group_lengths: tokens of each example, to group by length in batches of `batch_size`; None shuffles freely.
     """
 
     def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
@@ -51,14 +48,14 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Selects the epoch whose order `__iter__` yields (counted from 0)."""
+        """Select the epoch whose order `__iter__` yields (counted from 0)."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        # Two seeds a small step apart must not share orders an epoch apart.
+        # Not seed + epoch: the orders of seed 1 would be those of seed 0 an epoch later.
         seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
         generator = torch.Generator().manual_seed(seed)
         if self.group_lengths is None:
@@ -67,8 +64,8 @@ class EpochSampler(Sampler[int]):
         return iter(self._shuffle_batches(indices, generator))
 
     def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
-        # They come from long to short, fifty at a time, and a model would learn long and forget short texts in turns.
-        # The longest stays first, for memory that is not enough to be missed at once, and an incomplete one last.
+        # Fifty batches at a time they come from long to short; a model would learn long texts and forget short ones in
+        # turns. The longest batch stays first: memory that is too small fails at once. An incomplete one stays last.
         size = self.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
         order = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
@@ -84,29 +81,11 @@ def create_train_dataloader(
     seed: int,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Makes a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
+    """Make a training dataloader that draws nothing from the global random state, so that dropout resumes exactly.
 
-    Args:
-        data: Examples by index.
-        sampler: Their order.
-        batch_size: Examples a batch.
-        collate: Examples to a batch; it must be a function of the examples (no random numbers), because batches are
-            prepared ahead of the step that uses them.
-        seed: Seeds the workers.
-        num_workers: Processes that prepare batches.
+    `collate` must be a function of the examples alone: batches are prepared ahead of the step that uses them.
     """
-    return DataLoader(
-        data,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate,
-        num_workers=num_workers,
-        worker_init_fn=_ignore_stop_signals,
-        # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
-        generator=torch.Generator().manual_seed(seed),
-        persistent_workers=False,
-        pin_memory=_pins_memory(),
-    )
+    return _data_loader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
 
 def prepare_train_dataloader(
@@ -116,54 +95,29 @@ def prepare_train_dataloader(
     collate: Callable[[list], Any],
     lengths: Callable[[], Sequence[int]],
 ) -> tuple[DataLoader | list, EpochSampler]:
-    """Makes the prepared training dataloader that the shared flags ask for, and the sampler that knows its epochs.
+    """Make the prepared training dataloader that the settings ask for, and the sampler that knows its epochs.
 
-    Args:
-        settings: Reads `per_device_train_batch_size`, `group_by_length`, `dataloader_num_workers`, `seed`.
-        accelerator: The run's.
-        rows: Examples by index; without any (a run that only evaluates) there are no batches.
-        collate: See `create_train_dataloader`.
-        lengths: Gives the length of each row; called where rows are grouped by it.
+    Without rows (a run that only evaluates) there are no batches. `lengths` is called where it groups rows.
     """
-    batch_size = settings.per_device_train_batch_size
-    sampler = EpochSampler(
-        max(len(rows), 1),
-        settings.seed,
-        lengths() if settings.group_by_length else None,
-        batch_size * accelerator.num_processes,
-    )
+    batch_size, seed = settings.per_device_train_batch_size, settings.seed
+    group_lengths = lengths() if settings.group_by_length else None
+    sampler = EpochSampler(max(len(rows), 1), seed, group_lengths, batch_size * accelerator.num_processes)
     if not len(rows):
         return [], sampler
-    loader = create_train_dataloader(
-        rows, sampler, batch_size, collate, settings.seed, settings.dataloader_num_workers
-    )
+    loader = create_train_dataloader(rows, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
     return accelerator.prepare(loader), sampler
 
 
 def create_stream_dataloader(
     accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
 ) -> DataLoader:
-    """Makes a prepared dataloader of a stream of batches that are each process's own.
+    """Make a prepared dataloader of a stream of batches that are each process's own, with 0 workers or 1.
 
     accelerate's own preparation would read on the main process alone, fill the last batch up with rows of the first,
     and draw from the random state that dropout uses.
-
-    Args:
-        accelerator: Gives the device.
-        stream: Batches: dicts of tensors.
-        seed: Seeds the worker.
-        num_workers: 0, or 1 to prepare batches beside the training.
     """
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=num_workers,
-        worker_init_fn=_ignore_stop_signals,
-        generator=torch.Generator().manual_seed(seed),
-        pin_memory=_pins_memory(),
-    )
     return prepare_data_loader(
-        loader,
+        _data_loader(stream, seed, num_workers, batch_size=None),
         accelerator.device,
         num_processes=1,
         process_index=0,
@@ -176,16 +130,8 @@ def create_stream_dataloader(
 def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
-    """Makes a dataloader in the data's own order, which likewise leaves the global random state alone."""
-    return DataLoader(
-        data,
-        batch_size=batch_size,
-        collate_fn=collate,
-        num_workers=num_workers,
-        worker_init_fn=_ignore_stop_signals,
-        generator=torch.Generator().manual_seed(0),
-        pin_memory=_pins_memory(),
-    )
+    """Make a dataloader in the data's own order, which leaves the global random state alone as well."""
+    return _data_loader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
 def prepare_eval_dataloader(
@@ -195,11 +141,9 @@ def prepare_eval_dataloader(
     lengths: Sequence[int],
     collate: Callable[[list], Any],
 ) -> tuple[DataLoader, list[int]]:
-    """Make a prepared dataloader of rows, longest first: little padding, and a batch that does not fit into memory
-    fails at once.
+    """Make a prepared dataloader of rows, longest first: little padding, and memory that is too small fails at once.
 
-    Returns:
-        The dataloader, and the numbers of the rows in its order; see `in_rows_order`.
+    Return it and the numbers of the rows in its order, for `in_rows_order`.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     loader = create_eval_dataloader(
@@ -215,13 +159,20 @@ def in_rows_order(found: Tensor, order: Sequence[int]) -> np.ndarray:
     return restored
 
 
+def _data_loader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
+    on_gpu = bool(PartialState._shared_state) and PartialState().device.type == "cuda"
+    return DataLoader(
+        data,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_stop_signals,
+        # Without a generator of its own, each new iterator draws a seed from the one dropout uses.
+        generator=torch.Generator().manual_seed(seed),
+        pin_memory=on_gpu and torch.cuda.is_available(),  # a GPU that the run does not use is left alone
+        **options,
+    )
+
+
 def _ignore_stop_signals(worker: int) -> None:
-    # Schedulers, torchrun and terminals send them to all processes of a job. The loop saves a checkpoint first, and
-    # workers that were gone by then would end it with an error; once it has ended, they do.
+    # They are sent to all processes of a job, and the loop needs its workers until it has saved a checkpoint.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _pins_memory() -> bool:
-    # With --cpu a GPU is left alone, whatever it is doing.
-    return torch.cuda.is_available() and bool(PartialState._shared_state) and PartialState().device.type == "cuda"

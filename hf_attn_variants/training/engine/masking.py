@@ -19,13 +19,13 @@ UNCHANGED, CHANGED = 0, 1
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Says of each token whether it begins a word: a bool array [V].
+    """Return of each token whether it begins a word: a bool array [V].
 
     WordPiece marks the others ("##"), SentencePiece those that do ("▁"); under the latter a token without a letter or
     digit is a word of its own, as in ALBERT's code.
 
     Raises:
-        ValueError: The vocabulary marks neither.
+        ValueError: if the vocabulary marks neither.
     """
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
@@ -40,16 +40,13 @@ class MaskedLMPreparation:
     [CLS] segment [SEP] segment [SEP] of the block cut in two.
 
     Args:
-        tokenizer: Has [CLS], [SEP], [MASK] and padding tokens.
+        tokenizer: has [CLS], [SEP], [MASK] and padding tokens.
         length: n, special tokens included.
-        probability: The chance of each token (with `whole_words`: of each word) to be chosen.
-        seed: The run's seed.
-        whole_words: Choose words instead of tokens.
-        sentence_task: "nsp" (does the second segment follow, or is it of other text?), "sop" (are they in order?) or
-            None.
+        probability: the chance of each token (with `whole_words`: of each word) to be chosen.
+        sentence_task: "nsp" (does the second segment follow?), "sop" (are they in order?) or None.
 
     Raises:
-        ValueError: The tokenizer lacks a token, or does not mark words.
+        ValueError: if the tokenizer lacks a token, or does not mark words.
     """
 
     def __init__(
@@ -80,18 +77,16 @@ class MaskedLMPreparation:
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether it takes a segment from another block than its own."""
+        """Whether a pair can have a segment of another block."""
         return self.sentence_task == "nsp"
 
     def __call__(
         self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Masks a block.
+        """Mask a block of at most `block_length` tokens: n - 2, or n - 3 with a sentence task.
 
-        Args:
-            block: Token ids, at most `block_length`: n - 2, or n - 3 with a sentence task.
-            key: (epoch, number in the epoch), of which alone, with the seed, the masks are a function.
-            other: Another block, for "nsp"; without one the pair stays as it is.
+        With the seed, its key (epoch, number in the epoch) alone decides the masks. Without an `other` block a pair
+        stays as it is under "nsp".
 
         Returns:
             "input_ids", "attention_mask" and "labels" (-100 where nothing is to be predicted), each [n]; with a
@@ -119,19 +114,14 @@ class MaskedLMPreparation:
         generator = np.random.default_rng((self.seed, PAIRS, *key))
         cut = generator.integers(1, len(block))
         first, second = block[:cut], block[cut:]
-        if generator.random() >= CHANGED_SHARE:
+        if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
             return [first, second], UNCHANGED
-        if self.sentence_task == "sop":
-            return [second, first], CHANGED
-        if other is None:
-            return [first, second], UNCHANGED
-        return [first, other[: len(second)]], CHANGED
+        return [second, first] if self.sentence_task == "sop" else [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Replaces chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
+        """Replace chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).
 
-        Returns:
-            The inputs and the labels [n].
+        Return the inputs and the labels [n].
         """
         maskable = ~self.special[ids]
         draws = generator.random(len(ids))

@@ -63,10 +63,10 @@ class LabelMap:
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Sets every dropout probability of a config.
+    """Set every dropout probability of a config.
 
     Raises:
-        ValueError: The config has none.
+        ValueError: if the config has none.
     """
     present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
     if not present:
@@ -77,7 +77,7 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
 
 @contextmanager
 def reading_checkpoint(source: str) -> Iterator[str]:
-    """Gives what to load from; an error about a file the user gave us is an OSError or a ValueError."""
+    """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
     local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
     # transformers, huggingface_hub and safetensors each have errors of their own.
     try:
@@ -109,15 +109,8 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
-    Args:
-        settings: the run's.
-        config: of `load_config`; gets the labels' names.
-        labels: class names in the task's order; None for regression.
-        model_class: AutoModelForSequenceClassification or AutoModelForTokenClassification.
-
-    Returns:
-        The model, and how its outputs are numbered: a checkpoint trained on the same class names in another order
-        keeps its own.
+    The config gets the labels' names. Return the model, and how its outputs are numbered: a checkpoint trained on the
+    same class names in another order keeps its own.
 
     Raises:
         OSError: if the checkpoint cannot be read.
@@ -157,17 +150,12 @@ def load_model(
 def load_model_and_rest(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type, needs_all: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a checkpoint in float32.
+    """Load a checkpoint in float32, with `options` of `from_pretrained`.
+
+    Return the model, and the names of the checkpoint's tensors for which it has no place.
 
     Args:
-        settings: which checkpoint, and how it computes.
-        config: of `load_config`.
-        model_class: a model or Auto class.
         needs_all: whether the checkpoint must have every weight, as that of a language model must in any case.
-        **options: of `from_pretrained`.
-
-    Returns:
-        The model, and the names of the checkpoint's tensors for which it has no place.
 
     Raises:
         OSError: if the checkpoint cannot be read.
@@ -202,10 +190,10 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
-    """Finds the class that a checkpoint was saved from, ours or upstream's.
+    """Find the class that a checkpoint was saved from, ours or upstream's.
 
     Raises:
-        ValueError: Its config names none that is known.
+        ValueError: if its config names none that is known.
     """
     names = config.architectures or []
     if not names:

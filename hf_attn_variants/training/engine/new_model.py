@@ -1,4 +1,4 @@
-"""Builds a model from scratch: an architecture's defaults, the fields that differ, and the attention variant."""
+"""Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
 import json
 from typing import Any
@@ -7,23 +7,54 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...registration import variant_config_class
-from .models import enable_gradient_checkpointing, set_dropout
+from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import NewModelSettings
-from .tokenizers import vocabulary_size
+from .tokenizers import load_tokenizer, vocabulary_size
 
-__all__ = ["new_config", "new_model"]
+__all__ = ["load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
+
+
+def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Return the config of the checkpoint, or of the model from scratch that the settings describe; and the tokenizer.
+
+    Raises:
+        OSError: if the checkpoint or the tokenizer is not there.
+        ValueError: if one cannot be used, they do not fit, or a field of the new config is wrong.
+    """
+    if settings.model_name_or_path is not None:
+        config = load_config(settings)
+        return config, load_tokenizer(settings, config)
+    tokenizer = load_tokenizer(settings, None)
+    return new_config(settings, tokenizer), tokenizer
+
+
+def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Do as `load_or_make_config`; errors as there, or ValueError if the tokenizer ends no text in its end token."""
+    config, tokenizer = load_or_make_config(settings)
+    if config.is_encoder_decoder:  # another model is refused for what it is
+        _check_end_token(settings, tokenizer)
+    if settings.model_name_or_path is None:
+        # T5's: no [CLS] and [SEP], and the decoder starts with padding.
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        config.decoder_start_token_id = tokenizer.pad_token_id
+    return config, tokenizer
+
+
+def _check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    end = tokenizer.eos_token_id
+    if end is None or tokenizer(text_target="a")["input_ids"][-1:] != [end]:
+        raise ValueError(
+            f"the tokenizer of {settings.tokenizer_name or settings.model_name_or_path} ends no text in an end token "
+            f"({'it has none' if end is None else repr(tokenizer.eos_token)}): generation would not learn to stop. "
+            "Give one that does with --tokenizer_name, or set its eos_token and a post-processor that appends it"
+        )
 
 
 def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Makes the config of a model from scratch: upstream's class, or ours where a variant is asked for.
-
-    Args:
-        settings: Reads `model_type`, `config_overrides` ("field=value,..."), `num_key_value_heads`, `talking_heads`,
-            `dropout_rate`.
-        tokenizer: Gives the vocabulary's size and the special tokens.
+    """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
 
     Raises:
-        ValueError: A field is unknown, or a value breaks a rule.
+        ValueError: if a field is unknown, or a value breaks a rule.
     """
     variant_class = variant_config_class(settings.model_type)
     given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
@@ -60,17 +91,16 @@ def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
-def new_model(settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
-    """Makes a model of one of transformers' Auto classes in float32, its weights drawn at random.
-
-    Args:
-        settings: Reads `attn_implementation`.
-        config: Of the model.
-        auto_class: AutoModelForMaskedLM, for example.
+def load_or_make_model(
+    settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, needs_all: bool = False
+) -> PreTrainedModel:
+    """Load the checkpoint, or make a new model with weights drawn at random, in float32.
 
     Raises:
-        ValueError: The config describes no model, or the machine cannot do `attn_implementation`.
+        OSError, ValueError: as for `load_model_and_rest`, or if the config describes no model.
     """
+    if settings.model_name_or_path is not None:
+        return load_model(settings, config, auto_class, needs_all=needs_all)
     try:
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     except (ValueError, ImportError) as error:

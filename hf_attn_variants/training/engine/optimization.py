@@ -1,7 +1,6 @@
-"""Parameter groups, AdamW or Adafactor, and the schedule."""
+"""The optimiser, its parameter groups and its schedule."""
 
 import math
-import re
 
 import torch
 from accelerate import Accelerator
@@ -24,18 +23,17 @@ __all__ = [
 ]
 
 NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
-NORM_PATTERN = re.compile(r"norm", re.IGNORECASE)
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
-    """Names the parameters that weight decay must not touch: biases, norms, talking-heads projections.
+    """Return the names of parameters that must not decay: biases, norms, talking-heads projections.
 
     Norms are known by their class (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their own name: T5's
     `relative_attention_bias.weight` is an embedding and decays like one.
     """
     names = set()
     for module_name, module in model.named_modules():
-        is_norm = NORM_PATTERN.search(type(module).__name__) is not None
+        is_norm = "norm" in type(module).__name__.lower()
         for name, _ in module.named_parameters(recurse=False):
             if is_norm or name in NO_DECAY_PARAMETERS:
                 names.add(f"{module_name}.{name}" if module_name else name)
@@ -43,7 +41,7 @@ def no_decay_names(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Splits a model's trainable parameters into those that decay and those that do not."""
+    """Split a model's trainable parameters into those that decay and those that do not."""
     exempt = no_decay_names(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -54,12 +52,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """Makes AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`.
-
-    Args:
-        model: The model.
-        settings: The run's. With `adafactor_relative_step` there is no learning rate.
-    """
+    """Make AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) over `parameter_groups`."""
     if settings.optim == "adafactor":
         relative = settings.adafactor_relative_step
         return Adafactor(
@@ -80,16 +73,14 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
 
 
 def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
-    """Steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
+    """Return the steps of warm-up: `--num_warmup_steps`, or `--warmup_ratio` of all steps, rounded up.
 
     Raises:
-        ValueError: They are more than the run has.
+        ValueError: if they are more than the run has.
     """
-    warmup = (
-        settings.num_warmup_steps
-        if settings.num_warmup_steps is not None
-        else math.ceil(settings.warmup_ratio * total_steps)
-    )
+    warmup = settings.num_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(settings.warmup_ratio * total_steps)
     if warmup > total_steps:
         raise ValueError(f"--num_warmup_steps {warmup} is more than the {total_steps} steps of the run")
     return warmup
@@ -98,15 +89,10 @@ def warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
 def create_scheduler(
     optimizer: torch.optim.Optimizer, settings: OptimizationSettings, total_steps: int
 ) -> LRScheduler:
-    """Makes the learning-rate schedule.
-
-    Args:
-        optimizer: The optimiser.
-        settings: The run's. Adafactor's relative steps are a schedule of their own.
-        total_steps: Optimiser steps of the whole run.
+    """Make the learning-rate schedule.
 
     Raises:
-        ValueError: The warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
+        ValueError: if the warm-up is longer than the run, or leaves a polynomial no step; the schedule does not know a
             setting.
     """
     if settings.optim == "adafactor" and settings.adafactor_relative_step:
@@ -127,19 +113,10 @@ def create_scheduler(
 def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    """Makes the optimiser and the schedule, and has accelerate prepare them together with the model.
-
-    Args:
-        settings: The run's.
-        accelerator: The run's.
-        model: The model.
-        total_steps: Optimiser steps of the whole run.
-
-    Returns:
-        The three as `TrainingLoop` takes them.
+    """Make the optimiser and the schedule, and prepare both with the model, as `TrainingLoop` takes them.
 
     Raises:
-        ValueError: The schedule's settings do not fit the run.
+        ValueError: if the schedule's settings do not fit the run.
     """
     optimizer = create_optimizer(model, settings)
     scheduler = create_scheduler(optimizer, settings, total_steps)
@@ -161,8 +138,7 @@ def _unite_tied_embeddings(model: nn.Module) -> None:
 
 
 def sharded_layer_names(model: nn.Module) -> set[str]:
-    """Names the classes of the layers that FSDP2 shards one by one: the model's `_no_split_modules`, less those that
-    hold the input embeddings.
+    """Return the classes of the layers that FSDP2 shards one by one, less those that hold the input embeddings.
 
     accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,
     as BertEmbeddings would be.

@@ -28,12 +28,7 @@ from .checkpoints import NAME_PATTERN
 from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
-__all__ = [
-    "remove_earlier_run",
-    "save_bad_batch",
-    "save_model",
-    "write_results",
-]
+__all__ = ["remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
 
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
@@ -47,16 +42,13 @@ STALE_PATTERN = re.compile(
 
 
 def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
-    """Removes an earlier run's checkpoints, log, best weights and reports; its final model stays until it is replaced.
+    """Remove an earlier run's checkpoints, log, best weights and reports, but not its final model.
 
-    Args:
-        output_dir: The folder.
-        is_source: Whether the model there is the one that the new run begins with: its history and the report of its
-            conversion stay. The README.md of another model, with its licence, is removed: the new model's card would
-            take both from it.
+    Of a model that the new run begins with (`is_source`), its history and the report of its conversion stay. The
+    README.md of another one, with its licence, is removed: the new model's card would take both from it.
 
     Raises:
-        OSError: Something could not be removed.
+        OSError: if something could not be removed.
     """
     folder, kept = Path(output_dir), {HISTORY_NAME, REPORT_NAME} if is_source else set()
     # Without a model beside it, a README.md may be of anything.
@@ -74,20 +66,12 @@ def save_model(
     history: ModelHistory,
     carried: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Saves model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
+    """Save model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
 
-    Called on every process; only the main one writes.
-
-    Args:
-        accelerator: Of the run.
-        model: As it was prepared.
-        tokenizer: Its tokenizer.
-        output_dir: The folder, which is there.
-        history: Of `session.start_run`: how the model was made before this run.
-        carried: Further tensors for the weights' file, which the model has no place for.
+    Called on every process; only the main one writes. `carried` goes into the weights' file beside the model's.
 
     Raises:
-        OSError: The folder cannot be written; what was in it stays.
+        OSError: if the folder cannot be written; what was in it stays.
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
@@ -130,7 +114,7 @@ def _as_own_class(model: nn.Module) -> Iterator[nn.Module]:
 def save_bad_batch(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
-    """Saves this process's batches of a step that went wrong, for `torch.load`; returns where, or why it could not."""
+    """Save this process's batches of a step that went wrong, for `torch.load`; returns where, or why it could not."""
     path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.pt"
     try:
         torch.save([{key: value.cpu() for key, value in batch.items()} for batch in batches], path)
@@ -141,16 +125,10 @@ def save_bad_batch(
 
 
 def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Writes `all_results.json` and `training_curves.png`. Called on the main process.
-
-    Args:
-        settings: The run's.
-        results: What `all_results.json` begins with.
-        metrics: Names of the dev metrics to draw, without "eval_".
-        title: Above the curves; the seed is added.
+    """Write `all_results.json` and `training_curves.png`, which shows `metrics`; called on the main process.
 
     Raises:
-        OSError: A file could not be written.
+        OSError: if a file could not be written.
     """
     folder = Path(settings.output_dir)
     save_results(folder / RESULTS_NAME, results, settings)

@@ -28,13 +28,13 @@ __all__ = ["configure_deepspeed", "open_session", "start_run"]
 
 logger = logging.getLogger(__name__)
 
-# Where launchers tell a process how many there are: torchrun and accelerate; MPI's; a job step of SLURM, for in a
-# batch script, which is one process, its other variables count as well.
+# The variables in which launchers tell a process how many there are: torchrun and accelerate, MPI's, SLURM's. Of
+# SLURM it is that of a job step: a batch script, which is one process, has the job's other variables too.
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
 PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
 
-# Whoever drops a process group last waits for its threads. DDP, which goes with an error's traceback, would do that
-# holding the interpreter's lock, and a thread of gloo that needs it to free its last tensor would never end.
+# Process groups are kept for good: freeing one waits for its threads. A DDP model in an error's traceback would free
+# it under the interpreter's lock, which a thread of gloo may need in order to end: a deadlock.
 _ended_groups: list[Any] = []
 # Accelerators of runs that reached `start_run`: what lies in the output folder from then on is theirs.
 _started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
@@ -42,16 +42,13 @@ _started: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 @contextmanager
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
-    """Makes the accelerator as `TrainingLoop` wants it, with the output folder ready; ends the trackers afterwards.
-
-    Args:
-        settings: The run's.
+    """Make the accelerator as `TrainingLoop` wants it, with the output folder ready; end the trackers afterwards.
 
     Raises:
         ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
             there, the output folder is not free or cannot be written to, or several processes were launched that know
             nothing of each other.
-        KeyboardInterrupt, TerminatedError: of the run, with a message that says how to go on.
+        KeyboardInterrupt, TerminatedError: as the run does, with a message that says how to go on.
     """
     _check_machine(settings)
     if settings.resume_from_checkpoint:
@@ -102,8 +99,8 @@ def _check_machine(settings: TrainingSettings) -> None:
         raise ValueError("--mixed_precision fp16 needs an accelerator; on the CPU use bf16")
     if settings.mixed_precision == "bf16" and on_cpu:
         capabilities = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack it
-        found = capabilities() if capabilities is not None else None
-        if found is not None and not any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")):
+        names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+        if capabilities is not None and not any(capabilities().get(name) for name in names):
             logger.warning(
                 "--mixed_precision bf16: this CPU has no bfloat16 instructions; training will be many times slower "
                 "than with --mixed_precision no"
@@ -126,7 +123,7 @@ def _check_trackers(report_to: str) -> None:
 
 
 def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
-    """Checks that processes launched together train together: alone, each would take itself for the main one."""
+    """Check that processes launched together train together: alone, each would take itself for the main one."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
@@ -164,7 +161,7 @@ def _check_output_dir(settings: TrainingSettings) -> None:
 
 
 def _make_output_dir(output_dir: str) -> list[Path]:
-    """Makes the folder, and tries whether it can be written to; nothing in it is removed. Returns what is new."""
+    """Make the folder if it is not there, and check that it can be written to; return the new folders."""
     folder, made = Path(output_dir), []
     try:
         made = make_folders(folder)
@@ -189,14 +186,10 @@ def _how_to_go_on(settings: TrainingSettings) -> str:
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
-    """Gives DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
-
-    Args:
-        settings: The run's.
-        config: Of accelerate's plugin; changed in place.
+    """Give DeepSpeed's configuration the batch size and the clipping of the run, which it does itself.
 
     Raises:
-        ValueError: Gradients are to be accumulated; DeepSpeed would step after each batch.
+        ValueError: if gradients are to be accumulated; DeepSpeed would step after each batch.
     """
     if settings.gradient_accumulation_steps > 1:
         raise ValueError(
@@ -209,19 +202,19 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
 
 
 def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
-    """Clears the output folder where that was asked for, and starts the trackers of `--with_tracking`.
+    """Clear the output folder and start the trackers, where the settings ask for either.
 
-    Called on every process when all that the run needs has been loaded, so that a run which cannot start removes
-    nothing. The trackers get the run's arguments, its Hub token left out.
+    Called on every process when all that the run needs has been loaded: a run that cannot start removes nothing.
 
     Returns:
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    is_source = _is_own_source(settings)
+    source = settings.model_name_or_path
+    is_source = source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()
     is_resumed, history = is_source and bool(settings.resume_from_checkpoint), ModelHistory()
     if accelerator.is_main_process:
-        history = source_history(settings.model_name_or_path, is_resumed)
+        history = source_history(source, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     _started.add(accelerator)
@@ -231,15 +224,7 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         outputs.remove_earlier_run(settings.output_dir, is_source)
     accelerator.wait_for_everyone()
     if settings.with_tracking:
-        values = {
-            k: v if isinstance(v, int | float | str) else str(v)
-            for k, v in settings.values().items()
-            if k != "hub_token"
-        }
-        accelerator.init_trackers("hf_attn_variants", values)
+        values = {key: value for key, value in settings.values().items() if key != "hub_token"}
+        shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items()}
+        accelerator.init_trackers("hf_attn_variants", shown)
     return history
-
-
-def _is_own_source(settings: TrainingSettings) -> bool:
-    source = settings.model_name_or_path
-    return source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()

@@ -18,11 +18,7 @@ SAME_CTRL_C = 1.0
 
 
 class StopSignals:
-    """Notes the signals that come, for whoever can stop at a better moment.
-
-    Attributes:
-        number: The one that came, or None.
-    """
+    """Notes the signal that comes as `number`, for whoever can stop at a better moment."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -31,7 +27,7 @@ class StopSignals:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notes them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
+        """Note them, until a second Ctrl-C, which is a KeyboardInterrupt; on other threads than the main one none."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers in no other
             yield
             return

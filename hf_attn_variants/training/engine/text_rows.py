@@ -24,18 +24,13 @@ Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 
 @dataclass
 class TextRows(Dataset):
-    """Texts by index, each with its key of this epoch.
-
-    Attributes:
-        texts: One text, or one (source, target) pair, a row.
-        epoch: The epoch that the keys are for.
-    """
+    """Texts, or pairs (source, target), by index, each with its key of the epoch that `start_epoch` selects."""
 
     texts: list[Any]
     epoch: int = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Selects the epoch (from 0) whose keys the rows come with."""
+        """Select the epoch (from 0) whose keys the rows come with."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -45,18 +40,17 @@ class TextRows(Dataset):
         return self.texts[index], (self.epoch, index)
 
     def lengths(self) -> list[int]:
-        """Characters of each row (a pair's are added up): what rows are grouped by length with."""
+        """Return the characters of each row, a pair's added up, to group rows by length."""
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
     def longest_first(self) -> "TextRows":
-        """The same rows, longest first: little padding, and a batch that does not fit into memory fails at once."""
-        lengths = self.lengths()
-        order = sorted(range(len(self.texts)), key=lambda i: -lengths[i])
-        return TextRows([self.texts[i] for i in order])
+        """Return the same rows, longest first: little padding, and memory that is too small fails at once."""
+        by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
+        return TextRows([text for _, text in by_length])
 
 
 def hash_texts(texts: list[Any]) -> str:
-    """Hash of all rows, by which a resumed run knows that they are the same."""
+    """Return the hash of all rows, by which a resumed run knows that they are the same."""
     digest = hashlib.sha256()
     for row in texts:
         for text in row if isinstance(row, tuple) else (row,):
@@ -65,10 +59,10 @@ def hash_texts(texts: list[Any]) -> str:
 
 
 def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None) -> Collator:
-    """Makes the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
+    """Make the function from `TextRows` rows, texts or pairs of them, to a batch of the tokenizer's inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        return _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
     return collate
 
@@ -76,21 +70,18 @@ def text_collator(tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_mu
 def masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
-    """Makes the function from rows to a batch of masked language modelling, with "labels" [b, n].
+    """Make the function from rows to a batch of masked language modelling, with "labels" [b, n].
 
-    Args:
-        tokenizer: Has a mask token.
-        max_length, pad_to_multiple_of: As the flags of these names.
-        probability: Chance of each token to be predicted.
-        seed: With a row's key it alone decides which are, so that a resumed run masks the same ones.
+    Each token is predicted with this probability. The seed and a row's key alone decide which are, so that a resumed
+    run masks the same ones.
 
     Raises:
-        ValueError: The tokenizer lacks a token that masking needs.
+        ValueError: if the tokenizer lacks a token that masking needs.
     """
     prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
+        batch = _encode(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
         masked = [
             prepare.mask(ids, np.random.default_rng((seed, *key)))
             for ids, (_, key) in zip(batch["input_ids"].numpy(), rows, strict=True)
@@ -109,24 +100,16 @@ def pair_collator(
     decoder_start_token_id: int,
     source_prefix: str = "",
 ) -> Collator:
-    """Makes the function from (source, target) rows to a batch of teacher forcing.
+    """Make the function from (source, target) rows to a batch of teacher forcing.
 
     Its batches hold the tokenizer's inputs of the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n]: the
     labels moved one to the right.
     """
 
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
-        batch = _tokenize(
-            tokenizer, [source_prefix + source for (source, _), _ in rows], max_length, pad_to_multiple_of
-        )
-        targets = tokenizer(
-            text_target=[target for (_, target), _ in rows],
-            padding=True,
-            truncation=True,
-            max_length=max_target_length,
-            pad_to_multiple_of=pad_to_multiple_of,
-            return_tensors="pt",
-        )
+        sources, targets = zip(*(pair for pair, _ in rows), strict=True)
+        batch = _encode(tokenizer, [source_prefix + source for source in sources], max_length, pad_to_multiple_of)
+        targets = _encode(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
         ids = targets["input_ids"]
         shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start_token_id), ids[:, :-1]], dim=1)
         labels = ids.masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
@@ -135,17 +118,16 @@ def pair_collator(
     return collate
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Row], max_length: int, pad_to_multiple_of: int | None
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Row],
+    max_length: int,
+    pad_to_multiple_of: int | None,
+    argument: str = "text",
 ) -> dict[str, Tensor]:
-    # Pairs in one sequence, as the tokenizer joins them; the longer of the two is cut.
-    columns = [list(column) for column in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [texts]
-    encoded = tokenizer(
-        *columns,
-        padding=True,
-        truncation=True,
-        max_length=max_length,
-        pad_to_multiple_of=pad_to_multiple_of,
-        return_tensors="pt",
-    )
-    return dict(encoded)
+    """Return the tokenizer's inputs; a pair is one sequence, of which the longer text is cut."""
+    columns = {argument: texts}
+    if isinstance(texts[0], tuple):
+        columns = dict(zip(("text", "text_pair"), (list(column) for column in zip(*texts, strict=True)), strict=True))
+    options = {"padding": True, "truncation": True, "return_tensors": "pt"}
+    return dict(tokenizer(**columns, **options, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of))

@@ -7,7 +7,6 @@ count. Letters: b examples, n tokens of an example, t target tokens of a decoder
 
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ class TrainingCost:
     """Counts the tokens and the training FLOPs of batches.
 
     Args:
-        model: The model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
-        head: A head that is given the counted items of a batch alone (masked tokens); None: all tokens.
+        model: the model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
+        head: a head that is given the counted items of a batch alone (masked tokens); None: all tokens.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | None = None):
@@ -39,18 +38,17 @@ class TrainingCost:
         # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
         # frozen head counts as if the gradient went through it.
         self.passes = 2 + _trained_share(model, config)
-        self.head = sum(2 * each.weight.numel() for each in _linears(head)) if self.stacks and head is not None else 0
+        linears = [each for each in head.modules() if isinstance(each, nn.Linear)] if head is not None else []
+        self.head = sum(2 * each.weight.numel() for each in linears) if self.stacks else 0
         if self.head:
             stack = next(iter(self.stacks))  # a masked-LM model has one
             per_token, per_attended = self.stacks[stack]
             self.stacks[stack] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
-        """Returns the tokens of a batch, without padding, and the FLOPs of training on it.
+        """Return the tokens of a batch, without padding, and the FLOPs of training on it.
 
-        Args:
-            batch: "input_ids" [b, n] or "attention_mask" [b, n]; "labels" [b, t] of a decoder, negative at padding.
-            items: The objective's count of it.
+        It has "input_ids" or "attention_mask" [b, n]; and "labels" [b, t] of a decoder, negative at padding.
         """
         lengths = _lengths(batch)
         if not lengths:
@@ -61,17 +59,14 @@ class TrainingCost:
         tokens = sum(lengths) + (sum(targets) if own_targets else 0)
         flops = self.head * items
         for n, t in zip(lengths, targets, strict=True):
-            if "encoder" in self.stacks:
-                per_token, per_attended = self.stacks["encoder"]
-                flops += n * (per_token + per_attended[0] * n + per_attended[1] * n)
-            if "decoder" in self.stacks:
-                per_token, per_attended = self.stacks["decoder"]
-                flops += t * (per_token + per_attended[0] * t + per_attended[1] * n)
+            for stack, (per_token, (own, source)) in self.stacks.items():
+                length = n if stack == "encoder" else t
+                flops += length * (per_token + own * length + source * n)
         return tokens, round(self.passes * flops)
 
 
 def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Of each stack: FLOPs a token, and those for each token that it attends to in its own and in the source."""
+    """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
     from ...inspection.costs import flops_per_token, variant_config
 
     if config is None:
@@ -92,7 +87,7 @@ def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
 
 
 def _trained_share(model: nn.Module, config: Any) -> float:
-    """The share of a pass through the model's matrices that goes through trained ones."""
+    """Return the share of a pass through the model's matrices that goes through trained ones."""
     try:
         module_runs = _variant_class(model).module_runs
     except ValueError:
@@ -107,10 +102,6 @@ def _trained_share(model: nn.Module, config: Any) -> float:
     return trained / max(runs, 1)
 
 
-def _linears(module: nn.Module) -> Iterable[nn.Linear]:
-    return (each for each in module.modules() if isinstance(each, nn.Linear))
-
-
 def _lengths(batch: dict[str, Tensor]) -> list[int]:
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1).tolist()
@@ -119,17 +110,10 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 
 
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Says how well a run used its devices.
+    """Return "train_tflops_per_second" of all processes, "train_mfu" and the "peak_tflops" of one device.
 
-    Args:
-        accelerator: Has the device, the precision and the number of processes.
-        flops: What training took, over all processes.
-        seconds: The time in training steps.
-        peak_tflops: Of one device; None: what a large matrix product reaches now.
-
-    Returns:
-        "train_tflops_per_second" of all processes, "train_mfu", "peak_tflops"; nothing where no FLOPs were counted, or
-        the device could not be measured.
+    Without a peak that is what a large matrix product reaches now. Return nothing where no FLOPs were counted, or the
+    device could not be measured.
     """
     if not (flops and seconds):
         return {}
@@ -150,7 +134,7 @@ def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflop
 
 
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
+    """Measure the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
 
     A device's data sheet promises more; this is what a program gets. It takes about a second, or less.
     """
@@ -161,7 +145,6 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     best = 0.0
     for _ in range(MATMUL_REPEATS):
         start = time.perf_counter()
-        # Looking at a number waits for the device.
-        (left @ right)[0, 0].item()
+        (left @ right)[0, 0].item()  # a number is read only when the device is done
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best

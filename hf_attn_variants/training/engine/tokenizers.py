@@ -10,27 +10,19 @@ from ...conversion.checkpoint.source import learned_tokens
 from .models import reading_checkpoint
 from .settings import ModelSettings
 
-__all__ = [
-    "check_max_length",
-    "close_texts",
-    "encode_words",
-    "give_token_types",
-    "load_tokenizer",
-    "too_long",
-    "vocabulary_size",
-]
+__all__ = ["check_max_length", "close_texts", "encode_words", "give_token_types", "load_tokenizer", "vocabulary_size"]
 
 logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
+    """Load the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
 
     It pads and cuts on the right, whatever side it was saved with.
 
     Raises:
-        OSError: There is none.
-        ValueError: It cannot be used, has no padding token, or more tokens than the model.
+        OSError: if there is none.
+        ValueError: if it cannot be used, has no padding token, or more tokens than the model.
     """
     source = settings.tokenizer_name or settings.model_name_or_path
     with reading_checkpoint(source) as found:
@@ -51,17 +43,14 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> 
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
+    """Return how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> bool:
-    """Lets a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
+    """Let a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
 
-    ALBERT's of transformers v5 does so only where asked.
-
-    Returns:
-        Whether it did not do so before.
+    ALBERT's of transformers v5 does so only where asked. Return whether this one did not do so before.
     """
     if getattr(config, "type_vocab_size", 0) < 2 or "token_type_ids" in tokenizer.model_input_names:
         return False
@@ -71,18 +60,13 @@ def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 
 def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
-    """Lets a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
+    """Let a tokenizer, also once saved, put the end token behind each text, where a classifier reads it there.
 
     That of an encoder-decoder does. T5's own tokenizer closes every text; one made for translation need not close the
     two texts of a pair.
 
-    Args:
-        tokenizer: Of `load_tokenizer`.
-        config: The model's.
-        pair: Whether an example is a pair of texts.
-
     Raises:
-        ValueError: It does not, and cannot be made to, or it puts other tokens around texts, which would be lost.
+        ValueError: if it does not, and cannot be made to, or it puts other tokens around texts, which would be lost.
     """
     if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
         return
@@ -107,44 +91,35 @@ def close_texts(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pa
 
 
 def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Returns the special tokens that the tokenizer's template, if it has one, puts around texts."""
+    """Return the special tokens that the tokenizer's template, if it has one, puts around texts."""
     template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
     pieces = [*template.get("single", []), *template.get("pair", [])]
     return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
 
 
 def check_max_length(
-    max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pair: bool = False
+    max_length: int,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    pair: bool = False,
+    flag: str = "max_length",
 ) -> None:
-    """Checks that the model has a position for every token, and that text fits beside the special tokens.
-
-    Args:
-        max_length: Of `--max_length`.
-        config: The model's.
-        tokenizer: Its tokenizer.
-        pair: Whether an example is a pair of texts.
+    """Check that the model has a position for every token, and that text fits beside the special tokens.
 
     Raises:
-        ValueError: `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.
+        ValueError: if `max_length` is more than the model's or the tokenizer's maximum, or leaves no token for text.
     """
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
-        raise ValueError(f"--max_length must be at least {special + 1} ({special} special tokens), got {max_length}")
-    if message := too_long(max_length, config, tokenizer):
-        raise ValueError(f"--max_length {max_length} is too long: {message}")
-
-
-def too_long(length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Says what a text of `length` tokens does not fit into; None: it fits.
-
-    T5 has no positions to run out of: its tokenizer's limit is the length that it was pretrained with.
-    """
+        raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}")
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is None:
-        return None
-    if length > positions:
-        return f"the model has {positions} positions"
-    return f"the tokenizer allows {tokenizer.model_max_length} tokens" if length > tokenizer.model_max_length else None
+    if positions is None:  # T5 has none to run out of; its tokenizer's limit is the length it was pretrained with
+        return
+    if max_length > positions:
+        raise ValueError(f"--{flag} {max_length} is too long: the model has {positions} positions")
+    if max_length > tokenizer.model_max_length:
+        limit = tokenizer.model_max_length
+        raise ValueError(f"--{flag} {max_length} is too long: the tokenizer allows {limit} tokens")
 
 
 def encode_words(

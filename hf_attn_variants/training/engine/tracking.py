@@ -26,17 +26,14 @@ HUB_IDS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Makes a bar of `hf_attn_variants.progress`, on the main process only."""
+    """Make a bar of `hf_attn_variants.progress`, on the main process only."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
 
 class RunLog:
     """Appends a run's records to `train_log.jsonl` and hands them to accelerate's trackers, on the main process only.
 
-    Args:
-        accelerator: Knows the main process and the trackers.
-        output_dir: Folder of the log.
-        bar: Progress bar that shows the last loss, and the dev scores above it; None shows none.
+    A bar shows the last loss, and the dev scores above it.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -45,7 +42,7 @@ class RunLog:
         self.bar = bar
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs one record; it has a "step", and a "loss" or "eval_*" values."""
+        """Log one record; it has a "step", and a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
         try:
@@ -62,7 +59,7 @@ class RunLog:
             self._show(record["step"], values)
 
     def _show(self, step: int, values: dict[str, float]) -> None:
-        # Beside dev scores, 80 columns have no room for the bar.
+        # Dev scores stand above the bar: 80 columns have no room for both.
         if "loss" in values:
             self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
         scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
@@ -72,7 +69,7 @@ class RunLog:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Reads the records of a `train_log.jsonl`; none where there is no file."""
+    """Read the records of a `train_log.jsonl`; none where there is no file."""
     path = Path(path)
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -87,7 +84,7 @@ def _finite(value: Any) -> Any:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Return the versions of what a result depends on."""
     found = {"python": platform.python_version()}
     for name in ("hf-attn-variants", "torch", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
         try:
@@ -98,7 +95,7 @@ def library_versions() -> dict[str, str]:
 
 
 def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
-    """Writes `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
+    """Write `all_results.json`: the results, then the arguments (no token) and library versions that gave them."""
     arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
     for name in HUB_IDS:
         given = arguments.get(name)
@@ -109,37 +106,27 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
-    """Draws the training loss and the dev metrics against the step.
-
-    Args:
-        records: Of `read_log`.
-        metrics: Names of the dev metrics to draw, without "eval_".
-        path: The PNG.
-        title: Above the plot.
-    """
+    """Draw the training loss and the dev metrics (names without "eval_") of `read_log` against the step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     records = list(records)
-    losses = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+
+    def points(key: str) -> tuple[list[int], list[float]]:
+        found = [record for record in records if record.get(key) is not None]
+        return [record["step"] for record in found], [record[key] for record in found]
+
+    steps, losses = points("loss")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot(
-        [step for step, _ in losses],
-        [loss for _, loss in losses],
-        ".-" if len(losses) < 50 else "-",
-        label="train",
-        color="tab:blue",
-    )
-    dev = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
-    left.plot([step for step, _ in dev], [loss for _, loss in dev], "o--", label="dev", color="tab:orange")
+    left.plot(steps, losses, ".-" if len(losses) < 50 else "-", label="train", color="tab:blue")
+    left.plot(*points("eval_loss"), "o--", label="dev", color="tab:orange")
     left.set(xlabel="optimiser step", ylabel="loss", title="loss")
     left.legend()
     for name in metrics:
-        points = [(r["step"], r[f"eval_{name}"]) for r in records if r.get(f"eval_{name}") is not None]
-        right.plot([step for step, _ in points], [value for _, value in points], "o-", label=name)
+        right.plot(*points(f"eval_{name}"), "o-", label=name)
     right.set(xlabel="optimiser step", title="dev metrics")
     if metrics:
         right.legend()

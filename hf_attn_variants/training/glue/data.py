@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
@@ -21,30 +21,21 @@ HUB_DATASET = "nyu-mll/glue"
 
 @dataclass
 class GlueSplit:
-    """The rows of one split.
+    """The rows of one split."""
 
-    Attributes:
-        name: The Hub's name of the split ("train", "validation_matched", "test", ...).
-        source: Where it was read: a file, or a Hub id.
-        data: Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's).
-    """
-
-    name: str
-    source: str
-    data: Dataset
+    name: str  # the Hub's: "train", "validation_matched", "test", ...
+    data: Dataset  # columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's)
 
     def __len__(self) -> int:
         return len(self.data)
 
     def first(self, count: int | None) -> "GlueSplit":
-        """The split's first `count` rows (all of them with None)."""
-        if count is None or count >= len(self.data):
-            return self
-        return GlueSplit(self.name, self.source, self.data.select(range(count)))
+        """Return the split's first `count` rows, with None all of them."""
+        return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
-    """Makes rows in memory, of columns of one length.
+    """Make rows in memory, of columns of one length.
 
     Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
     in a folder that is not named site-packages.
@@ -53,12 +44,7 @@ def make_rows(columns: dict[str, list]) -> Dataset:
 
 
 def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
-    """A short hash of a split's texts and labels, in their order.
-
-    Args:
-        split: The rows.
-        chunk: Rows in memory at a time.
-    """
+    """Return a short hash of a split's texts and labels, in their order."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -69,20 +55,15 @@ def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
 
 
 def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
-    """Reads one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
+    """Read one GLUE TSV: with a header or without, with a byte-order mark or without, quotes taken literally.
 
-    Args:
-        path: The file.
-        task: Says which columns hold the texts and the label.
-        has_labels: False for a test file, whose label column is neither needed nor read.
-
-    Returns:
-        Columns `text1`, `text2` (pairs only), `label` (int, or float for STS-B; not for test files) and `index`.
+    Return the columns `text1`, `text2` (pairs only), `index` and, unless `has_labels` is false as for a test file,
+    `label` (int, or float for STS-B).
 
     Raises:
-        OSError: The file is not there.
-        ValueError: It is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8; the
-            message names the file and the row (counted from 1, a header included).
+        OSError: if the file is not there.
+        ValueError: if it is empty, lacks a column, holds a cut row, a label out of range or bytes that are no UTF-8;
+            the message names the file and the row (counted from 1, a header included).
     """
     path = Path(path)
     if not path.is_file():
@@ -98,9 +79,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     text_at = [_find(header, names) for names in task.text_columns]
     label_at = _find(header, task.label_columns) if has_labels else None
     index_at = None if has_labels else _find(header, ("index", "id"))
-    columns: dict[str, list] = {"index": [], **{f"text{i + 1}": [] for i in range(len(text_at))}}
-    if has_labels:
-        columns["label"] = []
+    names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
+    columns: dict[str, list] = {name: [] for name in names}
     broken = 0
     for position, (number, cells) in enumerate(rows):
         if len(cells) != len(header):
@@ -176,91 +156,69 @@ def _file_splits(
 
 
 def load_glue(
-    task: GlueTask,
-    data_dir: str | None = None,
-    files: dict[str, str | None] | None = None,
-    hub_dataset: str = HUB_DATASET,
-    with_train: bool = True,
+    task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
 ) -> dict[str, GlueSplit]:
-    """Reads every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
+    """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
-    Args:
-        task: The task.
-        data_dir: Folder with `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test
-            files; these and `dev_mismatched.tsv` may be missing.
-        files: `train_file`, `validation_file`, `test_file`: TSVs that go before the folder's; other
-            names are not read.
-        hub_dataset: Hub id read without a folder.
-        with_train: False: the training split is neither read nor needed.
-
-    Returns:
-        Split name -> rows, train first.
+    The folder has `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files; these and
+    `dev_mismatched.tsv` may be missing. `train_file`, `validation_file` and `test_file` of `files` go before it.
 
     Raises:
-        OSError: The train or dev file is missing, or the Hub cannot be reached.
-        ValueError: A file is wrong; see `read_tsv`.
+        OSError: if the train or dev file is missing, or the Hub cannot be reached.
+        ValueError: if a file is wrong; see `read_tsv`.
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
         paths = _file_splits(task, data_dir, files, with_train)
-        return {
-            split: GlueSplit(split, str(path), read_tsv(path, task, has_labels=split not in task.test_splits))
-            for split, path in paths.items()
-        }
+        is_labelled = {split: split not in task.test_splits for split in paths}
+        return {split: GlueSplit(split, read_tsv(path, task, is_labelled[split])) for split, path in paths.items()}
     try:
-        loaded = load_dataset(hub_dataset, task.name)
+        loaded = load_dataset(HUB_DATASET, task.name)
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
-            f"cannot load {task.name} of {hub_dataset} from the Hub ({type(error).__name__}: {error}); "
+            f"cannot load {task.name} of {HUB_DATASET} from the Hub ({type(error).__name__}: {error}); "
             "give a folder of GLUE TSVs with --data_dir"
         ) from error
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
-    return {split: _hub_split(task, split, loaded[split], hub_dataset) for split in splits if split in loaded}
+    return {split: _hub_split(task, split, loaded[split]) for split in splits if split in loaded}
 
 
-def _hub_split(task: GlueTask, split: str, data: Dataset, hub_dataset: str) -> GlueSplit:
+def _hub_split(task: GlueTask, split: str, data: Dataset) -> GlueSplit:
     renamed = {}
     for i, names in enumerate(task.text_columns):
         at = _find(data.column_names, names)
         if at is None:
             raise ValueError(
-                f"{hub_dataset}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
+                f"{HUB_DATASET}, {task.name}, {split}: no column {'|'.join(names)} in {data.column_names}"
             )
         renamed[data.column_names[at]] = f"text{i + 1}"
     data = data.rename_columns(renamed)
     if "idx" in data.column_names:
         data = data.rename_column("idx", "index")
-    if split in task.test_splits:
-        data = data.remove_columns([name for name in ("label",) if name in data.column_names])
-    return GlueSplit(split, f"{hub_dataset} ({task.name}, {split})", data)
+    if split in task.test_splits and "label" in data.column_names:
+        data = data.remove_columns("label")
+    return GlueSplit(split, data)
 
 
-def load_ax(data_dir: str | None = None, hub_dataset: str = HUB_DATASET) -> GlueSplit | None:
-    """Reads the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
+def load_ax(data_dir: str | None = None) -> GlueSplit | None:
+    """Read the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
 
-    Returns:
-        Its rows, or None where a folder was given and the file is not in it.
+    Return None where a folder was given and the file is not in it.
     """
     task = TASKS["ax"]
     if data_dir is None:
-        return _hub_split(task, "test", load_dataset(hub_dataset, "ax", split="test"), hub_dataset)
+        return _hub_split(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():
-                return GlueSplit("test", str(folder / name), read_tsv(folder / name, task, has_labels=False))
+                return GlueSplit("test", read_tsv(folder / name, task, has_labels=False))
     return None
 
 
 def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenises a split without padding; that is done per batch.
+    """Tokenise a split without padding; that is done per batch. The longer text of a pair is cut first.
 
-    Args:
-        split: The rows.
-        tokenizer: Encodes `text1`, or `text1` and `text2` as a pair.
-        max_length: Tokens an example may have; the longer text of a pair is cut first.
-
-    Returns:
-        The tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
+    Return the tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
     """
     pair = "text2" in split.data.column_names
 
@@ -274,9 +232,7 @@ def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_len
     # A longer name than this leaves no room for the bar in 80 columns.
     shown = f"{split.name.replace('validation', 'dev')} tokens"
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
-    full = sum(length == max_length for length in data["length"])
-    if full:
-        logger.info(
-            "%s: %d of %d examples fill --max_length %d and may have been cut", split.name, full, len(data), max_length
-        )
+    if full := sum(length == max_length for length in data["length"]):
+        message = "%s: %d of %d examples fill --max_length %d and may have been cut"
+        logger.info(message, split.name, full, len(data), max_length)
     return data

@@ -22,13 +22,11 @@ __all__ = ["EvalSet", "GlueEvaluator", "classification_objective"]
 
 
 def classification_objective() -> Objective:
-    """Cross-entropy of class ids, or squared error of one score; summed over examples."""
-
-    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        labels = batch["labels"]
-        return _loss_sum(plain_logits(model, batch).float(), labels)  # [b, labels]
-
-    return Objective(loss_sum=loss_sum, count=lambda batch: len(batch["labels"]))
+    """Return the cross-entropy of class ids, or squared error of one score, summed over examples."""
+    return Objective(
+        loss_sum=lambda model, batch: _loss_sum(plain_logits(model, batch).float(), batch["labels"]),
+        count=lambda batch: len(batch["labels"]),
+    )
 
 
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

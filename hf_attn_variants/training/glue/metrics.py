@@ -32,15 +32,9 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 
 
 def compute_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """Compute metrics by name.
+    """Compute metrics by name, of class ids or scores [examples].
 
-    Args:
-        names: keys of `METRICS`.
-        predictions: class ids or scores [examples].
-        references: the same, true ones.
-
-    Returns:
-        Metric -> value; with several metrics also `combined_score`, their mean, by which GLUE ranks such tasks.
+    With several metrics there is also `combined_score`, their mean, by which GLUE ranks such tasks.
 
     Raises:
         ValueError: if a metric is unknown.

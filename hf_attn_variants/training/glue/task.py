@@ -11,7 +11,7 @@ from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective
-from ..engine.models import LabelMap, load_classifier, load_config
+from ..engine.models import load_classifier, load_config
 from ..engine.tokenizers import check_max_length, close_texts, give_token_types, load_tokenizer
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from .evaluation import EvalSet, GlueEvaluator, classification_objective
@@ -19,7 +19,7 @@ from .settings import GlueSettings, check_glue_metric
 
 __all__ = ["GlueFineTuning"]
 
-NO_ROWS = GlueSplit("train", "", make_rows({}))
+NO_ROWS = GlueSplit("train", make_rows({}))
 
 
 class GlueFineTuning(FineTuningTask[GlueSettings]):
@@ -63,10 +63,9 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
         return splits, tests
 
     def load_model(self) -> PreTrainedModel:
-        model, self.label_map = load_classifier(
-            self.settings, self.config, self.task.labels, AutoModelForSequenceClassification
-        )
-        tokenized = self._training_rows(self.splits["train"], self.label_map)
+        model_class = AutoModelForSequenceClassification
+        model, self.label_map = load_classifier(self.settings, self.config, self.task.labels, model_class)
+        tokenized = self._training_rows(self.splits["train"])
         self.token_counts = tokenized["length"]
         self.rows = tokenized.remove_columns("length")
         return model
@@ -78,59 +77,46 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
         return classification_objective()
 
     def make_evaluator(self, model: nn.Module) -> GlueEvaluator:
-        self.evaluator = GlueEvaluator(
-            self.accelerator,
-            model,
-            [self._eval_set(self.task, split) for split in self.dev_splits],
-            self.label_map,
-            self.settings,
-        )
+        sets = [self._eval_set(self.task, split) for split in self.dev_splits]
+        self.evaluator = GlueEvaluator(self.accelerator, model, sets, self.label_map, self.settings)
         return self.evaluator
 
     def fingerprint(self) -> dict[str, Any]:
         train = self.splits["train"]
-        return {
-            "task_name": self.task.name,
-            "training examples": len(train),
-            "hash of the training data": hash_rows(train),
-        }
+        counted = {"training examples": len(train), "hash of the training data": hash_rows(train)}
+        return {"task_name": self.task.name, **counted}
 
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": [hash_rows(split) for split in self.dev_splits]}
 
     def dev_results(self, evaluator: GlueEvaluator) -> dict[str, Any]:
         rows = sum(map(len, self.dev_splits))
-        return {
-            "eval_samples": rows,
-            "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2),
-        }
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
 
     def results(self) -> dict[str, Any]:
         return {"task_name": self.task.name}
 
     def predictions(self, evaluator: GlueEvaluator) -> dict[str, str]:
-        return dict(
-            _submission(self.task, split, evaluator.predictions[split.name], "dev_") for split in self.dev_splits
-        )
+        found = evaluator.predictions
+        return dict(_submission(self.task, split, found[split.name], "dev_") for split in self.dev_splits)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         files = {}
         for task, split in self.tests:
             logits = self.evaluator.predict_logits(self._eval_set(task, split))
-            name, content = _submission(task, split, self.evaluator.to_predictions(task, logits))
-            files[name] = content
+            files |= [_submission(task, split, self.evaluator.to_predictions(task, logits))]
         return {}, files
 
     def _tokenize(self, split: GlueSplit) -> Dataset:
         with self.accelerator.main_process_first():  # the others read the Hub dataset's cache
             return tokenize_split(split, self.tokenizer, self.settings.max_length)
 
-    def _training_rows(self, split: GlueSplit, label_map: LabelMap) -> Dataset:
+    def _training_rows(self, split: GlueSplit) -> Dataset:
         if not len(split):
             return make_rows({"length": []})
-        data = self._tokenize(split)
-        if label_map.to_task != tuple(sorted(label_map.to_task)):
-            data = data.map(lambda row: {"label": label_map.to_model[row["label"]]})
+        data, to_model = self._tokenize(split), self.label_map.to_model
+        if to_model != tuple(sorted(to_model)):
+            data = data.map(lambda row: {"label": to_model[row["label"]]})
         return data
 
     def _eval_set(self, task: GlueTask, split: GlueSplit) -> EvalSet:

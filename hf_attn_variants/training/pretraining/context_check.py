@@ -17,7 +17,7 @@ MIN_COST = 0.3
 
 
 def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
-    """Says whether a model reads its context: what losing the word order, and attention, costs it in nats a token.
+    """Say whether a model reads its context: what losing the word order, and attention, costs it in nats a token.
 
     Returns:
         "gate_shuffled_loss", "gate_zeroed_attention_loss", their costs over `loss`, and "gate_passed": whether each is
@@ -33,13 +33,9 @@ def context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> di
 
 
 def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Puts the tokens of each example, with their labels, into another order; the first, the last and padding stay.
+    """Put the tokens of each example, with their labels, into another order; the first, the last and padding stay.
 
-    Args:
-        batch: "input_ids", "attention_mask" and "labels" [b, n].
-
-    Returns:
-        The batch, the same for the same examples.
+    Return the batch ("input_ids", "attention_mask", "labels" [b, n]), the same for the same examples.
     """
     lengths = batch["attention_mask"].sum(-1).tolist()
     order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)
@@ -52,10 +48,10 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def attention_zeroed(model: PreTrainedModel) -> Iterator[None]:
-    """Replaces what every attention of a BERT or ALBERT model found by zeros, before its output projection.
+    """Replace what every attention of a BERT or ALBERT model found by zeros, before its output projection.
 
     Raises:
-        ValueError: The architecture is not one of this package's.
+        ValueError: if the architecture is not one of this package's.
     """
     outputs = [module.get_submodule(site.output) for site, _, module in named_attentions(model)]
     hooks = [

@@ -1,106 +1,30 @@
-"""What the two pretraining scripts share: a stream of text in; a model and its dev loss out."""
+"""The course of pretraining: a stream of text in; a model and its dev scores out."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
-from ..engine.losses import Objective
 from ..engine.models import model_name
 from ..engine.optimization import prepare_training
 from ..engine.session import start_run
 from .context_check import MIN_COST
+from .evaluation import TextEvaluator
 from .settings import PretrainingSettings
+from .task import PreparedBlocks, PretrainingTask
 from .text_sources import PretrainingText
-from .text_stream import TextSource, TextStream, read_blocks, stack_rows
+from .text_stream import TextStream, read_blocks, stack_rows
 
-__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "TextEvaluator", "pretrain"]
+__all__ = ["pretrain"]
 
 logger = logging.getLogger(__name__)
-
-
-class BlockPreparation(Protocol):
-    """Makes an example of a block of tokens.
-
-    Attributes:
-        block_length: Tokens of a block.
-        separator: The token that ends each article.
-        takes_other_block: Whether it is called with another block of the text as well.
-    """
-
-    block_length: int
-    separator: int
-    takes_other_block: bool
-
-    def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Arrays of one shape for every block; `key` alone, with the run's seed, decides what is random in them."""
-
-
-class TextEvaluator(Protocol):
-    """Computes the dev metrics.
-
-    Attributes:
-        metrics: Those of the last evaluation; empty before the first.
-        seconds: What it took.
-        loader: Its batches.
-    """
-
-    metrics: dict[str, float]
-    seconds: float
-    loader: DataLoader
-
-    def __call__(self) -> dict[str, float]:
-        """Evaluates the dev text: "loss", "perplexity", "accuracy", ..."""
-
-    def check_context(self) -> dict[str, Any]:
-        """Say whether the model reads its context; see `context_check.context_results`."""
-
-
-class PreparedBlocks(Dataset):
-    """Held-out blocks, prepared in the same way at every evaluation, and in every run of one seed."""
-
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
-        self.blocks, self.prepare = blocks, prepare
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not self.prepare.takes_other_block:
-            return self.prepare(self.blocks[index], (0, index))
-        # From far away: text nearby may be of the same article.
-        other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
-        return self.prepare(self.blocks[index], (0, index), other)
-
-
-@dataclass(frozen=True)
-class PretrainingTask:
-    """What is special about a way of pretraining.
-
-    Attributes:
-        name: Shown above the curves.
-        prepare: Makes examples.
-        objective: The loss of their batches.
-        evaluator: (model, loader of the held-out text) -> its evaluator.
-        results: Entries that `all_results.json` gets besides the shared ones.
-    """
-
-    name: str
-    prepare: BlockPreparation
-    objective: Objective
-    evaluator: Callable[[nn.Module, DataLoader], TextEvaluator]
-    results: dict[str, Any] = field(default_factory=dict)
 
 
 def pretrain(
@@ -111,48 +35,32 @@ def pretrain(
     text: PretrainingText,
     task: PretrainingTask,
 ) -> dict[str, Any]:
-    """Trains, evaluates, tries whether the model reads its context and saves.
+    """Train, save, evaluate, and try whether the model reads its context.
 
-    Args:
-        settings: The run's.
-        accelerator: Of `open_session`.
-        model: Made or loaded with the run's seed set.
-        tokenizer: Its tokenizer.
-        text: Of `open_text_sources`.
-        task: What is learned.
-
-    Returns:
-        The results that `all_results.json` begins with.
+    The model was made or loaded with the run's seed set. Return the results that `all_results.json` begins with.
 
     Raises:
-        ValueError, OSError: The text is wrong, or something cannot be written.
-        NonFiniteLossError: Training diverged.
+        ValueError, OSError: if the text is wrong, or something cannot be written.
+        NonFiniteLossError: if training diverged.
     """
+    packing = tokenizer, task.prepare.block_length, task.prepare.separator
     if text.train:  # text without a token is an error now
-        read_blocks(text.train, tokenizer, task.prepare.block_length, task.prepare.separator, limit=1)
+        read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    stream = TextStream(
-        text.train,
-        tokenizer,
-        task.prepare.block_length,
-        task.prepare.separator,
-        task.prepare,
-        settings.per_device_train_batch_size,
-        settings.seed,
-        settings.shuffle_buffer_size,
-        accelerator.process_index,
-        accelerator.num_processes,
-        task.prepare.takes_other_block,
-    )
+    sizes = settings.per_device_train_batch_size, settings.seed, settings.shuffle_buffer_size
+    processes = accelerator.process_index, accelerator.num_processes
+    stream = TextStream(text.train, *packing, task.prepare, *sizes, *processes, task.prepare.takes_other_block)
     train_loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
     total_steps = total_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
-    evaluator = _evaluator(settings, accelerator, model, text.dev, tokenizer, task) if text.dev else None
-    loop_settings = LoopSettings.from_settings(
-        settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint
-    )
+    evaluator = None
+    if text.dev:
+        rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
+        workers = settings.dataloader_num_workers
+        loader = create_eval_dataloader(rows, settings.per_device_eval_batch_size, stack_rows, workers)
+        evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
     loop = TrainingLoop(
         accelerator,
         model,
@@ -160,7 +68,7 @@ def pretrain(
         scheduler,
         train_loader,
         replace(task.objective, examples=lambda batch: int(batch["examples"])),
-        loop_settings,
+        LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
         evaluate=evaluator,
         start_epoch=stream.start_epoch,
         seek=stream.seek,
@@ -168,44 +76,16 @@ def pretrain(
     history = start_run(settings, accelerator)
     state = loop.run()
     outputs.save_model(accelerator, model, tokenizer, settings.output_dir, history)
-    results = {**loop.results(state.examples), **task.results}
-    results |= {"epoch": state.epoch, "seed": settings.seed}
+    results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
     if evaluator is not None:
         if not loop.scores_are_current():
             evaluator()
-        results = {**_dev_results(evaluator), **results}
+        dev = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
+        dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
+        results = dev | results
     if accelerator.is_main_process:
         _write_outputs(settings, results, task.name)
     return results
-
-
-def _evaluator(
-    settings: PretrainingSettings,
-    accelerator: Accelerator,
-    model: nn.Module,
-    sources: Sequence[TextSource],
-    tokenizer: PreTrainedTokenizerBase,
-    task: PretrainingTask,
-) -> TextEvaluator:
-    blocks = read_blocks(
-        sources, tokenizer, task.prepare.block_length, task.prepare.separator, settings.max_eval_samples
-    )
-    loader = create_eval_dataloader(
-        PreparedBlocks(blocks, task.prepare),
-        settings.per_device_eval_batch_size,
-        stack_rows,
-        settings.dataloader_num_workers,
-    )
-    return task.evaluator(model, accelerator.prepare(loader))
-
-
-def _dev_results(evaluator: TextEvaluator) -> dict[str, Any]:
-    return {
-        **{f"eval_{key}": value for key, value in evaluator.metrics.items()},
-        "eval_samples": len(evaluator.loader.dataset),
-        "eval_runtime": round(evaluator.seconds, 3),
-        **evaluator.check_context(),
-    }
 
 
 def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_name: str) -> None:

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig
 
 from ..engine.masking import MaskedLMPreparation
-from ..engine.models import load_config, load_model
-from ..engine.new_model import new_config, new_model
+from ..engine.new_model import load_or_make_config, load_or_make_model
 from ..engine.session import open_session
-from ..engine.tokenizers import check_max_length, load_tokenizer
-from .masked_lm import MaskedLMEvaluator, find_head, masked_lm_objective
-from .run import PretrainingTask, pretrain
+from ..engine.tokenizers import check_max_length
+from .context_check import shuffle_positions
+from .masked_lm import find_head, masked_lm_objective, masked_lm_sums
+from .run import pretrain
 from .settings import MaskedLMSettings
+from .task import PretrainingTask
 from .text_sources import open_text_sources
 
 __all__ = ["pretrain_masked_lm"]
@@ -31,33 +31,26 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         NonFiniteLossError: if training diverged.
     """
     with open_session(settings) as accelerator:
-        return _run(settings, accelerator)
-
-
-def _run(settings: MaskedLMSettings, accelerator: Accelerator) -> dict[str, Any]:
-    config = load_config(settings) if settings.model_name_or_path is not None else None
-    tokenizer = load_tokenizer(settings, config)
-    config = config if config is not None else new_config(settings, tokenizer)
-    check_max_length(settings.max_length, config, tokenizer)
-    _check_pairs(settings, config)
-    text = open_text_sources(settings)
-    prepare = MaskedLMPreparation(
-        tokenizer,
-        settings.max_length,
-        settings.mlm_probability,
-        settings.seed,
-        settings.whole_word_mask,
-        settings.sentence_task,
-    )
-    set_seed(settings.seed)
-    model = _model(settings, config)
-    task = PretrainingTask(
-        "masked LM",
-        prepare,
-        masked_lm_objective(find_head(model), sentence_weight=settings.mlm_probability * prepare.block_length),
-        lambda model, loader: MaskedLMEvaluator(accelerator, model, loader, settings.disable_tqdm),
-    )
-    return pretrain(settings, accelerator, model, tokenizer, text, task)
+        config, tokenizer = load_or_make_config(settings)
+        check_max_length(settings.max_length, config, tokenizer)
+        _check_pairs(settings, config)
+        text = open_text_sources(settings)
+        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
+        prepare = MaskedLMPreparation(tokenizer, settings.max_length, *masking)
+        set_seed(settings.seed)
+        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+        # A sentence task's head may be new, but not where it is only evaluated.
+        model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
+        head = find_head(model)
+        task = PretrainingTask(
+            "masked LM",
+            prepare,
+            masked_lm_objective(head, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: masked_lm_sums(model, head, batch),
+            "masked_tokens",
+            shuffle_positions,
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
@@ -76,11 +69,3 @@ def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
             f"--sentence_task {task}: the model has {token_types} token type(s), and tells the two segments of a pair "
             "apart by two (type_vocab_size)"
         )
-
-
-def _model(settings: MaskedLMSettings, config: PreTrainedConfig) -> PreTrainedModel:
-    auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-    if settings.model_name_or_path is None:
-        return new_model(settings, config, auto_class)
-    # A sentence task's head may be new, but not where it is only evaluated.
-    return load_model(settings, config, auto_class, needs_all=settings.only_evaluates)

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.losses import label_objective, target_logits
-from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
+from ..engine.new_model import load_or_make_model, load_seq2seq_config
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
-from .run import PretrainingTask, pretrain
+from .run import pretrain
 from .settings import SpanCorruptionSettings
-from .span_corruption import SpanCorruption, SpanCorruptionEvaluator
+from .span_corruption import SpanCorruption, target_sums
+from .task import PretrainingTask
 from .text_sources import open_text_sources
 
 __all__ = ["pretrain_span_corruption"]
@@ -31,26 +31,24 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
         NonFiniteLossError: if training diverged.
     """
     with open_session(settings) as accelerator:
-        return _run(settings, accelerator)
-
-
-def _run(settings: SpanCorruptionSettings, accelerator: Accelerator) -> dict[str, Any]:
-    config, tokenizer = load_seq2seq_config(settings)
-    _check_config(settings, config, tokenizer)
-    text = open_text_sources(settings)
-    prepare = SpanCorruption(
-        tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
-    )
-    set_seed(settings.seed)
-    model = load_seq2seq_model(settings, config)
-    task = PretrainingTask(
-        "span corruption",
-        prepare,
-        label_objective(target_logits),
-        lambda model, loader: SpanCorruptionEvaluator(accelerator, model, loader, prepare, settings.disable_tqdm),
-        results={"block_length": prepare.block_length, "target_length": prepare.target_length},
-    )
-    return pretrain(settings, accelerator, model, tokenizer, text, task)
+        config, tokenizer = load_seq2seq_config(settings)
+        _check_config(settings, config, tokenizer)
+        text = open_text_sources(settings)
+        prepare = SpanCorruption(
+            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
+        )
+        set_seed(settings.seed)
+        model = load_or_make_model(settings, config, AutoModelForSeq2SeqLM)
+        task = PretrainingTask(
+            "span corruption",
+            prepare,
+            label_objective(target_logits),
+            target_sums,
+            "target_tokens",
+            prepare.shuffle_text,
+            {"block_length": prepare.block_length, "target_length": prepare.target_length},
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)
 
 
 def _check_config(

@@ -4,60 +4,39 @@ Each span is replaced by a sentinel in the inputs; the targets are the sentinels
 examples, n input tokens, t target tokens.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.losses import target_logits
-from ..engine.tracking import progress_bar
-from .context_check import attention_zeroed, context_results
 
-__all__ = [
-    "SpanCorruption",
-    "SpanCorruptionEvaluator",
-    "block_length",
-    "corrupted_lengths",
-    "noise_counts",
-    "noise_spans",
-]
+__all__ = ["SpanCorruption", "block_length", "corrupted_lengths", "noise_counts", "noise_spans", "target_sums"]
 
 # What its random numbers are for; see `masking`.
 SPANS = 4
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """How many tokens of a block are left out, and in how many spans.
-
-    Args:
-        length: Tokens of the block.
-        density: The share of them that is left out.
-        mean_span: Mean length of a span.
-    """
+    """Return how many tokens of a block are left out (a share of `density`), and in how many spans."""
     noise = min(max(round(length * density), 1), max(length - 1, 1))
     # Text stands before each span, so that no two touch.
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
 
 
 def corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Tokens of the inputs and of the targets that a block becomes, sentinels and end tokens included."""
+    """Return the tokens of the inputs and targets that a block becomes, sentinels and end tokens included."""
     noise, spans = noise_counts(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
 def block_length(max_length: int, density: float, mean_span: float) -> int:
-    """The longest block whose inputs have at most `max_length` tokens: 568 for 512 inputs, with 114 targets.
+    """Return the longest block whose inputs have at most `max_length` tokens: 568 for 512 inputs, with 114 targets.
 
     Raises:
-        ValueError: None has.
+        ValueError: if no block has so few.
     """
     length = 1
     if corrupted_lengths(length, density, mean_span)[0] > max_length:
@@ -68,34 +47,26 @@ def block_length(max_length: int, density: float, mean_span: float) -> int:
 
 
 def noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Draws the spans of a block: text and spans alternate, text first, every division of either as likely as another.
+    """Draw the beginning and the end of each span of a block [spans, 2].
 
-    Returns:
-        The beginning and the end of each span [spans, 2].
+    Text and spans alternate, text first; every division of either is as likely as another.
     """
     noise, spans = noise_counts(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
-    ends = lengths.ravel().cumsum().reshape(-1, 2)
-    return ends
+    return lengths.ravel().cumsum().reshape(-1, 2)
 
 
 def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    # Into parts of at least one item each (none, where there is no item).
+    """Return the sizes of parts of at least one item each (none, where there is no item)."""
     cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
     return np.diff([0, *cuts, items])
 
 
 class SpanCorruption:
-    """Makes an example of a block of tokens, padded to one length of inputs and one of targets.
-
-    Args:
-        tokenizer: Has sentinels (<extra_id_0>, ...), an end and a padding token.
-        max_length: n.
-        seed: The run's seed.
-        density, mean_span: See `noise_counts`.
+    """Makes an example of a block of tokens, padded to one length of inputs (n, `max_length`) and one of targets (t).
 
     Raises:
-        ValueError: The tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
+        ValueError: if the tokenizer lacks a token, has too few sentinels, or `max_length` is too short.
     """
 
     takes_other_block = False
@@ -126,18 +97,12 @@ class SpanCorruption:
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Corrupts a block.
+        """Corrupt a block of at most `block_length` tokens; its key (epoch, number) and the seed decide the spans.
 
-        Args:
-            block: Token ids, at most `block_length`.
-            key: (epoch, number in the epoch), of which alone, with the seed, the spans are a function.
-
-        Returns:
-            "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
+        Return "input_ids" and "attention_mask" [n], "decoder_input_ids" and "labels" (-100 at padding) [t].
         """
         generator = np.random.default_rng((self.seed, SPANS, *key))
-        inputs, targets = [], []
-        behind = 0
+        inputs, targets, behind = [], [], 0
         spans = noise_spans(len(block), self.density, self.mean_span, generator)
         for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
             inputs += [block[behind:begin], [sentinel]]
@@ -156,11 +121,7 @@ class SpanCorruption:
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Puts the inputs' words into another order; sentinels, the end and padding stay where they are.
-
-        Returns:
-            The batch, the same for the same examples.
-        """
+        """Put the inputs' words into another order, always the same; sentinels, the end and padding stay."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
         for row in ids:
@@ -174,50 +135,11 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 
-class SpanCorruptionEvaluator:
-    """The dev loss in nats a target token, accuracy, and the loss without word order or attention."""
-
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, loader: DataLoader, prepare: SpanCorruption, quiet: bool
-    ):
-        self.accelerator, self.model, self.loader, self.prepare = accelerator, model, loader, prepare
-        self.quiet = quiet
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
-
-    def __call__(self) -> dict[str, float]:
-        """Metrics of the dev text."""
-        start = time.perf_counter()
-        loss, accuracy, tokens = self.score()
-        perplexity = float(np.exp(min(loss, 700.0)))  # exp overflows above
-        self.metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "target_tokens": tokens}
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
-
-    @torch.no_grad()
-    def score(
-        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
-    ) -> tuple[float, float, int]:
-        """Loss, accuracy and number of target tokens of the dev text, each batch first changed by `change`."""
-        self.model.eval()
-        gathered = []
-        bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Running dev", leave=False)
-        for batch in bar:
-            batch = change(batch) if change is not None else batch
-            logits, labels = target_logits(self.model, batch), batch["labels"]
-            losses = functional.cross_entropy(
-                logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
-            )  # [b, t]
-            right = logits.argmax(-1) == labels
-            sums = [part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)]
-            # Rows, and not sums over batches: the last batch repeats some to give every process one.
-            gathered.append(self.accelerator.gather_for_metrics(torch.stack(sums, dim=-1)).cpu().double())
-        loss, right, tokens = torch.cat(gathered).sum(0).tolist()
-        return loss / max(tokens, 1), right / max(tokens, 1), int(tokens)
-
-    def check_context(self) -> dict[str, Any]:
-        """Evaluate twice more, without word order in the inputs and without attention; see `context_results`."""
-        shuffled = self.score(self.prepare.shuffle_text)[0]
-        with attention_zeroed(self.accelerator.unwrap_model(self.model)):
-            zeroed = self.score()[0]
-        return context_results(self.metrics["loss"], shuffled, zeroed)
+def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
+    logits, labels = target_logits(model, batch), batch["labels"]
+    losses = functional.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )  # [b, t]
+    right = logits.argmax(-1) == labels
+    return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)

@@ -19,14 +19,7 @@ __all__ = ["PretrainingText", "open_text_sources"]
 
 @dataclass(frozen=True)
 class PretrainingText:
-    """The text to pretrain on.
-
-    Attributes:
-        train: Shards to train on.
-        dev: Held-out ones; none: no evaluation.
-        train_fingerprint: What tells this training text from others.
-        dev_fingerprint: The same of the held-out text.
-    """
+    """The shards to train on, those held out (none: no evaluation), and what tells either from other text."""
 
     train: Sequence[TextSource]
     dev: Sequence[TextSource]
@@ -35,38 +28,35 @@ class PretrainingText:
 
 
 def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
-    """Opens the text.
+    """Open the text.
 
     Raises:
-        OSError, ValueError: A file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
+        OSError, ValueError: if a file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
             flag needs it.
     """
-    dev_files = check_text_files(settings.validation_file or [])
-    dev: Sequence[TextSource] = dev_files
-    dev_hash = hash_files(dev_files)
+    dev: Sequence[TextSource] = (files := check_text_files(settings.validation_file or []))
+    dev_hash, names = hash_files(files), {}
     if settings.dataset_name is None:
-        files = check_text_files(settings.train_file or [])
-        return PretrainingText(files, dev, _text_hash("training", hash_files(files)), _text_hash("held-out", dev_hash))
-    split_files, splits = _open_dataset(settings)
-    if "train" not in splits:
-        raise ValueError(f"--dataset_name {settings.dataset_name} has no split 'train', only {', '.join(splits)}")
-    if not dev and "validation" in splits:
-        dev = _dataset_shards(settings, splits, split_files, "validation")
-        dev_hash = _hash_dataset(split_files.get("validation", ()))
-    if not dev:
-        check_evaluated(settings, f": {settings.dataset_name} has no split 'validation'")
-    train = _dataset_shards(settings, splits, split_files, "train")
-    names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    train_hash = _hash_dataset(split_files.get("train", ()))
-    return PretrainingText(train, dev, names | _text_hash("training", train_hash), _text_hash("held-out", dev_hash))
-
-
-def _text_hash(kind: str, value: str) -> dict[str, str]:
-    return {f"hash of the {kind} text": value}
+        train = check_text_files(settings.train_file or [])
+        train_hash = hash_files(train)
+    else:
+        split_files, splits = _open_dataset(settings)
+        if "train" not in splits:
+            raise ValueError(f"--dataset_name {settings.dataset_name} has no split 'train', only {', '.join(splits)}")
+        if not dev and "validation" in splits:
+            dev = _dataset_shards(settings, splits, split_files, "validation")
+            dev_hash = _hash_dataset(split_files.get("validation", ()))
+        if not dev:
+            check_evaluated(settings, f": {settings.dataset_name} has no split 'validation'")
+        train = _dataset_shards(settings, splits, split_files, "train")
+        train_hash = _hash_dataset(split_files.get("train", ()))
+        names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
+    fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
+    return PretrainingText(train, dev, *fingerprints)
 
 
 def _open_dataset(settings: PretrainingSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
-    """Finds the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
+    """Find the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
     named = (settings.dataset_name, settings.dataset_config_name)
     files: Mapping[str, Sequence[str]] = {}
     with tempfile.TemporaryDirectory() as temporary:

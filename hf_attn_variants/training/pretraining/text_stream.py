@@ -54,7 +54,7 @@ class TextSource(Protocol):
     name: str
 
     def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yields each article from `offset` on, with the offset that it begins at."""
+        """Yield each article from `offset` on, with the offset that it begins at."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,24 @@ class TextFile:
         return str(self.path)
 
     def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yields each article from `offset` on, with the offset that it begins at.
+        """Yield each article from `offset` on, with the offset that it begins at.
 
         Raises:
-            OSError: The file cannot be read, is no whole gzip file or is not UTF-8; the message names the file and
+            OSError: if the file cannot be read, is no whole gzip file or is not UTF-8; the message names the file and
                 where in its text.
         """
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
                 file.seek(offset)
-                for line in file:
-                    blank = not line.strip()
-                    if not blank:
+                for line in itertools.chain(file, [b""]):  # the end of the file ends an article
+                    if line.strip():
                         lines.append(line)
                     size += len(line)
-                    if blank or size >= MAX_ARTICLE_BYTES:
+                    if not line.strip() or size >= MAX_ARTICLE_BYTES:
                         if lines:
-                            yield begin, _decode(lines, begin)
+                            yield begin, b"".join(lines).decode("utf-8" if begin else "utf-8-sig")
                         begin, lines, size = begin + size, [], 0
-                if lines:
-                    yield begin, _decode(lines, begin)
         except UnicodeDecodeError as error:
             raise OSError(f"{self.path}: not UTF-8 text ({error.reason} in the article at byte {begin})") from error
         except (OSError, EOFError, zlib.error) as error:
@@ -96,10 +93,6 @@ class TextFile:
 
     def _open(self) -> IO[bytes]:
         return gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
-
-
-def _decode(lines: list[bytes], offset: int) -> str:
-    return b"".join(lines).decode("utf-8" if offset else "utf-8-sig")
 
 
 @dataclass(frozen=True)
@@ -112,12 +105,12 @@ class DatasetRows:
     shard: int = 0
 
     def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yields each row's text from `offset` on, with the row's number.
+        """Yield each row's text from `offset` on, with the row's number.
 
         Raises:
-            OSError: The shard cannot be read; the message says beyond which row. Formats that are read in blocks fail
-                before the first row of the block.
-            ValueError: A row has no such column, or no text in it.
+            OSError: if the shard cannot be read; the message says beyond which row. Formats that are read in blocks
+                fail before the first row of the block.
+            ValueError: if a row has no such column, or no text in it.
         """
         rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
         for number in itertools.count(offset):
@@ -150,11 +143,11 @@ TEXT_BEGIN = Place()
 
 
 def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
-    """Opens text files and reads the first article of each.
+    """Open text files and read the first article of each.
 
     Raises:
-        OSError: One is not there, or cannot be read.
-        ValueError: One holds no text.
+        OSError: if one is not there, or cannot be read.
+        ValueError: if one holds no text.
     """
     files = [TextFile(Path(path)) for path in paths]
     for file in files:
@@ -167,7 +160,7 @@ def check_text_files(paths: Iterable[str | Path]) -> list[TextFile]:
 
 
 def hash_files(files: Iterable[TextFile]) -> str:
-    """Hashes the files' names, sizes, beginnings and ends: a corpus is too large to be read for it."""
+    """Hash the files' names, sizes, beginnings and ends: a corpus is too large to be read for it."""
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
@@ -186,14 +179,12 @@ def pack_blocks(
     separator: int,
     start: Place = TEXT_BEGIN,
 ) -> Iterator[tuple[np.ndarray, Place]]:
-    """Cuts the tokens of all articles into blocks of one length; the last one is shorter.
+    """Cut the tokens of all articles into blocks of one length; the last one is shorter.
 
     Args:
-        sources: Shards in the order they are read.
-        tokenizer: A fast tokenizer; no special tokens are added, and those that the text spells out are left out.
-        length: Tokens a block.
-        separator: The token that ends each article.
-        start: Where the first block begins.
+        tokenizer: a fast tokenizer; no special tokens are added, and those that the text spells out are left out.
+        separator: the token that ends each article.
+        start: where the first block begins.
 
     Yields:
         A block's token ids [length], and the place where it begins.
@@ -238,7 +229,7 @@ def _tokenized(
 
 
 def _reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Token ids that text may not hold: special tokens, but the unknown one, and sentinels.
+    """Return the token ids that text may not hold: special tokens, but the unknown one, and sentinels.
 
     Not `all_special_ids`: some tokenizers count punctuation among them.
     """
@@ -266,10 +257,10 @@ def read_blocks(
     separator: int,
     limit: int | None = None,
 ) -> list[np.ndarray]:
-    """Reads the first `limit` blocks of a text (None: all) into memory, in order; see `pack_blocks`.
+    """Read the first `limit` blocks of a text (None: all) into memory, in order; see `pack_blocks`.
 
     Raises:
-        ValueError: The tokenizer makes no token of the text.
+        ValueError: if the tokenizer makes no token of the text.
     """
     blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
     if not blocks:
@@ -286,18 +277,11 @@ class TextStream(IterableDataset):
     them.
 
     Args:
-        sources: Shards.
-        tokenizer: A fast tokenizer.
-        length: Tokens a block, before `prepare`.
-        separator: The token that ends each article.
+        length, separator: tokens a block, and the one that ends each article; see `pack_blocks`.
         prepare: (token ids, (epoch, number of the block in it)) -> arrays of one shape for every block; anything
             random in it must be drawn from those two numbers.
-        batch_size: Blocks of one process.
-        seed: The run's seed.
-        window: Blocks that are shuffled among themselves; they are held in memory.
-        process_index, num_processes: Which rows are this process's.
-        with_other: Hand `prepare` another block of the same window as well, as a third argument; None where the window
-            has one block alone.
+        window: blocks that are shuffled among themselves; they are held in memory.
+        with_other: hand `prepare` another block of the same window as well; None where the window has one alone.
     """
 
     def __init__(
@@ -321,15 +305,15 @@ class TextStream(IterableDataset):
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Selects the epoch that `__iter__` yields, from its beginning."""
+        """Select the epoch that `__iter__` yields, from its beginning."""
         self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_BEGIN]
 
     def seek(self, batches: int, position: list[int]) -> None:
-        """Goes to the batch after the first `batches` ones of the epoch; `position` is the last one's."""
+        """Go to the batch after the first `batches` ones of the epoch; `position` is the last one's."""
         self._used, self._position = batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yields tensors [b, ...] of what `prepare` makes; "position", which `seek` takes; and "examples", b or 0."""
+        """Yield tensors [b, ...] of what `prepare` makes; "position", which `seek` takes; and "examples", b or 0."""
         rows = self._numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
@@ -337,7 +321,8 @@ class TextStream(IterableDataset):
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
-                prepared = [{key: _nothing_to_predict(key, value) for key, value in prepared[0].items()}]
+                row = prepared[0]
+                prepared = [row | {key: np.full_like(row[key], IGNORED_LABEL) for key in row if "label" in key}]
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_rows(prepared) | counts
 
@@ -357,10 +342,6 @@ class TextStream(IterableDataset):
             window += 1
 
 
-def _nothing_to_predict(key: str, value: np.ndarray) -> np.ndarray:
-    return np.full_like(value, IGNORED_LABEL) if "label" in key else value
-
-
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks prepared blocks into a batch of tensors [b, ...]."""
+    """Stack prepared blocks into a batch of tensors [b, ...]."""
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

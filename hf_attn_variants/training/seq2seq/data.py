@@ -1,22 +1,15 @@
-"""Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are `seq2seq_tasks`'."""
+"""Rows of text to text: from parallel text, tables or the Hub; GLUE and SQuAD as text are in `worded_tasks`."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...text_files import (
-    column_names,
-    column_value,
-    has_text,
-    read_columns,
-    read_lines,
-    read_pairs,
-)
-from ..engine.tokenizers import too_long
+from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
+from ..engine.tokenizers import check_max_length
 from .metrics import TEXT_METRICS, score_texts
 from .settings import Seq2SeqSettings
 
@@ -32,9 +25,8 @@ class Seq2SeqSplit:
     """The rows of one split.
 
     Attributes:
-        name: "train", "dev" or "test".
-        sources: What the encoder reads, prefix included.
-        references: The texts that are right for each source, the first of them the one to train on; None: unknown.
+        sources: what the encoder reads, prefix included.
+        references: the texts that are right for each source, the first of them the one to train on; None: unknown.
     """
 
     name: str
@@ -45,12 +37,12 @@ class Seq2SeqSplit:
         return len(self.sources)
 
     def first(self, count: int | None) -> "Seq2SeqSplit":
-        """The split's first `count` rows (all of them with None)."""
+        """Return the split's first `count` rows, with None all of them."""
         references = self.references[:count] if self.references is not None else None
         return Seq2SeqSplit(self.name, self.sources[:count], references)
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(source, target) of each row, the target empty where none is known."""
+        """Return (source, target) of each row, the target empty where none is known."""
         if self.references is None:
             return [(source, "") for source in self.sources]
         return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
@@ -61,11 +53,10 @@ class Seq2SeqData:
     """What is trained on, evaluated and predicted.
 
     Attributes:
-        splits: By name, those that there are of "train", "dev" and "test".
-        score: (predictions, references) -> metrics of a split.
-        metric_names: What `score` returns.
-        main_metric: The one that the best weights are told by.
-        results: Further entries of the results.
+        splits: by name, those that there are of "train", "dev" and "test".
+        score: (predictions, references) -> metrics of a split, by `metric_names`.
+        main_metric: the one that the best weights are told by.
+        results: further entries of the results.
     """
 
     splits: dict[str, Seq2SeqSplit]
@@ -76,11 +67,11 @@ class Seq2SeqData:
 
 
 def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Reads what the flags name: parallel text, tables, or a `datasets` source.
+    """Read what the flags name: parallel text, tables, or a `datasets` source.
 
     Raises:
-        OSError: A file or the Hub's dataset cannot be read.
-        ValueError: It holds something else, has no row, or lacks a column.
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if it holds something else, has no row, or lacks a column.
     """
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
@@ -129,7 +120,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     if name == "test" and len(splits[split]) and not isinstance(column_value(splits[split][0], columns[1]), str):
         columns = columns[:1]  # its targets are not public, as those of many test splits
     rows = []
-    for number, row in enumerate(_rows(splits[split])):
+    for number, row in enumerate(splits[split]):
         texts = tuple(column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
@@ -144,17 +135,13 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     return rows
 
 
-def _rows(data: Dataset) -> Any:
-    return (data[i] for i in range(len(data)))
-
-
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Checks that sources and targets of the lengths asked for fit the model, and leave room for text.
+    """Check that sources and targets of the lengths asked for fit the model, and leave room for text.
 
     Raises:
-        ValueError: A length is too long or too short, or the model is no encoder-decoder.
+        ValueError: if a length is too long or too short, or the model is no encoder-decoder.
     """
     if not config.is_encoder_decoder:
         raise ValueError(
@@ -162,29 +149,21 @@ def check_seq2seq_lengths(
         )
     if config.decoder_start_token_id is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
-    special = tokenizer.num_special_tokens_to_add()
     for name in ("max_length", "max_target_length"):
-        value = getattr(settings, name)
-        if value < special + 1:
-            raise ValueError(f"--{name} must be at least {special + 1} ({special} special tokens), got {value}")
-        if message := too_long(value, config, tokenizer):
-            raise ValueError(f"--{name} {value} is too long: {message}")
+        check_max_length(getattr(settings, name), config, tokenizer, flag=name)
 
 
 def warn_of_cuts(
     split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
 ) -> dict[str, int]:
-    """Warns of sources and targets that have more tokens than they may.
+    """Warn of sources and targets that have more tokens than they may.
 
-    Returns:
-        How many of the split's first 10,000 rows are cut: "sources" and "targets".
+    Return how many of the split's first 10,000 rows are cut: "sources" and "targets".
     """
     rows = split.pairs()[:COUNTED_ROWS]
+    limits = {"sources": ("max_length", max_length), "targets": ("max_target_length", max_target_length)}
     found = {}
-    limits = {"max_length": max_length, "max_target_length": max_target_length}
-    for side, (flag, limit), texts in zip(
-        ("sources", "targets"), limits.items(), zip(*rows, strict=True), strict=True
-    ):
+    for (side, (flag, limit)), texts in zip(limits.items(), zip(*rows, strict=True), strict=True):
         ids = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
         found[side] = sum(len(row) > limit for row in ids)
         if found[side]:

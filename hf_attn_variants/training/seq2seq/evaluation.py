@@ -1,6 +1,6 @@
-"""The objective of text to text, and its evaluation: teacher-forced loss, decoding, metrics and decoding speed.
+"""The evaluation of text to text: teacher-forced loss, decoding, metrics and decoding speed.
 
-Letters: b examples, m source tokens, n target tokens, V tokens of the vocabulary.
+Letters: b examples, n target tokens.
 """
 
 import time
@@ -15,19 +15,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
+from ..engine.evaluation import run_rows
 from ..engine.losses import target_logits, token_cross_entropy
 from ..engine.tracking import progress_bar
 from .data import Seq2SeqSplit
 from .settings import Seq2SeqSettings
 
-__all__ = [
-    "Decoded",
-    "Decoder",
-    "GenerationSet",
-    "Seq2SeqEvaluator",
-    "beam_suffix",
-    "decode_and_score",
-]
+__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "beam_suffix"]
 
 
 @dataclass(frozen=True)
@@ -41,48 +35,30 @@ class GenerationSet:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What decoding a split gave.
-
-    Attributes:
-        texts: One a row, in the rows' order.
-        tokens: Tokens generated, each text's end included and padding not, over all processes.
-        seconds: Time in `generate`, of the slowest process.
-    """
+    """The texts of a split, one a row."""
 
     texts: list[str]
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
+    tokens: int  # generated over all processes, each text's end included and padding not
+    seconds: float  # in `generate`, of the slowest process
 
 
 class Decoder:
-    """Generates the texts of a split, greedily or by beam search.
-
-    Args:
-        accelerator, model, tokenizer: The run's.
-        settings: Longest text, and how texts are searched for.
-    """
+    """Generates the texts of a split, greedily or by beam search."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
+        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
         settings: Seq2SeqSettings,
     ):
-        self.accelerator, self.model, self.tokenizer, self.settings = accelerator, model, tokenizer, settings
+        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
+        self.score, self.settings = score, settings
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
-        """Generates the text of every row.
-
-        Args:
-            data: The split.
-            num_beams: Beams; 1: greedy.
-        """
+        """Generate the text of every row; with one beam greedily."""
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
         options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
@@ -90,8 +66,7 @@ class Decoder:
             options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
         if num_beams > 1:
             options["length_penalty"] = self.settings.length_penalty
-        texts: list[str] = []
-        tokens, seconds = 0, 0.0
+        texts, tokens, seconds = [], 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
         for batch in progress_bar(
             accelerator, self.settings.disable_tqdm, iterable=data.loader, desc=name, leave=False
@@ -114,30 +89,33 @@ class Decoder:
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
             tokens += int(lengths.sum())
         slowest = accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max()
-        restored = [""] * len(texts)
-        for row, text in zip(data.order, texts, strict=True):
-            restored[row] = text
-        return Decoded(restored, tokens, float(slowest))
+        in_order = [text for _, text in sorted(zip(data.order, texts, strict=True))]
+        return Decoded(in_order, tokens, float(slowest))
+
+    def decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+        """Decode a split and compare it with its references, where it has some.
+
+        Return the metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; and the texts.
+        """
+        found, references = self.decode(data, num_beams), data.split.references
+        values = self.score(found.texts, references) if references is not None else {}
+        values |= {
+            "decode_tokens": found.tokens,
+            "decode_seconds": round(found.seconds, 3),
+            "decode_tokens_per_second": round(found.tokens / max(found.seconds, 1e-9), 1),
+        }
+        return values, found.texts
 
 
 def _text_lengths(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
-    """Tokens of each row of [b, n] up to its first end token, that one included: [b]."""
+    """Return the tokens of each row of [b, n] up to its first end token, that one included: [b]."""
     ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
     before = ends.cumsum(-1) == 0
     return before.sum(-1) + ends.any(-1)
 
 
 class Seq2SeqEvaluator:
-    """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass.
-
-    Args:
-        accelerator, model: The run's.
-        data: The dev split.
-        decoder: Generates its texts.
-        score: (predictions, references) -> metrics.
-        settings: Each number of beams to decode with, of which the first one's metrics have no suffix; whether calling
-            it computes the loss alone, and not texts.
-    """
+    """Evaluates the dev split; keeps the last metrics and texts, so that the final ones need no second pass."""
 
     def __init__(
         self,
@@ -145,29 +123,25 @@ class Seq2SeqEvaluator:
         model: nn.Module,
         data: GenerationSet,
         decoder: Decoder,
-        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
         settings: Seq2SeqSettings,
     ):
-        self.accelerator, self.model, self.data, self.decoder = accelerator, model, data, decoder
-        self.score, self.settings = score, settings
+        self.accelerator, self.model, self.data = accelerator, model, data
+        self.decoder, self.settings = decoder, settings
         self.metrics: dict[str, float] = {}
         self.texts: dict[int, list[str]] = {}
         self.seconds = 0.0
 
     def __call__(self) -> dict[str, float]:
-        """Metrics in training: "loss" and, unless `eval_loss_only`, those of the first number of beams."""
+        """Return the metrics in training: "loss" and, unless `eval_loss_only`, those of the first number of beams."""
         self.evaluate(() if self.settings.eval_loss_only else self.settings.num_beams[:1])
         return dict(self.metrics)
 
     def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
-        """Computes the loss, and decodes with each number of beams.
+        """Compute the loss, and decode with the numbers of beams, the first of `num_beams` or all.
 
         `metrics` gets "loss" and the metrics of each number of beams, from the second on with the suffix
-        `_beam<number>`; `texts` the texts by number of beams.
-
-        Args:
-            beams: The first ones of `num_beams`, or all.
-            afresh: False: the weights are those of the last evaluation, and only what it left out is computed.
+        `_beam<number>`; `texts` the texts by number of beams. Unless `afresh`, the weights are those of the last
+        evaluation, and only what it left out is computed.
         """
         if afresh:
             self.metrics, self.texts, self.seconds = {}, {}, 0.0
@@ -176,47 +150,25 @@ class Seq2SeqEvaluator:
             self.metrics["loss"] = self.loss()
         for i, num_beams in enumerate(beams):
             if num_beams not in self.texts:
-                values, self.texts[num_beams] = decode_and_score(self.decoder, self.data, self.score, num_beams)
+                values, self.texts[num_beams] = self.decoder.decode_and_score(self.data, num_beams)
                 suffix = beam_suffix(i, num_beams)
                 self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
         self.seconds += time.perf_counter() - start
 
-    @torch.no_grad()
     def loss(self) -> float:
-        """Mean cross-entropy of the target tokens in nats, not smoothed."""
-        self.model.eval()
-        gathered = []
-        for batch in progress_bar(
-            self.accelerator, self.settings.disable_tqdm, iterable=self.data.loader, desc="Dev loss", leave=False
-        ):
-            sums, tokens = token_cross_entropy(target_logits(self.model, batch), batch["labels"])
-            rows = torch.stack([sums.float(), tokens.float()], dim=-1)  # [b, 2]
-            gathered.append(self.accelerator.gather_for_metrics(rows).cpu().double())
-        total, tokens = torch.cat(gathered).sum(0).tolist()
+        """Return the mean cross-entropy of the target tokens in nats, not smoothed."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            term = token_cross_entropy(target_logits(self.model, batch), batch["labels"])
+            return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
+
+        loader, order = self.data.loader, self.data.order
+        rows = run_rows(self.accelerator, self.model, loader, order, outputs, "dev loss", self.settings)[0]
+        # In the order of the passes: a sum of floats depends on it.
+        total, tokens = torch.from_numpy(rows[order]).double().sum(0).tolist()
         return total / max(tokens, 1)
 
 
 def beam_suffix(position: int, num_beams: int) -> str:
-    """What the metrics' names end in: nothing for the first number of beams asked for, then `_beam<number>`."""
+    """Return what the metrics' names end in: nothing for the first number of beams asked for, then `_beam<number>`."""
     return f"_beam{num_beams}" if position else ""
-
-
-def decode_and_score(
-    decoder: Decoder,
-    data: GenerationSet,
-    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
-    num_beams: int,
-) -> tuple[dict[str, float], list[str]]:
-    """Decodes a split and compares it with its references, where it has some.
-
-    Returns:
-        The metrics, "decode_tokens", "decode_seconds" and "decode_tokens_per_second"; the texts.
-    """
-    found = decoder.decode(data, num_beams)
-    values = score(found.texts, data.split.references) if data.split.references is not None else {}
-    values |= {
-        "decode_tokens": found.tokens,
-        "decode_seconds": round(found.seconds, 3),
-        "decode_tokens_per_second": round(found.tokens_per_second, 1),
-    }
-    return values, found.texts

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 from .settings import check_text_metrics
 
@@ -17,33 +19,18 @@ References = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric over texts.
-
-    Attributes:
-        names: What it returns.
-        score: (predictions, references) -> values by name.
-    """
+    """A metric over texts: the names of its values, and the function from predictions and references to them."""
 
     names: tuple[str, ...]
     score: Callable[[Sequence[str], References], dict[str, float]]
 
 
-def _bleu(predictions: Sequence[str], references: References) -> dict[str, float]:
+def _sacrebleu(name: str, predictions: Sequence[str], references: References) -> dict[str, float]:
     import sacrebleu
 
-    return {"bleu": sacrebleu.corpus_bleu(list(predictions), _streams(references)).score}
-
-
-def _chrf(predictions: Sequence[str], references: References) -> dict[str, float]:
-    import sacrebleu
-
-    return {"chrf": sacrebleu.corpus_chrf(list(predictions), _streams(references)).score}
-
-
-def _streams(references: References) -> list[list[str | None]]:
-    # sacrebleu wants the first reference of every row, then the second, ...; None where a row has fewer.
-    count = max(len(row) for row in references)
-    return [[row[i] if i < len(row) else None for row in references] for i in range(count)]
+    # It wants the first reference of every row, then the second, ...; None where a row has fewer.
+    streams = list(zip_longest(*references))
+    return {name: getattr(sacrebleu, f"corpus_{name}")(list(predictions), streams).score}
 
 
 def _rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
@@ -71,28 +58,20 @@ def _accuracy(predictions: Sequence[str], references: References) -> dict[str, f
 # sacrebleu with its default settings (0 to 100); ROUGE F-measures with Porter stemming (0 to 100); accuracy: the share
 # of texts that are a reference, spaces around them aside.
 TEXT_METRICS: dict[str, TextMetric] = {
-    "bleu": TextMetric(("bleu",), _bleu),
-    "chrf": TextMetric(("chrf",), _chrf),
+    "bleu": TextMetric(("bleu",), partial(_sacrebleu, "bleu")),
+    "chrf": TextMetric(("chrf",), partial(_sacrebleu, "chrf")),
     "rouge": TextMetric(ROUGE_TYPES, _rouge),
     "accuracy": TextMetric(("accuracy",), _accuracy),
 }
 
 
 def score_texts(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Computes metrics by name.
+    """Compute metrics by name, of one text a row and the texts that are right for it.
 
     To rougeLsum a text's lines are its sentences, and a line also ends behind each ".", "!" or "?" before a space.
 
-    Args:
-        names: Keys of `TEXT_METRICS`.
-        predictions: One text a row.
-        references: The right texts of each row, at least one.
-
-    Returns:
-        Values by the names that the metrics give them.
-
     Raises:
-        ValueError: A metric is unknown or its package missing, or predictions and references are not as many.
+        ValueError: if a metric is unknown or its package missing, or predictions and references are not as many.
     """
     check_text_metrics(names)
     if not predictions or len(predictions) != len(references) or not all(references):

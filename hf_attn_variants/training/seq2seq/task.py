@@ -5,17 +5,17 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.losses import Objective, label_objective, target_logits
+from ..engine.new_model import load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
-from ..engine.seq2seq_model import load_seq2seq_config, load_seq2seq_model
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
 from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
-from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix, decode_and_score
+from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix
 from .settings import Seq2SeqSettings
 from .worded_tasks import load_task
 
@@ -70,7 +70,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
                 raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
 
     def load_model(self) -> PreTrainedModel:
-        return load_seq2seq_model(self.settings, self.config)
+        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
     def objective(self) -> Objective:
         return label_objective(target_logits, self.settings.label_smoothing_factor)
@@ -83,12 +83,12 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def make_evaluator(self, model: nn.Module) -> Seq2SeqEvaluator | None:
         settings, splits = self.settings, self.data.splits
-        self.decoder = Decoder(self.accelerator, model, self.tokenizer, settings)
+        self.decoder = Decoder(self.accelerator, model, self.tokenizer, self.data.score, settings)
         sets = {name: self._generation_set(splits[name]) for name in ("dev", "test") if name in splits}
         self.test = sets.get("test")
         if "dev" not in sets:
             return None
-        return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, self.data.score, settings)
+        return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, settings)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: Seq2SeqEvaluator) -> None:
         evaluator.evaluate(self.settings.num_beams, afresh=not loop.scores_are_current())
@@ -117,7 +117,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         results: dict[str, Any] = {}
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
-            metrics, texts[num_beams] = decode_and_score(self.decoder, self.test, self.data.score, num_beams)
+            metrics, texts[num_beams] = self.decoder.decode_and_score(self.test, num_beams)
             results |= {f"test_{key}{beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
         return {**results, "test_samples": len(self.test.split)}, dict([_file(self.test.split, texts)])
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...glue_tasks import GlueTask, get_task
 from ..glue.data import GlueSplit, load_glue
 from ..glue.metrics import compute_metrics
-from ..squad.data import Question, check_unanswerable, load_squad_hub, read_squad
+from ..squad.data import Question, load_squad
 from ..squad.metrics import score_answer
 from ..squad.settings import METRIC_NAMES
 from .data import Seq2SeqData, Seq2SeqSplit
@@ -27,28 +27,22 @@ SCORE_STEPS = 5
 
 
 def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
-    """Words an example: "qnli question: ... sentence: ..."."""
+    """Word an example: "qnli question: ... sentence: ..."."""
     words = WORDS.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
     return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
 
 
 def format_label(task: GlueTask, label: float) -> str:
-    """Words a label: a class name, or a score rounded to 0.2."""
+    """Word a label: a class name, or a score rounded to 0.2."""
     if task.labels is None:
         return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
 
 
 def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
-    """Reads generated texts as predictions.
+    """Read generated texts as class ids, or scores (-1 where a text is no number).
 
-    Args:
-        task: The task.
-        texts: Generated.
-        labels: The true ones: a text that is no class name counts as another class than the true one.
-
-    Returns:
-        Class ids, or scores (-1 where a text is no number), one a text.
+    A text that is no class name counts as another class than the true one, of `labels`.
     """
     if task.labels is None:
         return np.array([_parse_score(text) for text in texts])
@@ -66,26 +60,22 @@ def _parse_score(text: str) -> float:
 
 
 def format_squad(question: Question) -> str:
-    """Words an example: "question: ... context: ..."."""
+    """Word an example: "question: ... context: ..."."""
     return f"question: {question.question} context: {question.context}"
 
 
 def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Reads the task that `--task_name` names.
+    """Read the task that `--task_name` names.
 
     Raises:
-        OSError: A file or the Hub's dataset cannot be read.
-        ValueError: There is no such task, or a file is wrong.
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if there is no such task, or a file is wrong.
     """
     files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if settings.task_name.lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
-        data.splits.update(
-            {
-                name: replace(split, sources=[settings.source_prefix + source for source in split.sources])
-                for name, split in data.splits.items()
-            }
-        )
+        for name, split in data.splits.items():
+            data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
     return data
 
 
@@ -125,26 +115,10 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
     if settings.data_dir is not None:
         raise ValueError("--data_dir is for GLUE; --task_name squad reads --train_file and --validation_file")
     splits = {}
-    for name, flag, hub_split in (
-        ("train", "train", "train"),
-        ("dev", "validation", "validation"),
-        ("test", "test", ""),
-    ):
-        path = files[f"{flag}_file"]
-        if path is None and (any(files.values()) or not hub_split):
-            continue
-        if name == "train" and settings.only_evaluates:
-            continue
-        questions = (
-            read_squad(path, has_answers=name != "test") if path else load_squad_hub(hub_split, version_2=False)
-        )
-        if name != "test":
-            check_unanswerable(path or f"{SQUAD} ({hub_split})", questions, version_2=False)
-        splits[name] = Seq2SeqSplit(
-            name,
-            [format_squad(question) for question in questions],
-            [tuple(answer.text for answer in q.answers) for q in questions] if name != "test" else None,
-        )
+    found = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
+    for name, questions in found.items():
+        answers = [tuple(answer.text for answer in question.answers) for question in questions]
+        splits[name] = Seq2SeqSplit(name, list(map(format_squad, questions)), answers if name != "test" else None)
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])

@@ -27,31 +27,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model answers to a question.
+    """What a model answers to a question."""
 
-    Attributes:
-        id: The question's.
-        spans: The best spans, best first; none where the context has no token.
-        null: The score of "no answer": the smallest of the windows', since an answer in one of them is an answer.
-    """
-
-    id: str
-    spans: tuple[Span, ...]
-    null: Span
+    id: str  # the question's
+    spans: tuple[Span, ...]  # the best ones, best first; none where the context has no token
+    null: Span  # "no answer", of the window that scores it least: an answer in one of them is an answer
 
     @property
     def text(self) -> str:
-        """The best span's text."""
         return self.spans[0].text if self.spans else ""
 
     @property
     def null_odds(self) -> float:
         """By how much the score of "no answer" is above that of the best span."""
-        # A finite number: JSON and float32 hold it.
-        return self.null.score - self.spans[0].score if self.spans else 1e9
+        return self.null.score - self.spans[0].score if self.spans else 1e9  # finite: for JSON
 
     def answer(self, null_threshold: float | None) -> str:
-        """The text, or the empty one where `null_odds` is above a threshold (None: never)."""
+        """Return the text, or the empty one where `null_odds` is above a threshold (None: never)."""
         return "" if null_threshold is not None and self.null_odds > null_threshold else self.text
 
 
@@ -63,17 +55,12 @@ def find_predictions(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> list[Prediction]:
-    """Finds the best spans of every question in all its windows.
+    """Find the best spans of every question in all its windows.
 
     Args:
-        questions: The questions.
-        windows: Of `make_windows`, with offsets.
         start_logits, end_logits: [windows, tokens].
-        n_best: Starts and ends that are combined in a window, and spans that are kept of a question.
-        max_answer_length: Tokens of a span.
-
-    Returns:
-        One a question, in their order.
+        n_best: starts and ends that are combined in a window, and spans that are kept of a question.
+        max_answer_length: in tokens.
     """
     spans: list[dict[tuple[int, int], Span]] = [{} for _ in questions]
     nulls: list[Span | None] = [None] * len(questions)
@@ -117,23 +104,15 @@ def _window_spans(
 
 
 def nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
-    """What the n-best file holds of a question: text, logits and probability among the entries, best first.
+    """Return what the n-best file holds of a question: text, logits and probability of each entry, best first.
 
-    Args:
-        prediction: Of `find_predictions`.
-        with_null: Whether "no answer" is an entry (v2.0).
-        n_best: Entries, beside that one.
+    With `with_null` (v2.0) "no answer" is an entry.
     """
     spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)
     scores = np.array([span.score for span in spans])
     shares = np.exp(scores - scores.max())
     return [
-        {
-            "text": span.text,
-            "probability": float(share),
-            "start_logit": span.start_logit,
-            "end_logit": span.end_logit,
-        }
+        {"text": span.text, "probability": float(share), "start_logit": span.start_logit, "end_logit": span.end_logit}
         for span, share in zip(spans, shares / shares.sum(), strict=True)
     ]

@@ -4,26 +4,21 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
 
-__all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad_hub", "read_squad"]
+__all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad", "load_squad_hub", "read_squad"]
 
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A span of the context.
-
-    Attributes:
-        text: The span's text.
-        start: Where it begins, in characters of the context.
-    """
+    """A span of the context, and the character of the context that it begins at."""
 
     text: str
     start: int
@@ -31,30 +26,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context.
+    """A question about a context, with the spans that are right."""
 
-    Attributes:
-        id: Unique in its file.
-        question, context: Texts.
-        answers: The spans that are right; none: the context does not answer it (or, in a test file, unknown).
-    """
-
-    id: str
+    id: str  # unique in its file
     question: str
     context: str
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  # none: the context does not answer it (or, in a test file, unknown)
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
-    """Reads a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
+    """Read a file of SQuAD's own JSON layout: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}, plain or .gz.
 
-    Args:
-        path: The file, plain or .gz.
-        has_answers: False for a test file, whose answers are neither needed nor read.
+    The answers of a test file are neither needed nor read (`has_answers` false).
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It has another layout or no question, or an answer is not in the context; the message names the
+        OSError: if the file cannot be read.
+        ValueError: if it has another layout or no question, or an answer is not in the context; the message names the
             file and the question.
     """
     path = Path(path)
@@ -81,24 +68,23 @@ def _load_json(path: Path) -> Any:
 
 
 def _questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
-    where = f"{path}: the file"
-    for article, at_article in _items(content, "data", where):
-        for paragraph, at_paragraph in _items(article, "paragraphs", f"{path}: data[{at_article}]"):
+    for at_article, article in enumerate(_items(content, "data", f"{path}: the file")):
+        for at_paragraph, paragraph in enumerate(_items(article, "paragraphs", f"{path}: data[{at_article}]")):
             where = f"{path}: data[{at_article}].paragraphs[{at_paragraph}]"
             context = _text(paragraph, "context", where)
-            for qa, at_qa in _items(paragraph, "qas", where):
+            for at_qa, qa in enumerate(_items(paragraph, "qas", where)):
                 where_qa = f"{where}.qas[{at_qa}]"
                 question = _text(qa, "question", where_qa), context
                 found = _answers(qa, context, where_qa) if has_answers else ()
                 yield Question(str(qa.get("id", f"{at_article}-{at_paragraph}-{at_qa}")), *question, found)
 
 
-def _items(holder: Any, key: str, where: str) -> Iterator[tuple[Any, int]]:
+def _items(holder: Any, key: str, where: str) -> list[Any]:
     values = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(values, list):
         has = f"its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else "it is no JSON object"
         raise ValueError(f'{where} has no list "{key}"; {has}: this is not the layout of SQuAD')
-    yield from zip(values, range(len(values)), strict=True)
+    return values
 
 
 def _text(holder: Any, key: str, where: str) -> str:
@@ -113,7 +99,7 @@ def _answers(qa: dict[str, Any], context: str, where: str) -> tuple[Answer, ...]
     if qa.get("is_impossible"):
         return ()
     answers = []
-    for answer, number in _items(qa, "answers", where):
+    for number, answer in enumerate(_items(qa, "answers", where)):
         text, start = _text(answer, "text", f"{where}.answers[{number}]"), answer.get("answer_start")
         _check_answer(text, start, context, f"{where} (id {qa.get('id')})")
         answers.append(Answer(text, start))
@@ -135,12 +121,35 @@ def _check_answer(text: str, start: Any, context: str, where: str) -> None:
         )
 
 
-def load_squad_hub(split: str, version_2: bool) -> list[Question]:
-    """Loads a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
+def load_squad(
+    files: Mapping[str, Any], from_hub: bool, version_2: bool = False, with_train: bool = True
+) -> dict[str, list[Question]]:
+    """Read SQuAD's splits that there are of "train", "dev" and "test", from the files or, `from_hub`, the Hub.
+
+    `files` has "train_file", "validation_file" and "test_file", a path or None each.
 
     Raises:
-        OSError: It cannot be loaded.
-        ValueError: An answer is not in its context.
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if it holds something else, or questions have no answer.
+    """
+    splits = {}
+    for name, split in (("train", "train"), ("dev", "validation"), ("test", "test"))[0 if with_train else 1 :]:
+        path = files[f"{split}_file"]
+        if path is not None:
+            splits[name] = read_squad(path, has_answers=name != "test")
+        elif from_hub and name != "test":
+            splits[name] = load_squad_hub(split, version_2)
+        if name != "test" and name in splits:
+            check_unanswerable(path or f"the Hub's {split} split", splits[name], version_2)
+    return splits
+
+
+def load_squad_hub(split: str, version_2: bool) -> list[Question]:
+    """Load a split ("train", "validation") of SQuAD v1.1 or v2.0 from the Hub.
+
+    Raises:
+        OSError: if it cannot be loaded.
+        ValueError: if an answer is not in its context.
     """
     name = HUB_DATASETS[version_2]
     try:
@@ -171,10 +180,10 @@ def _check_ids(source: str, questions: list[Question]) -> None:
 
 
 def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
-    """Checks that questions without an answer are expected.
+    """Check that questions without an answer are expected.
 
     Raises:
-        ValueError: There are some, and `version_2` is False.
+        ValueError: if there are some, and `version_2` is False.
     """
     found = [question.id for question in questions if not question.answers]
     if found and not version_2:
@@ -185,7 +194,7 @@ def check_unanswerable(source: str, questions: Iterable[Question], version_2: bo
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
-    """Hash of all questions, by which a resumed run knows that they are the same."""
+    """Return the hash of all questions, by which a resumed run knows that they are the same."""
     digest = hashlib.blake2b(digest_size=8)
     for item in questions:
         digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())

@@ -36,47 +36,33 @@ class QuestionSet:
 
 
 def span_objective() -> Objective:
-    """The mean of the cross-entropies of the answer's first and of its last token, summed over windows."""
-
-    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
-        return _losses(_span_logits(model, batch), labels).sum()
-
-    return Objective(loss_sum=loss_sum, count=lambda batch: len(batch["input_ids"]))
+    """Return the mean of the cross-entropies of the answer's first and last token, summed over windows."""
+    return Objective(
+        loss_sum=lambda model, batch: _losses(_span_logits(model, batch), batch).sum(),
+        count=lambda batch: len(batch["input_ids"]),
+    )
 
 
 def _span_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Logits [b, n, 2] of each token to be the first, and the last, of the answer; padding cannot be either."""
+    """Return the logits [b, n, 2] of each token to be the answer's first, and last; padding cannot be either."""
     inputs = {key: value for key, value in batch.items() if key not in POSITIONS}
-    config = getattr(model, "module", model).config
-    if config.is_encoder_decoder:
-        inputs["use_cache"] = False
+    if getattr(model, "module", model).config.is_encoder_decoder:
+        inputs["use_cache"] = False  # its decoder would keep keys and values that nothing reads
     outputs = model(**inputs)
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    # [b, n, 2] and [b, 2] -> [b]
+def _losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss of each window [b]; logits [b, n, 2]."""
+    labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
 class SquadEvaluator(Scores):
-    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass.
+    """Evaluates the dev split; keeps the last predictions, so that the final ones need no second pass."""
 
-    Args:
-        accelerator, model: The run's.
-        data: The dev split.
-        settings: The longest window, and how spans are chosen.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        data: QuestionSet,
-        settings: SquadSettings,
-    ):
+    def __init__(self, accelerator: Accelerator, model: nn.Module, data: QuestionSet, settings: SquadSettings):
         super().__init__(self._scores)
         self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
         self.predictions: list[Prediction] = []
@@ -84,10 +70,8 @@ class SquadEvaluator(Scores):
     def _scores(self) -> dict[str, float]:
         """Return the official metrics of the dev split, and the "loss" of its windows (by the first answers)."""
         self.predictions, loss = self.predict(self.data)
-        threshold = self.settings.threshold
-        texts = {p.id: p.text for p in self.predictions}
-        odds = {p.id: p.null_odds for p in self.predictions}
-        given = () if threshold is None else (odds, threshold)
+        threshold, texts = self.settings.threshold, {p.id: p.text for p in self.predictions}
+        given = () if threshold is None else ({p.id: p.null_odds for p in self.predictions}, threshold)
         return {**compute_squad(self.data.questions, texts, *given), "loss": loss}
 
     def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
@@ -95,20 +79,13 @@ class SquadEvaluator(Scores):
         logits, losses = run_rows(
             self.accelerator, self.model, data.loader, data.order, self._outputs, data.name, self.settings
         )
-        found = find_predictions(
-            data.questions,
-            data.windows,
-            logits[..., 0],
-            logits[..., 1],
-            self.settings.n_best_size,
-            self.settings.max_answer_length,
-        )
+        limits = self.settings.n_best_size, self.settings.max_answer_length
+        found = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
         # In the order of the passes: a sum of floats depends on it.
         return found, float(torch.from_numpy(losses[data.order]).mean())
 
     def _outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = _span_logits(self.model, batch)  # [b, n, 2]
-        labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)
         padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-        return padded, _losses(logits, labels)
+        return padded, _losses(logits, batch)

@@ -15,22 +15,20 @@ PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and English articles, one space between words."""
+    """Return a text in lower case, without punctuation and English articles, one space between words."""
     kept = "".join(character for character in text.lower() if character not in PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", kept).split())
 
 
 def exact_match(prediction: str, truth: str) -> float:
-    """1.0 where two answers are the same once normalised."""
+    """Return 1.0 where two answers are the same once normalised, else 0.0."""
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
 def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
-    """Harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
+    """Return the harmonic mean of precision and recall of the normalised answer's words, in [0, 1].
 
-    Args:
-        prediction, truth: Answers.
-        both_empty: Its value where neither has a word: 0 in the official script of v1.1, 1 in that of v2.0.
+    Where neither has a word it is `both_empty`: 0 in the official script of v1.1, 1 in that of v2.0.
     """
     found, right = normalize_answer(prediction).split(), normalize_answer(truth).split()
     if not found or not right:
@@ -40,7 +38,7 @@ def token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
 
 
 def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
-    """Exact match and F1 with whichever true answer is nearest; no true answer: the right one is the empty text."""
+    """Return exact match and F1 with the nearest true answer; without any, the empty text is right."""
     truths = truths or [""]
     return (
         max(exact_match(prediction, truth) for truth in truths),
@@ -63,28 +61,17 @@ def _split_means(
 
 
 def best_threshold(
-    scores: Mapping[str, float],
-    odds: Mapping[str, float],
-    texts: Mapping[str, str],
-    has_answer: Mapping[str, bool],
+    scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
 ) -> tuple[float, float]:
-    """Finds the threshold above which "no answer" is best predicted.
+    """Find the threshold of `odds`, how little an answer is to be expected, above which "no answer" is best predicted.
 
-    Args:
-        scores: Exact match or F1 of each question's answer.
-        odds: How little an answer is to be expected.
-        texts: The predicted answers.
-        has_answer: Whether there is one.
-
-    Returns:
-        The best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).
+    Return the best mean from 0 to 100, and the largest value of `odds` up to which answers are kept (0 where none is).
     """
     current = best = float(sum(not has_answer[key] for key in scores))
     threshold = 0.0
     for key in sorted(scores, key=odds.__getitem__):
         # Keeping one more answer: it gains its score, or an unanswerable question loses its point.
-        gain = scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
-        current += gain
+        current += scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
         if current > best:
             best, threshold = current, odds[key]
     return 100 * best / len(scores), threshold
@@ -99,7 +86,6 @@ def compute_squad(
     """Compute exact match and F1, from 0 to 100, as the official scripts do.
 
     Args:
-        questions: with their true answers.
         texts: the predicted answer of each by id.
         odds: for v2.0: by id, any score that is larger where an answer is less likely; None: v1.1.
         no_answer_threshold: where the score is more than this, no answer is what counts as predicted.

@@ -56,7 +56,7 @@ class SquadSettings(FineTuningSettings):
 
     @property
     def threshold(self) -> float | None:
-        """The null odds above which a question has no answer; None in v1.1: every question has one."""
+        """Return the null odds above which a question has no answer; None in v1.1: every question has one."""
         return self.null_score_diff_threshold if self.version_2_with_negative else None
 
     def check(self) -> None:

@@ -1,6 +1,7 @@
 """Fine-tuning on SQuAD: its questions, its model, its scores and the files that the official scripts read."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,10 +14,10 @@ from ..engine.losses import Objective
 from ..engine.models import load_config, load_model
 from ..engine.tokenizers import give_token_types, load_tokenizer
 from .answers import Prediction, nbest_entries
-from .data import Question, check_unanswerable, hash_questions, load_squad_hub, read_squad
+from .data import Question, hash_questions, load_squad
 from .evaluation import QuestionSet, SquadEvaluator, span_objective
 from .settings import SquadSettings
-from .windows import Window, WindowRows, check_squad_lengths, make_windows, window_collator
+from .windows import Window, check_squad_lengths, make_windows, window_collator
 
 __all__ = ["SquadFineTuning"]
 
@@ -45,20 +46,11 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:
-        settings, wanted = self.settings, {"train": "train", "dev": "validation", "test": "test"}
-        if settings.only_evaluates:
-            del wanted["train"]
-        splits = {}
-        for name, flag in wanted.items():
-            path = getattr(settings, f"{flag}_file")
-            if path is not None:
-                splits[name] = read_squad(path, has_answers=name != "test")
-            elif settings.validation_file is None and name != "test":
-                with self.accelerator.main_process_first():  # the others read the Hub dataset's cache
-                    splits[name] = load_squad_hub(flag, settings.version_2_with_negative)
-            if name != "test" and name in splits:
-                where = path or f"the Hub's {flag} split"
-                check_unanswerable(where, splits[name], settings.version_2_with_negative)
+        settings = self.settings
+        from_hub, with_train = settings.validation_file is None, not settings.only_evaluates
+        # The others read the Hub dataset's cache.
+        with self.accelerator.main_process_first() if from_hub else nullcontext():
+            splits = load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
 
@@ -72,11 +64,11 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
     def load_model(self) -> PreTrainedModel:
         self.config.num_labels = 2  # a start and an end, whatever the checkpoint classified
         model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
-        self.rows = WindowRows(self._windows(self.train, for_training=True))
+        self.rows = self._windows(self.train, for_training=True)
         return model
 
     def lengths(self) -> list[int]:
-        return self.rows.lengths()
+        return _lengths(self.rows)
 
     def objective(self) -> Objective:
         return span_objective()
@@ -110,21 +102,14 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return f"{self.name} dev ({rows}): {scores}"
 
     def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
-        settings = self.settings
-        return make_windows(
-            questions,
-            self.tokenizer,
-            settings.max_length,
-            settings.doc_stride,
-            settings.max_query_length,
-            token_types=getattr(self.config, "type_vocab_size", 0) > 1,
-            for_training=for_training,
-        )
+        lengths = self.settings.max_length, self.settings.doc_stride, self.settings.max_query_length
+        token_types = getattr(self.config, "type_vocab_size", 0) > 1
+        return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
     def _question_set(self, name: str) -> QuestionSet:
-        rows = WindowRows(self._windows(self.splits[name]))
-        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, rows.lengths(), self.collate)
-        return QuestionSet(name, self.splits[name], rows.windows, loader, order)
+        rows = self._windows(self.splits[name])
+        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, _lengths(rows), self.collate)
+        return QuestionSet(name, self.splits[name], rows, loader, order)
 
     def _files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
@@ -137,3 +122,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return {
             f"{name}.json": json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()
         }
+
+
+def _lengths(windows: list[Window]) -> list[int]:
+    return [len(window.input_ids) for window in windows]

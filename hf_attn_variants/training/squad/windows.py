@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
 from .settings import SquadSettings
 
-__all__ = ["NO_ANSWER", "Window", "WindowRows", "check_squad_lengths", "make_windows", "window_collator"]
+__all__ = ["NO_ANSWER", "Window", "check_squad_lengths", "make_windows", "window_collator"]
 
 logger = logging.getLogger(__name__)
 # The token that stands for "no answer": the first one, which is [CLS] in BERT and ALBERT.
@@ -31,35 +30,23 @@ NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """One pass of the model over a part of a context.
+    """One pass of the model over a part of a context."""
 
-    Attributes:
-        question: The question's number.
-        input_ids, token_type_ids: Token ids and types [n]; types None where the tokenizer gives none.
-        context_begin: The context's first token in the window.
-        offsets: Characters of the context at which its tokens begin and end [tokens, 2].
-        start, end: The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
-    """
-
-    question: int
-    input_ids: np.ndarray
-    token_type_ids: np.ndarray | None
-    context_begin: int
-    offsets: np.ndarray
+    question: int  # its number
+    input_ids: np.ndarray  # [n]
+    token_type_ids: np.ndarray | None  # [n]; None where the tokenizer gives none
+    context_begin: int  # the context's first token in the window
+    offsets: np.ndarray  # characters of the context at which its tokens begin and end [tokens, 2]
+    # The answer's first and last token (inclusive) in the window; `NO_ANSWER` where it is not in it.
     start: int = NO_ANSWER
     end: int = NO_ANSWER
 
 
 def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that windows of the lengths asked for fit the model, and that each has room to move on.
-
-    Args:
-        settings: The run's.
-        config: The model's.
-        tokenizer: Its tokenizer.
+    """Check that windows of the lengths asked for fit the model, and that each has room to move on.
 
     Raises:
-        ValueError: A length does not fit, or the tokenizer cannot say where its tokens stand in the text.
+        ValueError: if a length does not fit, or the tokenizer cannot say where its tokens stand in the text.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -85,23 +72,16 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Cuts all questions' contexts into windows.
+    """Cut all questions' contexts into windows, in the questions' order.
 
     Args:
-        questions: With answers, their first one is looked for.
-        tokenizer: A fast tokenizer.
-        max_length: Tokens of a window, the question's and special ones included.
-        doc_stride: Tokens of a context that two windows share.
-        max_query_length: Tokens of a question; a longer one is cut.
-        token_types: Whether the model tells question and context by token types; ALBERT's tokenizer gives them only
-            when asked.
-        for_training: Leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
-
-    Returns:
-        The windows, in the questions' order.
+        max_length: tokens of a window, the question's and special ones included.
+        doc_stride: tokens of a context that two windows share.
+        max_query_length: tokens of a question; a longer one is cut.
+        token_types: whether the model tells question and context by token types; ALBERT's tokenizer must be asked.
+        for_training: leave `offsets` out: they say what the predictions are, and take two thirds of the memory.
     """
-    windows: list[Window] = []
-    cut = 0
+    windows, cut = [], 0
     for begin in range(0, len(questions), TOKENIZER_BATCH):
         batch = questions[begin : begin + TOKENIZER_BATCH]
         texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
@@ -120,13 +100,12 @@ def make_windows(
         rows = encoded["overflow_to_sample_mapping"]
         types = encoded.get("token_type_ids")
         for i, row in enumerate(rows):
-            window = _window(
-                begin + row,
-                np.array(encoded["input_ids"][i], dtype=np.int32),
-                np.array(types[i], dtype=np.int8) if types is not None else None,
-                encoded.sequence_ids(i),
-                encoded["offset_mapping"][i],
-            )
+            ids = np.array(encoded["input_ids"][i], dtype=np.int32)
+            inside = [at for at, part in enumerate(encoded.sequence_ids(i)) if part == CONTEXT]
+            first = inside[0] if inside else len(ids)  # an empty context
+            offsets = np.array(encoded["offset_mapping"][i][first : first + len(inside)], dtype=np.int32)
+            type_ids = np.array(types[i], dtype=np.int8) if types is not None else None
+            window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
                 window = _with_answer(window, batch[row].answers[0], is_first, is_last)
@@ -150,20 +129,6 @@ def _cut_questions(
     return kept, sum(long)
 
 
-def _window(
-    question: int,
-    input_ids: np.ndarray,
-    token_type_ids: np.ndarray | None,
-    sequence_ids: Sequence[int | None],
-    offsets: Sequence[tuple[int, int]],
-) -> Window:
-    inside = [i for i, part in enumerate(sequence_ids) if part == CONTEXT]
-    if not inside:  # an empty context
-        return Window(question, input_ids, token_type_ids, len(input_ids), NO_OFFSETS)
-    first, last = inside[0], inside[-1]
-    return Window(question, input_ids, token_type_ids, first, np.array(offsets[first : last + 1], dtype=np.int32))
-
-
 def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
     """Mark the answer, unless the window's edge cuts it; `is_first`, `is_last`: of the context's windows."""
     begins, ends = window.offsets[:, 0], window.offsets[:, 1]
@@ -183,37 +148,17 @@ def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
     return replace(window, start=first, end=last)
 
 
-class WindowRows(Dataset):
-    """Windows by index."""
-
-    def __init__(self, windows: Sequence[Window]):
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> Window:
-        return self.windows[index]
-
-    def lengths(self) -> list[int]:
-        """Tokens of each."""
-        return [len(window.input_ids) for window in self.windows]
-
-
 def window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Makes the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
+    """Make the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:
         rows: dict[str, list] = {"input_ids": [window.input_ids.tolist() for window in windows]}
         if windows[0].token_type_ids is not None:
             rows["token_type_ids"] = [window.token_type_ids.tolist() for window in windows]
         batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
-        return {
-            **batch,
-            "start_positions": torch.tensor([window.start for window in windows]),
-            "end_positions": torch.tensor([window.end for window in windows]),
-        }
+        starts, ends = zip(*((window.start, window.end) for window in windows), strict=True)
+        return {**batch, "start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
 
     return collate

@@ -18,17 +18,12 @@ HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
 def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Splits off the last rows for evaluation (lines beside each other often come from one article).
+    """Split off the last rows, since neighbours often come from one article; return rows to train on and held out.
 
-    Args:
-        texts: All rows.
-        max_rows: Of the 5 % that are held out, no more than this; None: 512.
-
-    Returns:
-        Rows to train on, rows held out.
+    Held out are 5 % of the rows, no more than `max_rows` or, without it, 512.
 
     Raises:
-        ValueError: There are fewer than two.
+        ValueError: if there are fewer than two.
     """
     if len(texts) < 2:
         raise ValueError("the training text has one row, so none can be held out: give a validation file")
@@ -48,11 +43,11 @@ class UptrainingData:
 def load_uptraining_data(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> UptrainingData:
-    """Reads what the flags of `scripts/uptrain.py` name: texts or pairs for an encoder, pairs for an encoder-decoder.
+    """Read what the flags of `scripts/uptrain.py` name: texts or pairs for an encoder, pairs for an encoder-decoder.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file holds something else, or a flag is missing.
+        OSError: if a file cannot be read.
+        ValueError: if a file holds something else, or a flag is missing.
     """
     collate = _collator(settings, config, tokenizer)
     train, held_out = (_read_pairs if config.is_encoder_decoder else _read_texts)(settings)

@@ -1,7 +1,7 @@
 """How far a student is from its teacher: hidden states, attention outputs, logits, sentence embeddings."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,18 +31,12 @@ LAYER_KINDS = ("hidden_states", "attention_outputs")
 
 @dataclass
 class Activations:
-    """What a forward pass leaves to compare.
+    """What a forward pass leaves to compare."""
 
-    Attributes:
-        logits: [b, n, vocabulary] or [b, labels]; None for a model without such a head.
-        span_logits: Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot
-            be either.
-        hidden_states: Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer [b, n, D].
-        attention_outputs: Side -> the output projection of each attention [b, n, D].
-    """
-
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # [b, n, vocabulary] or [b, labels]; None for a model without such a head
+    # Of question answering [b, 2, n]: each token as the answer's first, and as its last; padding cannot be either.
     span_logits: Tensor | None = None
+    # Side ("encoder"; of an encoder-decoder also "decoder") -> the output of each layer, or attention, [b, n, D].
     hidden_states: dict[str, list[Tensor]] = field(default_factory=dict)
     attention_outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -50,12 +44,10 @@ class Activations:
 class ActivationRecorder:
     """Runs a model and keeps what `Activations` holds.
 
-    Args:
-        model: Its attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
-        attention_outputs: Whether to keep the attentions' outputs.
+    The model's attention modules get hooks, which stay; it may be wrapped for data-parallel training afterwards.
 
     Raises:
-        ValueError: The attentions of this architecture are not known.
+        ValueError: if the attentions of this architecture are not known.
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
@@ -75,18 +67,17 @@ class ActivationRecorder:
         module.register_forward_hook(keep)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
-        """Runs `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
+        """Run `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
         self._outputs = {}
+        # A decoder would keep keys and values that nothing reads; an encoder does not know the argument.
         options = {"use_cache": False} if self.is_encoder_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         kept, self._outputs = self._outputs, None
-        states = {}
-        if hidden_states and self.is_encoder_decoder:
-            states = {ENCODER: outputs.encoder_hidden_states, DECODER: outputs.decoder_hidden_states}
-        elif hidden_states:
-            states = {ENCODER: outputs.hidden_states}
+        fields = {ENCODER: "hidden_states"}
+        if self.is_encoder_decoder:
+            fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first entry is the embeddings.
-        layers = {side: list(values[1:]) for side, values in states.items()}
+        layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
         return Activations(getattr(outputs, "logits", None), _span_logits(inputs, outputs), layers, kept)
 
 
@@ -100,13 +91,7 @@ def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
 
 
 class Teacher:
-    """A frozen model whose activations a student is compared with; it belongs to no checkpoint.
-
-    Args:
-        model: The teacher; put into evaluation mode and frozen.
-        hidden_states, attention_outputs: What is to be compared.
-        autocast: The context that it runs in, for mixed precision.
-    """
+    """A frozen model, run in the context `autocast`, whose activations a student is compared with."""
 
     def __init__(
         self,
@@ -122,16 +107,14 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
-        """Returns the teacher's activations on a batch of model inputs."""
-        context: AbstractContextManager = self._autocast()
-        with context:
+        """Return the teacher's activations on a batch of model inputs."""
+        with self._autocast():
             return self.recorder.run(self.model, inputs, self.hidden_states)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measures the variance of each layer's activations over tokens, by which errors are divided.
+        """Measure the variance of each layer's activations over tokens, by which errors are divided.
 
-        Args:
-            batches: Model inputs, and the mask [b, n] of real tokens of each side.
+        The batches are model inputs, and the mask [b, n] of real tokens of each side.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
@@ -145,19 +128,17 @@ class Teacher:
 
 
 class _Moments:
-    """Running first and second moments of vectors."""
+    """Running moments of vectors, for the mean variance of a coordinate, a scalar."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, states: Tensor) -> None:
-        """Takes vectors [n, D] in."""
-        states = states.cpu().double()
+        states = states.cpu().double()  # [n, D]
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 
     def variance(self) -> Tensor:
-        """The mean variance of a coordinate, a scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
         return variance.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that always gives the same vector
@@ -166,14 +147,11 @@ class _Moments:
 def layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
 ) -> Term:
-    """Squared error of each token's vectors as a share of their variance, averaged over layers.
+    """Return the squared error of each token's vectors as a share of their variance, averaged over layers.
 
-    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere.
-
-    Args:
-        student, teacher: One tensor [b, n, D] a layer.
-        variances: The teacher's, a scalar a layer.
-        mask: [b, n], 1 for a real token.
+    0: they are equal; 1: as far as if the student gave the teacher's mean vector everywhere. `student` and `teacher`
+    have one tensor [b, n, D] a layer, `variances` the teacher's, a scalar a layer; `mask` [b, n] is 1 for a real
+    token.
     """
     errors = torch.zeros(mask.shape, device=mask.device)
     for mine, other, variance in zip(student, teacher, variances, strict=True):
@@ -183,12 +161,12 @@ def layer_error(
 
 
 def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats (arXiv:1503.02531).
+    """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv:1503.02531).
 
     Args:
-        student, teacher: Logits [b, n, classes], or [b, classes].
+        student, teacher: logits [b, n, classes], or [b, classes].
         mask: [b, n], 1 where it counts; None for logits [b, classes].
-        temperature: Divides the logits; the result is multiplied by its square, so that gradients keep their size.
+        temperature: divides the logits; the result is multiplied by its square, so that gradients keep their size.
     """
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
@@ -201,20 +179,16 @@ def logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, tem
 
 
 def embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
-    """1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
+    """Return 1 - cosine of the mean-pooled sentence embeddings; hidden states [b, n, D], mask [b, n]."""
     mine, other = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     return 1 - functional.cosine_similarity(mine, other, dim=-1), torch.ones_like(mask[:, 0])
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Checks from their configurations that a teacher and a student can be compared.
-
-    Args:
-        student, teacher: Configurations.
-        hidden_states, attention_outputs, embedding: What is compared, beyond logits.
+    """Check from their configurations that a teacher and a student can be compared in what is asked.
 
     Raises:
-        ValueError: They differ in something that has to be the same; the message names it.
+        ValueError: if they differ in something that has to be the same; the message names it.
     """
     rules = {"vocab_size": "the teacher reads the student's token ids"}
     if hidden_states or attention_outputs or embedding:

@@ -1,6 +1,5 @@
 """What uptraining minimises: a task's loss and terms that draw a model towards its teacher."""
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +10,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
-from ..engine.losses import Objective, Term, token_cross_entropy
+from ..engine.evaluation import Scores
+from ..engine.losses import Term, token_cross_entropy
 from ..engine.tracking import progress_bar
+from ..seq2seq.metrics import score_texts
 from .distillation import (
     DECODER,
     ENCODER,
@@ -24,17 +25,9 @@ from .distillation import (
     layer_error,
     logits_divergence,
 )
-
-__all__ = [
-    "TermWeights",
-    "UptrainingEvaluator",
-    "UptrainingObjective",
-    "check_architecture",
-    "term_weights",
-    "translation_bleu",
-]
-
 from .settings import UptrainingSettings
+
+__all__ = ["TermWeights", "UptrainingEvaluator", "UptrainingObjective", "check_architecture", "term_weights"]
 
 # Each term, by its name among the metrics -> the weight that it is multiplied by.
 TERMS = {
@@ -47,22 +40,14 @@ TERMS = {
 
 @dataclass(frozen=True)
 class TermWeights:
-    """What each term of the loss is multiplied by; 0 leaves it out.
+    """What each term of the loss is multiplied by; 0 leaves it out."""
 
-    Attributes:
-        cross_entropy: Of the labels: masked tokens, or target tokens.
-        embedding_distance: 1 - cosine of the sentence embeddings.
-        hidden_states, attention_outputs: Error of each layer, see `layer_error`.
-        logits: Divergence of the output distributions, see `logits_divergence`.
-        temperature: Of that divergence.
-    """
-
-    cross_entropy: float = 0.0
+    cross_entropy: float = 0.0  # of the labels: masked tokens, or target tokens
     embedding_distance: float = 0.0
-    hidden_states: float = 0.0
-    attention_outputs: float = 0.0
-    logits: float = 0.0
-    temperature: float = 1.0
+    hidden_states: float = 0.0  # `layer_error` of each layer
+    attention_outputs: float = 0.0  # `layer_error` of each attention
+    logits: float = 0.0  # `logits_divergence`
+    temperature: float = 1.0  # of that divergence
 
     @property
     def need_hidden_states(self) -> bool:
@@ -73,12 +58,7 @@ class UptrainingObjective:
     """The weighted sum of terms, each the mean over its own items (tokens, or sentences) of the batch.
 
     A batch counts by its labels, where it has some (masked tokens, or targets), by its sentences, where only their
-    embeddings are compared, and by its tokens otherwise.
-
-    Args:
-        model: The student, not yet wrapped.
-        weights: Of the terms.
-        teacher: For all terms but the cross-entropy.
+    embeddings are compared, and by its tokens otherwise. The model is the student, not yet wrapped.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
@@ -86,12 +66,8 @@ class UptrainingObjective:
         self.is_encoder_decoder = model.config.is_encoder_decoder
         self.recorder = ActivationRecorder(model, weights.attention_outputs > 0)
 
-    def as_objective(self) -> Objective:
-        """What the training loop takes."""
-        return Objective(loss_sum=self.loss_sum, count=self.count)
-
     def count(self, batch: dict[str, Tensor]) -> int:
-        """Number of items of a batch."""
+        """Return the number of items of a batch."""
         if "labels" in batch:
             return int((batch["labels"] >= 0).sum())
         weights = self.weights
@@ -100,24 +76,19 @@ class UptrainingObjective:
         return int(batch["attention_mask"].sum())
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """The loss, times `count`."""
+        """Return the loss, times `count`."""
         return self.total(self.terms(model, batch)) * self.count(batch)
 
     def total(self, terms: dict[str, Term]) -> Tensor:
-        """The weighted sum of the terms' means."""
-        weights = asdict(self.weights)
-        losses = [
-            weights[TERMS[name]] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()
-        ]
+        """Return the weighted sum of the terms' means."""
+        weights = {name: getattr(self.weights, TERMS[name]) for name in terms}
+        losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
 
     def terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
-        """Computes each term, example by example.
+        """Compute each term, example by example.
 
-        Args:
-            model: The student, perhaps wrapped.
-            batch: Of one of the collators of `uptraining_data`.
-            evaluating: Also those that cost nothing more but have no weight: cross-entropy and embedding distance.
+        Evaluating, also those that cost nothing more but have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
         inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -132,7 +103,7 @@ class UptrainingObjective:
         return terms
 
     def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The masks of real tokens [b, n] of each side."""
+        """Return the masks of real tokens [b, n] of each side."""
         masks = {ENCODER: batch["attention_mask"]}
         return masks | {DECODER: (batch["labels"] >= 0).long()} if self.is_encoder_decoder else masks
 
@@ -175,15 +146,12 @@ def _check_logits(student: Tensor | None, teacher: Tensor | None) -> None:
         raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
 
 
-class UptrainingEvaluator:
-    """Evaluates held-out rows: the loss, each of its terms and, where asked for, BLEU.
+class UptrainingEvaluator(Scores):
+    """Evaluates held-out rows: "loss", its terms ("embedding_cosine" for that distance) and, where asked for, "bleu".
 
     Args:
-        accelerator, model, objective: The run's.
-        loader: Held-out batches, prepared by the accelerator.
-        quiet: No progress bar.
-        tokenizer, references, max_target_length: For BLEU: the targets in the loader's order, and the most tokens to
-            generate; without `references` none are generated.
+        loader: held-out batches, prepared by the accelerator.
+        references: the targets in the loader's order; without them no texts are generated.
     """
 
     def __init__(
@@ -192,49 +160,42 @@ class UptrainingEvaluator:
         model: nn.Module,
         objective: UptrainingObjective,
         loader: DataLoader,
-        quiet: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        references: list[str] | None = None,
-        max_target_length: int = 0,
+        tokenizer: PreTrainedTokenizerBase,
+        references: list[str] | None,
+        settings: UptrainingSettings,
     ):
+        super().__init__(self._scores)
         self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
-        self.quiet, self.tokenizer, self.references = quiet, tokenizer, references
-        self.max_target_length = max_target_length
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
+        self.tokenizer, self.references, self.settings = tokenizer, references, settings
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
-        """Metrics by name: "loss", the terms, "embedding_cosine" for that distance, "bleu"."""
-        start = time.perf_counter()
+    def _scores(self) -> dict[str, float]:
         self.model.eval()
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
-        bar = progress_bar(self.accelerator, self.quiet, iterable=self.loader, desc="Evaluating", leave=False)
-        for batch in bar:
+        quiet = self.settings.disable_tqdm
+        for batch in progress_bar(self.accelerator, quiet, iterable=self.loader, desc="Evaluating", leave=False):
             terms = self.objective.terms(self.model, batch, evaluating=True)
             # Rows repeated to fill the last batch of each process are left out again.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
-                gathered = torch.stack([part.cpu().double() for part in pair]).sum(-1)
-                sums.setdefault(name, []).append(gathered)
+                sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
             if self.references is not None:
                 generated += self._generate(batch)
-        totals = {name: torch.stack(parts).sum(0) for name, parts in sums.items()}
-        self.metrics = {"loss": float(self.objective.total({name: (t[0], t[1]) for name, t in totals.items()}))}
+        totals = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
+        metrics = {"loss": float(self.objective.total(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items.clamp(min=1))
-            self.metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
+            metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
         if self.references is not None:
-            self.metrics["bleu"] = translation_bleu(generated, self.references)
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
+            metrics |= score_texts(["bleu"], generated, [(reference,) for reference in self.references])
+        return metrics
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         model = self.accelerator.unwrap_model(self.model)
         ids = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
-            max_new_tokens=self.max_target_length,
+            max_new_tokens=self.settings.max_target_length or self.settings.max_length,
             do_sample=False,
             num_beams=1,
             **({} if can_cache(model.config) else {"use_cache": False}),
@@ -244,41 +205,26 @@ class UptrainingEvaluator:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def translation_bleu(predictions: list[str], references: list[str]) -> float:
-    """Corpus BLEU of sacrebleu with its default settings, from 0 to 100."""
-    import sacrebleu
-
-    return sacrebleu.corpus_bleu(predictions, [references]).score
-
-
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
-    """Checks that the checkpoint is of the kind that the flags are for.
+    """Check that the checkpoint is of the kind that the flags are for.
 
     Raises:
-        ValueError: It is not.
+        ValueError: if it is not.
     """
     pairs = {"mlm": False, "embedding": False, "seq2seq": True}
     wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
     wanted += [("--predict_with_generate", True)] if settings.predict_with_generate else []
     for flag, is_encoder_decoder in wanted:
         if config.is_encoder_decoder != is_encoder_decoder:
-            kinds = (
-                ("an encoder-decoder", "an encoder") if is_encoder_decoder else ("an encoder", "an encoder-decoder")
-            )
-            raise ValueError(
-                f"{flag} is for {kinds[0]}; {settings.model_name_or_path} ({config.model_type}) is {kinds[1]}"
-            )
+            kind, found = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
+            raise ValueError(f"{flag} is for {kind}; {settings.model_name_or_path} ({config.model_type}) is {found}")
 
 
 def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> TermWeights:
-    """The weights of the loss's terms, defaults filled in.
-
-    Args:
-        settings: The run's.
-        config: The student's.
+    """Return the weights of the loss's terms, defaults filled in.
 
     Raises:
-        ValueError: There is a teacher, and no term looks at it.
+        ValueError: if there is a teacher, and no term looks at it.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq"), settings.objective == "embedding"
     if settings.teacher is None:

@@ -10,12 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from ...conversion.checkpoint.reading import open_checkpoint
@@ -44,7 +39,7 @@ from .data import load_uptraining_data
 from .distillation import Teacher, check_teacher
 from .objective import TERMS, UptrainingEvaluator, UptrainingObjective, check_architecture, term_weights
 from .settings import UptrainingSettings
-from .trainable import add_lora, freeze_unused, merge_lora, select_trainable
+from .trainable import add_lora, freeze_unused, select_trainable
 
 __all__ = ["Uptraining"]
 
@@ -102,13 +97,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             trust_remote_code=settings.trust_remote_code,
         )
         self.teacher_config = load_config(self.of_teacher)
-        check_teacher(
-            self.config,
-            self.teacher_config,
-            weights.hidden_states > 0,
-            weights.attention_outputs > 0,
-            weights.embedding_distance > 0,
-        )
+        compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
+        check_teacher(self.config, self.teacher_config, *compared)
 
     def _check_teacher_tokenizer(self) -> None:
         if self.of_teacher is None:
@@ -175,7 +165,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
 
     def objective(self) -> Objective:
-        return self.uptraining_objective.as_objective()
+        return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
@@ -201,16 +191,10 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         loader = create_eval_dataloader(
             held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
         )
-        return UptrainingEvaluator(
-            self.accelerator,
-            model,
-            self.uptraining_objective,
-            self.accelerator.prepare(loader),
-            settings.disable_tqdm,
-            self.tokenizer,
-            [target for _, target in held_out.texts] if settings.predict_with_generate else None,
-            settings.max_target_length or settings.max_length,
-        )
+        loader = self.accelerator.prepare(loader)
+        references = [target for _, target in held_out.texts] if settings.predict_with_generate else None
+        objective = self.uptraining_objective
+        return UptrainingEvaluator(self.accelerator, model, objective, loader, self.tokenizer, references, settings)
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings
@@ -250,7 +234,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             setattr(self.model.config, name, value)
         names = [name for name in (*RISING_METRICS, *TERMS) if name in evaluator.metrics]
         self.shown_metrics = [name for name in names if name in RISING_METRICS] or names
-        return model if self.peft_model is None else merge_lora(self.peft_model)
+        return model if self.peft_model is None else self.peft_model.merge_and_unload()
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         settings = self.settings
@@ -295,12 +279,7 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _copy_side_files(settings: UptrainingSettings, own: Sequence[str]) -> None:
-    """Copy what lies beside the source's weights, so that the result is as whole a checkpoint as the source.
-
-    Args:
-        settings: the run's.
-        own: names of files that are not to be the source's.
-    """
+    """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole."""
     folder, output = resolve_source(settings.model_name_or_path, weights=False), Path(settings.output_dir)
     if folder.resolve() == output.resolve():
         return

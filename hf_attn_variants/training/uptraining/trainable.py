@@ -10,20 +10,14 @@ from ...modeling import variant_mixins
 from ...modeling.variant_mixins import AttentionSite
 from ...registration import variant_model_class
 
-__all__ = [
-    "add_lora",
-    "freeze_unused",
-    "merge_lora",
-    "named_attentions",
-    "select_trainable",
-]
+__all__ = ["add_lora", "freeze_unused", "named_attentions", "select_trainable"]
 
 
 def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Return each attention of a model, ours or upstream's, with its site and its path inside the base model.
 
     Raises:
-        ValueError: The architecture is none of this package's.
+        ValueError: if the architecture is none of this package's.
     """
     # FSDP2 makes a class of this prefix for a model it shards.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
@@ -31,12 +25,7 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:
-    """Leaves only some parameters of a model with `requires_grad`.
-
-    Args:
-        model: The model.
-        trainable: "attention" (every parameter of the attention modules) or "all"; "lora" freezes all of them.
-    """
+    """Give only some parameters `requires_grad`: "attention" those of the attention modules, "lora" none, or "all"."""
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
@@ -46,15 +35,10 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Adds trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
+    """Add trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
 
-    Args:
-        model: A model whose parameters are frozen.
-        rank: Of the updates.
-        alpha: They are scaled by alpha / rank.
-
-    Returns:
-        peft's model around it, for `merge_lora`.
+    The model's parameters are frozen; updates are scaled by alpha / rank. Return peft's model around it, whose
+    `merge_and_unload` adds them to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -67,22 +51,10 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
 
 
-def merge_lora(peft_model: Any) -> PreTrainedModel:
-    """Adds the low-rank updates to the weights that they belong to and returns the plain model."""
-    return peft_model.merge_and_unload()
-
-
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freezes the trainable parameters that a loss does not depend on (a pooler, a head that it does not look at).
+    """Freeze the trainable parameters that a loss does not depend on (a pooler, a head), and return their names.
 
-    Data-parallel training would wait for their gradients.
-
-    Args:
-        model: In evaluation mode, so that nothing random is drawn.
-        loss: Computes the loss of one batch.
-
-    Returns:
-        The names of the parameters frozen.
+    Data-parallel training would wait for their gradients. The model is in evaluation mode: nothing random is drawn.
     """
     loss().backward()
     unused = [

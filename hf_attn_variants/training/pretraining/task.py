@@ -1,0 +1,63 @@
+"""What a way of pretraining is: how blocks of tokens become examples, their loss, and the sums they are scored by."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ..engine.losses import Objective
+
+__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask"]
+
+
+class BlockPreparation(Protocol):
+    """Makes an example of a block of tokens."""
+
+    block_length: int
+    separator: int  # the token that ends each article
+    takes_other_block: bool  # whether it is called with another block of the text as well
+
+    def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random."""
+
+
+class PreparedBlocks(Dataset):
+    """Held-out blocks, prepared in the same way at every evaluation, and in every run of one seed."""
+
+    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
+        self.blocks, self.prepare = blocks, prepare
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not self.prepare.takes_other_block:
+            return self.prepare(self.blocks[index], (0, index))
+        # From far away: text nearby may be of the same article.
+        other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
+        return self.prepare(self.blocks[index], (0, index), other)
+
+
+@dataclass(frozen=True)
+class PretrainingTask:
+    """What is special about a way of pretraining.
+
+    Attributes:
+        name: shown above the curves.
+        row_sums: (model, batch) -> of each example the sum of its items' losses, how many of them are right, and how
+            many there are [b, 3]; with a sentence task also those three of its pair [b, 6].
+        items: what the number of items is called among the metrics.
+        shuffle: a batch -> the same with its words in another order, always the same one.
+        results: entries that `all_results.json` gets besides the shared ones.
+    """
+
+    name: str
+    prepare: BlockPreparation
+    objective: Objective
+    row_sums: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    items: str
+    shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    results: dict[str, Any] = field(default_factory=dict)
