@@ -89,9 +89,9 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return what tells its dev data and their scoring from others."""
 
     def summary(self, results: dict[str, Any]) -> str:
-        """Return what is printed at the end, before "; N steps in ..."."""
+        """Return what is printed at the end, up to the "N steps in ..." that follows it."""
         scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in shown_metrics(self, results)]
-        return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}"
+        return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
     def lengths(self) -> Sequence[int]:
         """Return the length of each training row, for `group_by_length`."""
@@ -208,8 +208,8 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
     if evaluator is not None:
         task.last_evaluation(loop, evaluator)
         results = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
-        results |= {"eval_runtime": round(evaluator.seconds, 3), **task.dev_results(evaluator)}
-    results |= {**trained, "seed": settings.seed, **task.results()}
+        results |= {**task.dev_results(evaluator), "eval_runtime": round(evaluator.seconds, 3)}
+    results |= {**trained, **task.results(), "seed": settings.seed}
     _write(task, results, task.predictions(evaluator) if evaluator is not None else {})
     found, files = task.predict()  # whatever ends this, the dev scores are written
     results |= found
@@ -217,7 +217,7 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
         _write(task, results, files)
     if accelerator.is_main_process:
         steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
-        print("; ".join(part for part in (task.summary(results), steps) if part))
+        print(f"{task.summary(results)}{steps}")
     return results
 
 

@@ -123,11 +123,11 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [
-            f"{split} ({results[f'{prefix}samples']} rows): {self._scores(results, prefix)}"
+            f"{split} ({results[f'{prefix}samples']} rows): {self._scores(results, prefix)}\n"
             for prefix, split in (("eval_", "dev"), ("test_", "test"))
             if f"{prefix}samples" in results
         ]
-        return "\n".join(lines)
+        return "".join(lines)
 
     def _scores(self, results: dict[str, Any], prefix: str) -> str:
         parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []

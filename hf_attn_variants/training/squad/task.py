@@ -99,7 +99,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
-        return f"{self.name} dev ({rows}): {scores}"
+        return f"{self.name} dev ({rows}): {scores}; "
 
     def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
         lengths = self.settings.max_length, self.settings.doc_stride, self.settings.max_query_length

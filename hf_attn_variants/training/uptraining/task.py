@@ -258,7 +258,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
             for name in ("loss", *self.shown_metrics)
         )
-        return f"{self.name} on {results['eval_samples']} held-out rows: {scores}"
+        return f"{self.name} on {results['eval_samples']} held-out rows: {scores}; "
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
