@@ -119,8 +119,8 @@ def main(args: argparse.Namespace) -> Any:
         ValueError, OSError: as for `convert_checkpoint`.
     """
     from ..conversion.conversions import convert_checkpoint
-    from ..conversion.next_steps import next_steps
     from ..progress import no_progress_bars
+    from .next_steps import next_steps
 
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):

@@ -3,7 +3,7 @@
 `convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections` and
 `calibration_settings` (which heads share, what an attention is made of, the text), `checkpoint` (tensors in and out),
 `calibration` (what attentions do on text, and the fit to it), `methods` (how heads merge, one file each), `plan` (what
-will be done, checked before any work), `report` and `next_steps` (what is said of it), `conversions`.
+will be done, checked before any work), `report` (what is said of it), `conversions`.
 """
 
 import importlib

@@ -5,19 +5,20 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..files import RESULTS_NAME, load_json
-from ..registration import PREFIX
 from ..text_files import is_table
-from .checkpoint.source import cached_folder
-from .report import ConversionReport
+
+if TYPE_CHECKING:
+    from ..conversion import ConversionReport
 
 __all__ = ["next_steps"]
 
 # The subcommand that trains such a head; the others are fine-tuned, as most are, on sentences.
-TASKS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad"}
+TASKS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad", "ForTokenClassification": "ner"}
 # Heads that no command here fine-tunes.
-NOT_TUNED = ("LMHeadModel", "ForTokenClassification", "ForMultipleChoice", "T5EncoderModel")
+NOT_TUNED = ("LMHeadModel", "ForMultipleChoice", "T5EncoderModel")
 # Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
 NOT_DISTILLED = ("ForMultipleChoice", "T5Model", "T5ForSequenceClassification", "T5ForQuestionAnswering")
 # Heads that are there after a fine-tuning alone: what they answer is kept, too.
@@ -29,18 +30,23 @@ DISTILL_TUNED = (
 )
 # Stand for what is the user's own.
 TEXT, TARGETS, TARGET_COLUMN = "TEXT.txt", "TARGETS.txt", "TARGET"
+TAGGED, TAGGED_DEV = "TAGGED.txt", "TAGGED-DEV.txt"
 MEANINGS = {
     TEXT: "a file with lines of the text that the model is for",
     TARGETS: "a file with their targets, line by line",
     TARGET_COLUMN: "the table's column of targets",
+    TAGGED: "a file of tagged words (`attn-variants ner --help` has its format)",
+    TAGGED_DEV: "one to evaluate on",
 }
 
 
-def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
+def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str]:
     """Return lines that say what to do after `attn-variants convert` with `args`, each command a line of its own."""
     merged = any(layer.change == "pool" for layer in report.layers)
     if not merged and not report.talking_heads:
         return []
+    from ..registration import PREFIX
+
     head = report.architecture.removeprefix(PREFIX)
     output, text = _folder(report.output_dir), _text_flags(args, head)
     steps, commands = [], []
@@ -61,9 +67,11 @@ def next_steps(report: ConversionReport, args: argparse.Namespace) -> list[str]:
     return [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
 
 
-def _uptrain(report: ConversionReport, args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:
+def _uptrain(report: "ConversionReport", args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:
     teacher = args.model_name_or_path
     if args.revision is not None:  # a teacher is named without one
+        from ..conversion.checkpoint.source import cached_folder
+
         teacher = os.fspath(cached_folder(teacher, report.source_revision) or teacher)
     recipe = ""
     if report.method == "calibrated" and _objective(head) == "distill":
@@ -89,6 +97,8 @@ def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, 
     data: Sequence[str] | None = ()
     if name == "seq2seq":
         data = text
+    elif name == "ner":
+        data = ["--train_file", TAGGED, "--validation_file", TAGGED_DEV]
     elif name == "glue":
         task = _task_of_source(args)
         # Another task than the one that it was tuned on would begin with another head.

@@ -9,18 +9,24 @@ import pytest
 from fixtures.named_checkpoints import CheckpointShelf, write_glue_folder, write_text
 from fixtures.squad import write_questions
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, T5EncoderModel
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    T5EncoderModel,
+)
 
 from hf_attn_variants import cli
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands import ner, uptrain
 from hf_attn_variants.commands import seq2seq as run_seq2seq
 from hf_attn_variants.commands import squad as run_squad
-from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands.next_steps import next_steps
 from hf_attn_variants.conversion.checkpoint import source
-from hf_attn_variants.conversion.next_steps import next_steps
 
-MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq}
+MODULES = {"uptrain": uptrain, "glue": run_glue, "squad": run_squad, "seq2seq": run_seq2seq, "ner": ner}
 FEW = ["--cpu", "--disable_tqdm", "--max_train_steps", "1", "--max_eval_samples", "2", "--max_train_samples", "32"]
 
 
@@ -123,6 +129,15 @@ def test_nothing_is_proposed_that_would_throw_a_head_away(converted, shelf):
     assert [words[1] for words in converted("encoder", *encoder)[1]] == ["uptrain"]
 
 
+def test_a_tagger_goes_on_with_tagged_words(converted, shelf):
+    shelf.put("bert", Path("tuned"))
+    AutoModelForTokenClassification.from_pretrained("tuned").save_pretrained("tuned")
+    mean = ("--num_key_value_heads", "4", "--method", "mean", "--output_dir", "tuned-4")
+    lines, (distil, tune) = converted("tuned", *mean)
+    assert (distil[1], tune[1]) == ("uptrain", "ner") and parsed(tune).model_name_or_path == "tuned-4-distilled"
+    assert "TAGGED.txt, a file of tagged words" in lines[-1] and "TAGGED-DEV.txt, one to evaluate on" in lines[-1]
+
+
 def test_the_hub_is_asked_once(converted, shelf, tmp_path, monkeypatch):
     commit, cache = "a" * 40, tmp_path / "cache"
     snapshot = cache / "models--me--bert" / "snapshots" / commit
@@ -150,7 +165,7 @@ def test_the_hub_is_asked_once(converted, shelf, tmp_path, monkeypatch):
 
     # Where the command finds it, whether it imports it at its top or when it is called.
     monkeypatch.setattr(command, "next_steps", forget, raising=False)
-    monkeypatch.setattr("hf_attn_variants.conversion.next_steps.next_steps", forget)
+    monkeypatch.setattr("hf_attn_variants.commands.next_steps.next_steps", forget)
 
     _, (distil, _) = converted("me/bert", *mean, "--output_dir", "again")
     assert parsed(distil).teacher == "me/bert"
