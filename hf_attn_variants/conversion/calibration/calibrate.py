@@ -1,6 +1,5 @@
 """Calibration: text through the source model, and new heads fitted to what its attentions make of it."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -96,7 +95,7 @@ def calibrate(
     steps = 1 + method.steps(calibration)
     errors = []
     with progress_bar(total=steps * len(modules), desc="calibrating", unit="step", smoothing=0) as bar:
-        for group in _recorded_together(modules, model.config, used + held_out):
+        for group in _recorded_together(modules, plan.model_class, model.config, used + held_out):
             calls = recorded_inputs(model, [module.name for module in group], used + held_out)
             for module in group:
                 bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}", refresh=is_watched())
@@ -139,12 +138,11 @@ def _output_errors(
 
 
 def _recorded_together(
-    modules: list[AttentionModule], config: Any, batches: Sequence[dict[str, torch.Tensor]]
+    modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
     """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
     positions = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
-    is_albert = config.model_type.endswith("albert")
-    calls = math.ceil(config.num_hidden_layers / config.num_hidden_groups) if is_albert else 1
+    calls = max(model_class.module_runs(config, module.name) for module in modules)
     at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
     for start in range(0, len(modules), at_once):
         yield modules[start : start + at_once]
