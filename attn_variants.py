@@ -22,8 +22,11 @@ if getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand of the command line, or of `argv`; return the exit status."""
-    return _call("main", argv)
+    """Run one subcommand of the command line, or of `argv`; return the exit status.
+
+    Called with `argv`, in a program that goes on, it leaves what Ctrl-C does as it is.
+    """
+    return _call("main", argv, owns_process=argv is None)
 
 
 def run(command: Any) -> int:
@@ -32,19 +35,21 @@ def run(command: Any) -> int:
     Args:
         command: its name, or what has a `parse_args` and a `main` as the modules of `hf_attn_variants.commands` have.
     """
-    return _call("run", command)
+    return _call("run", command, owns_process=True)
 
 
-def _call(name: str, given: Any) -> int:
+def _call(name: str, given: Any, owns_process: bool) -> int:
     global is_command
     is_command = True
     from hf_attn_variants.interrupts import exit_on_interrupt
 
-    exit_on_interrupt()
+    if owns_process:
+        exit_on_interrupt()
     from hf_attn_variants import cli
 
     status = getattr(cli, name)(given)
-    exit_on_interrupt()  # nothing is left to unwind while Python ends
+    if owns_process:
+        exit_on_interrupt()  # nothing is left to unwind while Python ends
     return status
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..training.engine.options import Settings, fields_by_group
+from ..training.engine.options import Settings, alternatives, fields_by_group
 from ..training.engine.settings import NewModelSettings
 
 __all__ = ["parse_settings"]
@@ -46,7 +46,7 @@ def parse_settings(
             else:
                 group.add_argument(f"--{each.name}", **_argument(each, types_of[each.name]))
     given = parse_with_checkpoint(parser, argv, required=not issubclass(settings, NewModelSettings))
-    return settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()})
+    return settings(**vars(given))
 
 
 def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
@@ -60,13 +60,8 @@ def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
         shown["default"] = each.default
     else:
         shown["required"] = True
-    kinds = [kind for kind in _alternatives(annotation) if kind is not types.NoneType]
+    kinds = [kind for kind in alternatives(annotation) if kind is not types.NoneType]
     if typing.get_origin(kinds[0]) is tuple:
         shown["nargs"], kinds = "+", list(typing.get_args(kinds[0]))
     shown["type"] = each.metadata["parse"] or kinds[0]
     return shown | {name: each.metadata[name] for name in ("choices", "metavar") if each.metadata[name] is not None}
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    return typing.get_args(annotation) if is_union else (annotation,)

@@ -12,9 +12,9 @@ __all__ = ["chain_sentence", "data_name", "hub_source", "last_training", "step_l
 # Arguments that say how a model was trained; paths and the like stay at home.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
 alpha per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type num_warmup_steps
-warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length max_source_length
+warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
 max_target_length mixed_precision trainable seed""".split()
-TRAINING_FILES = ("train_file", "source_file", "train_source_file")
+TRAINING_FILES = ("train_file", "source_file")
 PRETRAINING = ("mlm_probability", "noise_density")
 Step = Mapping[str, Any]
 

@@ -95,6 +95,48 @@ def test_a_dataset_gives_the_same_sentences(tmp_path):
     assert found["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
 
 
+def write_dataset(folder, rows, splits=("train", "validation")):
+    for split in splits:
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(folder)]))
+
+
+def test_the_tags_of_a_datasets_test_split_are_not_read(tmp_path):
+    found = write_dataset(tmp_path, [{"tokens": ["a"], "ner_tags": ["O"]}], ("train", "validation", "test"))
+    assert found["test"] == [(["a"], [])] and found["train"] == [(["a"], ["O"])]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "as many tags as words are needed: 'a b'"),
+        ({"tokens": ["a"], "ner_tags": [3]}, "numbers as tags, and no names of them"),
+        ({"tokens": [""][:0], "ner_tags": [""][:0]}, "."),
+    ],
+)
+def test_a_dataset_that_is_wrong_is_refused(tmp_path, row, message):
+    with pytest.raises(OSError, match=message):
+        write_dataset(tmp_path, [row])
+
+
+def test_labels_that_differ_only_in_case_stay_apart(tiny_bert, tmp_path):
+    lines = "Ann B-PER\nand O\nbob B-per\n\n" * 6
+    (tmp_path / "t.txt").write_text(lines)
+    argv = ["--train_file", tmp_path / "t.txt", "--validation_file", tmp_path / "t.txt", "--max_train_steps", 1]
+    argv += ["--max_length", 12, "--cpu", "--disable_tqdm"]
+    for model, out in ((tiny_bert, "one"), (tmp_path / "one", "two")):
+        main(parse_args([str(part) for part in [model, *argv, "--output_dir", tmp_path / out]]))
+    names = [AutoModelForTokenClassification.from_pretrained(tmp_path / out).config.id2label for out in ("one", "two")]
+    assert names[0] == names[1] and sorted(names[0].values()) == ["B-PER", "B-per", "O"]
+
+
+def test_an_overwritten_folder_keeps_no_predictions_of_another_run(run, tiny_bert, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/predictions_other.txt").write_text("a O\n")
+    _, out = run("--num_train_epochs", 0, "--overwrite_output_dir")
+    assert not (out / "predictions_other.txt").exists() and (out / "predictions_test.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -111,7 +153,9 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give --train_file and --validation_file, or --dataset_name"),
+        ([], "give --train_file and --validation_file .*, or --dataset_name"),
+        (["--dataset_name", "c", "--test_file", "t"], "or --dataset_name"),
+        (["--train_file", "a", "--validation_file", "b", "--dataset_config_name", "c"], "needs --dataset_name"),
         (["--train_file", "a"], "give --train_file and --validation_file"),
         (["--train_file", "a", "--validation_file", "b", "--dataset_name", "c"], "or --dataset_name"),
         (

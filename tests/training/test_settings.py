@@ -1,7 +1,10 @@
 """Settings: what a command line makes of them, what they refuse, and what a resumed run must share."""
 
 import dataclasses
+import inspect
+from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers.trainer_utils import SchedulerType
 
@@ -22,6 +25,10 @@ NEEDED = {
     pretrain: ["--train_file", "a", "--max_train_steps", "9"],
     pretrain_t5: ["--train_file", "a", "--max_train_steps", "9"],
 }
+
+
+def type_of(command):
+    return type(command.parse_args(["m", "--output_dir", "o", *NEEDED[command]]))
 
 
 @pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.__name__.split(".")[-1])
@@ -49,7 +56,10 @@ def test_a_type_says_how_its_flag_is_read():
     ("changed", "message"),
     [
         ({"max_length": 0}, "--max_length must be at least 1, got 0"),
-        ({"max_length": "long"}, "--max_length must be at least 1, got long"),
+        ({"max_length": "long"}, "--max_length must be a whole number, got 'long'"),
+        ({"max_length": 1.5}, "--max_length must be a whole number, got 1.5"),
+        ({"seed": True}, "--seed must be a whole number, got True"),
+        ({"learning_rate": None}, "--learning_rate must be a number, got None"),
         ({"learning_rate": float("nan")}, "--learning_rate must be at least 0, got nan"),
         ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
@@ -64,6 +74,29 @@ def test_settings_made_in_python_are_checked_as_flags_are(changed, message):
     GlueSettings(**good)
     with pytest.raises(ValueError, match=message):
         GlueSettings(**good | changed)
+
+
+def test_values_are_taken_as_a_command_line_would_give_them():
+    settings = MaskedLMSettings(
+        train_file="a.txt",
+        validation_file=["b.txt", "c.txt"],
+        model_type="bert",
+        tokenizer_name=Path("bert"),
+        output_dir=Path("o"),
+        max_train_steps=np.int64(3),
+        learning_rate=np.float32(0.5),
+    )
+    assert settings.train_file == ("a.txt",) and settings.validation_file == ("b.txt", "c.txt")
+    assert (settings.tokenizer_name, settings.output_dir) == ("bert", "o")
+    assert type(settings.max_train_steps) is int and type(settings.learning_rate) is float
+
+
+@pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda each: each.__name__)
+def test_a_field_is_as_the_nearest_class_declares_it(settings):
+    """A dataclass with several bases takes the fields of the first of them, whatever another one made of them."""
+    for each in dataclasses.fields(settings):
+        owner = next(base for base in settings.__mro__ if each.name in inspect.get_annotations(base))
+        assert each.metadata == owner.__dataclass_fields__[each.name].metadata, (each.name, owner)
 
 
 def test_settings_do_not_change():

@@ -46,6 +46,9 @@ class Evaluator(Protocol):
 class FineTuningTask(ABC, Generic[SettingsT]):
     """One run's task. `__init__` loads configuration, tokenizer and data: what is wrong with them is said first.
 
+    The methods are called in this order: `load_model`, which may set `rows`, then `make_evaluator`, `objective` and
+    the fingerprints, then those of the training, then those of what comes of it.
+
     Attributes:
         settings, accelerator: the run's.
         tokenizer: saved with the model.
@@ -58,7 +61,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     """
 
     tokenizer: PreTrainedTokenizerBase
-    rows: Dataset
+    rows: Dataset | Sequence[Any]
     collate: Callable[[list], dict[str, Tensor]]
     main_metric: str
     shown_metrics: Sequence[str]

@@ -130,9 +130,10 @@ def load_classifier(
             len(names),
         )
     order = tuple(range(len(names)))
-    lowered = [name.lower() for name in names]
-    if is_classifier and not replaced and sorted(name.lower() for name in had) == sorted(lowered):
-        order = tuple(lowered.index(name.lower()) for name in had)
+    # Case counts where it tells labels apart.
+    case = str.lower if len({name.lower() for name in names}) == len(names) else str
+    if is_classifier and not replaced and sorted(map(case, had)) == sorted(map(case, names)):
+        order = tuple([case(name) for name in names].index(case(name)) for name in had)
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     if model_class is AutoModelForSequenceClassification:

@@ -9,7 +9,10 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import Any, ClassVar
+from numbers import Integral, Real
+from os import PathLike, fspath
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
     "ABOVE_0",
@@ -21,6 +24,7 @@ __all__ = [
     "FROM_0_BELOW_1",
     "WITH_BEST_WEIGHTS",
     "Settings",
+    "alternatives",
     "check_metric",
     "fields_by_group",
     "option",
@@ -47,6 +51,16 @@ ABOVE_0 = Range("more than 0", lambda value: 0 < value < math.inf)
 FROM_0_BELOW_1 = Range("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1 = Range("in (0, 1)", lambda value: 0 < value < 1)
 A_NUMBER = Range("a number", math.isfinite)
+
+# What a message calls the types.
+WORDS = {
+    str: "text",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    tuple: "several",
+    dict: "a dictionary",
+}
 
 # What a resumed run must share with the interrupted one: always, or where the best of its evaluations are kept.
 ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
@@ -92,7 +106,10 @@ class Settings:
     title: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        types = get_type_hints(type(self))
         for each in dataclasses.fields(self):
+            value = _as_type(each.name, getattr(self, each.name), types[each.name])
+            object.__setattr__(self, each.name, value)  # as a command line would have given it
             self._check_field(each)
         self.check()
 
@@ -117,10 +134,36 @@ class Settings:
         value, allowed, choices = getattr(self, each.name), each.metadata.get("range"), each.metadata.get("choices")
         if value is None:
             return
-        if allowed is not None and not (isinstance(value, int | float) and allowed.holds(value)):
+        if allowed is not None and not allowed.holds(value):
             raise ValueError(f"--{each.name} must be {allowed.said}, got {value}")
         if choices is not None and value not in choices:
             raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a field may have."""
+    return get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+
+
+def _as_type(name: str, value: Any, annotation: Any) -> Any:
+    """Return a value as its field's type has it: a path as text, a list as a tuple, numpy's numbers as Python's.
+
+    Raises:
+        ValueError: if it is of another type.
+    """
+    kinds = [get_origin(kind) or kind for kind in alternatives(annotation)]
+    if type(value) in kinds or (value is None and NoneType in kinds):
+        return value
+    if tuple in kinds and isinstance(value, list | str):
+        return (value,) if isinstance(value, str) else tuple(value)
+    if str in kinds and isinstance(value, PathLike):
+        return fspath(value)
+    if int in kinds and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if float in kinds and isinstance(value, Real) and not isinstance(value, bool):
+        return value if isinstance(value, int) else float(value)
+    wanted = [WORDS[kind] for kind in kinds if kind is not NoneType]
+    raise ValueError(f"--{name} must be {' or '.join(wanted)}, got {value!r}")
 
 
 def fields_by_group(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:

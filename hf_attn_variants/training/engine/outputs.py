@@ -34,7 +34,7 @@ PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
 STALE_PATTERN = re.compile(
-    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.(tsv|json|jsonl)|{BAD_BATCH_PREFIX}.*\.pt|"
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.(tsv|json|jsonl|txt)|{BAD_BATCH_PREFIX}.*\.pt|"
     + "|".join(
         re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, CURVES_FILE, RESULTS_NAME, REPORT_NAME, HISTORY_NAME)
     )

@@ -303,7 +303,7 @@ class OutputSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Where the trained model is pushed."""
+    """Where a command pushes the model that it trained; a training that is called from Python pushes nothing."""
 
     title: ClassVar[str] = "hub"
 
@@ -326,3 +326,5 @@ class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, Output
 @dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(TrainingSettings, RowSettings):
     """What every training on rows has."""
+
+    max_length: int = redefault(RowSettings, "max_length")  # a dataclass takes that of its first base otherwise

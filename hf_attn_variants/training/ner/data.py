@@ -1,5 +1,7 @@
 """Tagged sentences, from files in CoNLL's format or a `datasets` source with "tokens" and "ner_tags"."""
 
+from collections.abc import Iterable
+
 from datasets import load_dataset
 
 from ...text_files import read_lines
@@ -29,7 +31,9 @@ def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
             tags += cells[1:][-1:] if has_tags else []
         elif words:
             sentences.append(([], []))
-    return [sentence for sentence in sentences if sentence[0]]
+    if found := [sentence for sentence in sentences if sentence[0]]:
+        return found
+    raise ValueError(f"{path} has no sentence")
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
@@ -46,17 +50,22 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
     try:
         found = load_dataset(settings.dataset_name, settings.dataset_config_name)
         names = getattr(found["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
-        return {
-            split: [
-                (row["tokens"], [names[tag] if names else tag for tag in row["ner_tags"]])
-                for row in found[split]
-                if row["tokens"]
-            ]
-            for split in splits
-            if split in found
-        }
+        wanted = {split: found[split] for split in splits if split != "test" or split in found}
+        # The tags of a test split are not read: of many they are not public.
+        return {split: _sentences(rows, names, has_tags=split != "test") for split, rows in wanted.items()}
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
         raise OSError(
             f"cannot load --dataset_name {settings.dataset_name} with splits train and validation and columns tokens "
             f"and ner_tags ({type(error).__name__}: {error}); give files instead"
         ) from error
+
+
+def _sentences(rows: Iterable[dict], names: list[str] | None, has_tags: bool) -> list[Sentence]:
+    found = [(row["tokens"], row["ner_tags"] if has_tags else []) for row in rows if row["tokens"]]
+    if not found:
+        raise ValueError("a split without a word")
+    if wrong := [words for words, tags in found if has_tags and len(words) != len(tags)]:
+        raise ValueError(f"as many tags as words are needed: {' '.join(wrong[0])[:60]!r}")
+    if has_tags and names is None and not all(isinstance(tag, str) for _, tags in found for tag in tags):
+        raise ValueError("numbers as tags, and no names of them")
+    return [(words, [names[tag] for tag in tags] if names else tags) for words, tags in found]

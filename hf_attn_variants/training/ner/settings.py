@@ -26,9 +26,12 @@ class NerSettings(FineTuningSettings):
 
     def check(self) -> None:
         super().check()
-        has_files = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
-        if has_files == (self.dataset_name is not None):
-            raise ValueError("give --train_file and --validation_file, or --dataset_name")
+        files = [self.train_file, self.validation_file, self.test_file]
+        whole = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
+        if whole == (self.dataset_name is not None) or (self.dataset_name is not None and any(files)):
+            raise ValueError("give --train_file and --validation_file (and --test_file), or --dataset_name")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            raise ValueError("--dataset_config_name needs --dataset_name")
         if importlib.util.find_spec("seqeval") is None:
             raise ValueError("entities are scored by seqeval: `pip install seqeval`")
         check_metric(self.metric_for_best_model, ("loss", *METRICS))
