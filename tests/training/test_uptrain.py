@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_bert, make_t5, make_text
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -467,16 +468,9 @@ def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, 
     out = {"model": grouped_bert, "teacher": bert, "steps": 3, "output_dir": tmp_path / "two"}
     expected = run("distill", *more, "--per_device_train_batch_size", 8, steps=3, output_dir=tmp_path / "one")
     argv = run.flags("distill", *more, "--per_device_train_batch_size", 4, **out)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "scripts/uptrain.py"), *argv],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    statuses, printed = run_processes(2, run_script, "uptrain", [str(flag) for flag in argv])
+    assert statuses == [0, 0], printed
     results = json.loads((tmp_path / "two/all_results.json").read_text())
-    assert done.stdout.count("distill on 3 held-out rows") == 1
+    assert printed.count("distill on 3 held-out rows") == 1
     for name in ("eval_loss", "initial_eval_loss", "train_loss", "eval_embedding_cosine"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4)
