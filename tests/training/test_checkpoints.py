@@ -114,6 +114,23 @@ def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
     assert records(out) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", r"checkpoint-3 is damaged \(SafetensorError"),
+        ("optimizer.bin", b"", "checkpoint-3 is damaged"),
+        ("train_state.json", b'{"step": 3', r"checkpoint-3/train_state\.json is not JSON"),
+        ("train_state.json", b'{"stage": 3}', r"checkpoint-3/train_state\.json is no state of a run"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(once_trained, tiny_bert, glue, tmp_path, name, content, message):
+    damaged = shutil.copytree(once_trained / "checkpoint-3", tmp_path / "checkpoint-3")
+    assert (damaged / name).is_file()
+    (damaged / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        main(parse_args(flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))))
+
+
 def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
     out, again = trained
     with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):

@@ -7,16 +7,18 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import SCALER_NAME as SCALER_FILE
 from accelerate.utils import load, save
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE
+from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json
 
 __all__ = [
     "TrainState",
@@ -202,9 +204,12 @@ def load_checkpoint(
 
     Raises:
         ValueError: if the run's settings or training data are not those saved (the message names each with its old and
-            new value), or the checkpoint's weights do not fit the model.
+            new value), the checkpoint's weights do not fit the model, or one of its files is damaged.
     """
-    state = TrainState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
+    try:
+        state = TrainState(**load_json(path / STATE_FILE))
+    except TypeError as error:
+        raise ValueError(f"{path / STATE_FILE} is no state of a run: {error}") from error
     if changed := _changes(state.fingerprint, fingerprint):
         raise ValueError(f"cannot resume exactly from {path}: {changed}; give the values it was saved with")
     rounding = _changes(state.environment, _environment(accelerator))
@@ -233,6 +238,10 @@ def load_checkpoint(
         accelerator.load_state(str(path))
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this model: {error}") from error
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}): go on from an earlier checkpoint, or start over"
+        ) from error
     same_device = state.environment.get("device") == _environment(accelerator)["device"]
     _check_random_state(random_states, accelerator.device if same_device else torch.device("cpu"))
     return state
