@@ -156,8 +156,8 @@ def _as_type(name: str, value: Any, annotation: Any) -> Any:
         return value
     if tuple in kinds and isinstance(value, list | str):
         return (value,) if isinstance(value, str) else tuple(value)
-    if str in kinds and isinstance(value, PathLike):
-        return fspath(value)
+    if str in kinds and isinstance(value, str | PathLike):
+        return str(fspath(value))
     if int in kinds and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if float in kinds and isinstance(value, Real) and not isinstance(value, bool):

@@ -68,4 +68,6 @@ def _sentences(rows: Iterable[dict], names: list[str] | None, has_tags: bool) ->
         raise ValueError(f"as many tags as words are needed: {' '.join(wrong[0])[:60]!r}")
     if has_tags and names is None and not all(isinstance(tag, str) for _, tags in found for tag in tags):
         raise ValueError("numbers as tags, and no names of them")
+    if names and not all(0 <= tag < len(names) for _, tags in found for tag in tags):
+        raise ValueError("a tag that is the number of no name")
     return [(words, [names[tag] for tag in tags] if names else tags) for words, tags in found]
