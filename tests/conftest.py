@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Before torch is: two workers share the machine, and a second thread of each would wait for the other's by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Set by pytest-xdist in its workers; tables would be broken at it.
 os.environ.pop("COLUMNS", None)
 
