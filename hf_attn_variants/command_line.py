@@ -69,7 +69,7 @@ def parse_with_checkpoint(
 
 def package_version() -> str:
     """Return the package's version: read from the file that says it, whose import takes seconds."""
-    source = Path(__file__).parent / "modeling/configuration_attn_variants.py"
+    source = Path(__file__).parent / "modeling/variant_names.py"
     return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from .modeling.attention_sites import AttentionSite
 from .modeling.configuration_attn_variants import can_cache
-from .modeling.variant_mixins import AttentionSite
 
 __all__ = ["cache_bytes_per_token"]
 

@@ -12,8 +12,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
+from ..modeling.attention_sites import AttentionSite
 from ..modeling.field_checks import nearest
-from ..modeling.variant_mixins import AttentionSite, projection_std
+from ..modeling.variant_mixins import projection_std
 from ..registration import variant_config_class, variant_model_class
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts, relation, repeat_heads
@@ -251,7 +252,7 @@ def _attention_module(
     source_config: Any,
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
-    heads = _head_counts(site, source_config, target.config)
+    heads = _head_counts(site, path, source_config, target.config)
     prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
     tensors, shapes = {}, {}
     for role, linear_path in site.projections.items():
@@ -272,8 +273,8 @@ def _attention_module(
     return AttentionModule(path, site, heads, tensors, shapes, projections)
 
 
-def _head_counts(site: AttentionSite, source: Any, target: Any) -> HeadCounts:
-    before, after = site.heads(source), site.heads(target)
+def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
+    before, after = site.heads(source, path), site.heads(target, path)
     return HeadCounts(after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim)
 
 

@@ -19,8 +19,8 @@ import torch
 
 from ..files import REPORT_NAME
 from ..kv_cache import cache_bytes_per_token
+from ..modeling.attention_sites import AttentionSite
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
-from ..modeling.variant_mixins import AttentionSite
 from .calibration.head_sharing import reorder_heads
 from .checkpoint.entries import TensorEntry, element_size
 from .plan import AttentionModule, ConversionPlan

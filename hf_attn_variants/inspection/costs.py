@@ -16,7 +16,8 @@ from torch import nn
 from ..conversion.grouping import relation
 from ..errors import as_value_error
 from ..kv_cache import cache_bytes_per_token
-from ..modeling.variant_mixins import AttentionSite, AttnVariantModelMixin, projection_shapes
+from ..modeling.attention_sites import AttentionSite
+from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
 from ..registration import variant_config_class, variant_model_class
 
 __all__ = [
@@ -222,7 +223,7 @@ def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: in
     linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
     for site, path, module in model.named_attentions():
-        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config)
+        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
         memory_stack = "encoder" if site.is_cross_attention else stack
         for role, linear in site.projections.items():
             where = memory_stack if role in ("key", "value") else stack

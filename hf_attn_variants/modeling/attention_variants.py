@@ -3,7 +3,8 @@
 Letters used throughout: b batch, n query length, m memory (key/value) length, d head size, h_k heads of the queries,
 h heads of the softmax, h_v heads of the values, k key/value heads, g = h_k / k query heads a group. Query head i reads
 key/value head i // g. Multi-query attention (arXiv 1911.02150) is k = 1; grouped-query attention (2305.13245) is
-1 < k < h_k; talking heads are 2003.02436.
+1 < k < h_k; talking heads are 2003.02436. Where queries have B times as many batch rows as keys and values, the B
+beams of a sentence follow each other and read one memory.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,15 @@ __all__ = [
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
+    "is_exporting",
     "wants_weights",
 ]
 
 # From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused
 # kernel (measured on random heads: mostly 1.0 to 1.3 times, 1.5 to 4 on short memories; below it one call wins).
 MATMUL_BATCH_SIZE = 8
+# Of the flash kernels on CUDA.
+MAX_FLASH_HEAD_DIM = 256
 
 
 def attention_with_weights(
@@ -55,7 +59,7 @@ def attention_with_weights(
     """Attention that materialises its weights: multi-head, multi-query, grouped-query and talking-heads alike.
 
     Args:
-        query: [b, h_k, n, d]
+        query: [b, h_k, n, d]; with no talking heads also [b B, h_k, n, d], B beams of each memory
         key: [b, k, m, d]
         value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
         mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
@@ -77,16 +81,41 @@ def attention_with_weights(
         ValueError: for a mask of whole numbers.
     """
     check_mask(mask)
+    if (beams := query.shape[0] // key.shape[0]) > 1:
+        if logits_proj is None and weights_proj is None:
+            return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
+        key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
+        mask = _for_beams(mask, query.shape[0])
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2))  # [b, h_k, n, m]
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:
         logits = logits + position_bias
     if is_causal:
-        mask = _with_causal_mask(mask, logits)
+        mask = _with_causal_mask(mask, *logits.shape[-2:], logits.device)
     weights = _masked_softmax(logits, mask).to(value.dtype)
     weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     return _grouped_matmul(weights, value).transpose(1, 2), weights
+
+
+def _attend_in_beams(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fold = _Fold(query, key)
+    if is_causal:
+        mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
+    mask, position_bias = fold.mask(mask), fold.mask(position_bias)
+    output, weights = attention_with_weights(
+        fold.rows(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
+    )
+    return fold.unfolded(output.transpose(1, 2)), fold.unfolded(weights).transpose(1, 2)
 
 
 def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -117,37 +146,34 @@ def fused_attention(
     Arguments and result are those of `attention_with_weights`, without talking heads and without the weights.
     """
     check_mask(mask)
-    length, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
-    groups = heads // kv_heads
+    length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
+    shared = query.shape[0] // memories * (query.shape[1] // kv_heads)  # query heads that read one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # An exported graph must serve every batch size: it may not depend on one.
-    if length == 1 and on_cpu and not exporting and query.shape[0] >= MATMUL_BATCH_SIZE:
+    if length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE:
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
-        mask, is_causal = _with_causal_mask(mask, mask.expand(*mask.shape[:2], length, key.shape[2])), False
+        mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
         # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    enable_gqa = False
-    if groups > 1 and length == 1:
-        # One new token: the group's query heads are the rows of one attention over their shared key/value head.
-        query = query.reshape(-1, kv_heads, groups, query.shape[-1])
-        if mask is not None and mask.shape[1] == heads:
-            mask = mask.reshape(-1, kv_heads, groups, mask.shape[-1])
-    elif groups > 1:
-        enable_gqa = query.device.type == "cpu" or (mask is None and _flash_serves(query))
-        if not enable_gqa:
-            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    enable_gqa = shared > 1 and (on_cpu or (mask is None and _flash_serves(query)))
+    # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
+    fold = None
+    if shared > 1 and (length == 1 or query.shape[0] != memories or not (enable_gqa or length > query.shape[-1])):
+        mask = _causal_mask(length, length, query.device) if is_causal else mask
+        fold, is_causal, enable_gqa = _Fold(query, key), False, False
+        query, mask = fold.rows(query), fold.mask(mask)
+    elif shared > 1 and not enable_gqa:
+        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
     )
-    if length == 1:
-        return output.reshape(output.shape[0], 1, heads, value.shape[-1])
-    return output.transpose(1, 2)
+    return output.transpose(1, 2) if fold is None else fold.unfolded(output)
 
 
 def eager_attention_forward(
@@ -267,7 +293,8 @@ def _options(
 
 def _flash_serves(query: torch.Tensor) -> bool:
     # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
-    return not query.is_cuda or (query.dtype in (torch.float16, torch.bfloat16) and _has_flash(query.device))
+    halves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= MAX_FLASH_HEAD_DIM
+    return not query.is_cuda or (halves and _has_flash(query.device))
 
 
 @torch.compiler.assume_constant_result
@@ -275,15 +302,17 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _with_causal_mask(mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    causal = _causal_mask(logits)
+def _with_causal_mask(
+    mask: torch.Tensor | None, length: int, memory_length: int, device: torch.device
+) -> torch.Tensor:
+    causal = _causal_mask(length, memory_length, device)
     if mask is None:
         return causal
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
 
 
-def _causal_mask(logits: torch.Tensor) -> torch.Tensor:
-    return torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()  # [n, m]
+def _causal_mask(length: int, memory_length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(length, memory_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
 def _biased_mask(
@@ -291,12 +320,56 @@ def _biased_mask(
 ) -> torch.Tensor:
     position_bias = position_bias.to(query.dtype)
     if is_causal:
-        mask = _causal_mask(position_bias)
+        mask = _causal_mask(*position_bias.shape[-2:], query.device)
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:
         return position_bias.masked_fill(~mask, -torch.inf)
     return position_bias + mask
+
+
+class _Fold:
+    """What reads one key/value head, the heads of a group in the beams of a sentence, as rows of one attention."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor):
+        (batch, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
+        self.beams, self.groups = batch // self.memories, heads // self.kv_heads
+
+    def rows(self, query: torch.Tensor) -> torch.Tensor:
+        """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""
+        if self.beams * self.length == 1:
+            return query.reshape(self.memories, self.kv_heads, self.groups, query.shape[-1])
+        query = query.reshape(self.memories, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
+        return query.transpose(1, 2).flatten(2, 3)
+
+    def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a mask or bias that broadcasts to [b B, k g, n, m] as one that broadcasts to [b, k, B g n, m]."""
+        if mask is None:
+            return None
+        mask = mask[(None,) * (4 - mask.dim())]
+        batch, heads, length, memory_length = mask.shape
+        beams = self.beams if batch > self.memories else 1
+        kv_heads, groups = (self.kv_heads, self.groups) if heads > 1 else (1, 1)
+        mask = mask.reshape(batch // beams, beams, kv_heads, groups, length, memory_length).transpose(1, 2)
+        if beams * groups * length > 1:
+            sizes = (self.beams, self.groups, self.length, memory_length)
+            mask = mask.expand(mask.shape[0], kv_heads, *sizes)
+        return mask.flatten(2, 4)
+
+    def unfolded(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what `rows` made, [b, k, B g n, x], as [b B, n, k g, x]."""
+        size = states.shape[-1]
+        if self.beams * self.length == 1:
+            return states.reshape(self.memories, 1, self.kv_heads * self.groups, size)
+        states = states.unflatten(2, (self.beams, self.groups, self.length)).permute(0, 2, 4, 1, 3, 5)
+        return states.reshape(self.memories * self.beams, self.length, self.kv_heads * self.groups, size)
+
+
+def _for_beams(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Return a mask with a row for each beam, where it has one for each of several sentences."""
+    if mask is None or mask.dim() < 4 or mask.shape[0] in (1, batch):
+        return mask
+    return mask.repeat_interleave(batch // mask.shape[0], dim=0)
 
 
 def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:

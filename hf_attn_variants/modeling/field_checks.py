@@ -1,20 +1,19 @@
-"""Checks of one field of a configuration at a time: head counts, sizes, and names that are nearly a field's."""
+"""Checks of one field of a configuration at a time: head counts, ranks, sizes, and names that are nearly a field's."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
-    "adds_talking_heads",
     "check_head_size",
     "check_size",
     "check_value_groups",
     "checked_count",
     "checked_dynamic",
     "checked_kv_heads",
+    "checked_rank",
     "checked_talking_heads",
     "nearest",
     "wrong_kinds_explained",
@@ -74,6 +73,22 @@ def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
     if heads % count:
         raise ValueError(f"`{field}` must divide `num_attention_heads`: got {count} for {heads} heads.")
     return count
+
+
+def checked_rank(field: str, value: int | None, width: int) -> int | None:
+    """Return the rank of a latent of inputs of this width; None means that there is none.
+
+    Raises:
+        ValueError: unless it is a whole number from 1 to the width.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
+        raise ValueError(
+            f"`{field}` must be a whole number from 1 to {width}, the width of what keys and values are made from "
+            f"(None: no latent); got {value!r}."
+        )
+    return value
 
 
 def checked_count(field: str, value: int | None, default: int | None = None) -> int:
@@ -195,52 +210,3 @@ def wrong_kinds_explained() -> Iterator[None]:
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{reason}; a field of the configuration has a value of the wrong kind.") from error
-
-
-def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
-
-    Args:
-        config_class: the model's.
-        source, config, kwargs: as `from_pretrained` gets them.
-
-    Raises:
-        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
-    """
-    kv_fields = config_class.kv_heads_fields()
-    shapes = {name for name in config_class.variant_fields() if name not in (*kv_fields, "talking_heads_init")}
-    wanted = {name: kwargs[name] for name in (*kv_fields, *shapes) if name in kwargs}
-    if hasattr(config, "talking_heads_dynamic"):
-        wanted = {name: getattr(config, name) for name in (*kv_fields, *shapes)} | wanted
-    if not wanted:
-        return False
-    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
-    heads = held.get("num_attention_heads", held.get("num_heads"))
-    if heads is None:
-        return False  # weights without a configuration: nothing to compare with
-    for name in kv_fields:
-        found, value = held.get(name) or heads, wanted.get(name) or heads
-        if value != found:
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for {value}: convert it "
-                f"first, by `attn-variants convert --model_name_or_path {source} --{name} {value} "
-                f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {name}={value})`."
-            )
-    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
-    plain = {"num_value_heads": heads}
-    if "relative_attention_num_buckets" in held:
-        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
-    for name, found in (held if held.get("talking_heads") is not None else plain).items():
-        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
-                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
-                "checkpoint's own configuration."
-            )
-    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
-
-
-def _comparable(value: Any) -> Any:
-    # The names of dynamic projections have no order.
-    return set(value) if isinstance(value, list | tuple) and value else value or None

@@ -17,8 +17,10 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertAttention, AlbertLayer
 
+from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantAlbertConfig
-from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
+from .latent_attention import attend_to_latent
+from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantAlbertForMaskedLM",
@@ -40,7 +42,15 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within `hidden_states` [b, n, hidden size]; see upstream's `AlbertAttention.forward`."""
         dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
-        return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+        if self.heads.rank is None:
+            return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+        query = self.query(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        options = {"dropout": dropout, "scaling": self.scaling} | kwargs | dynamic
+        latent = self.own_latent(hidden_states, None)
+        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.key, self.value), **options)
+        output = self.output_dropout(self.dense(output.flatten(2)))
+        return self.LayerNorm(hidden_states + output), weights
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
@@ -58,11 +68,13 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
     attention_sites = (
         AttentionSite(
             "self",
-            r"encoder\.albert_layer_groups\.\d+\.albert_layers\.\d+\.attention",
+            r"encoder\.albert_layer_groups\.(\d+)\.albert_layers\.(\d+)\.attention",
             query="query",
             key="key",
             value="value",
             output="dense",
+            rank_field="kv_lora_rank",
+            latent="kv_a_proj",
         ),
     )
 

@@ -18,8 +18,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
+from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantBertConfig
-from .variant_mixins import AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
+from .latent_attention import attend_to_latent
+from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantBertForMaskedLM",
@@ -55,7 +57,13 @@ class AttnVariantBertSelfAttention(AttentionVariantMixin, BertSelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within `hidden_states` [b, n, hidden size]; see upstream's `BertSelfAttention.forward`."""
         dynamic = self.variant_inputs(hidden_states, None, past_key_values, kwargs)
-        return super().forward(hidden_states, attention_mask, past_key_values, **kwargs, **dynamic)
+        if self.heads.rank is None:
+            return super().forward(hidden_states, attention_mask, past_key_values, **kwargs, **dynamic)
+        query = self.query(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        latent = self.own_latent(hidden_states, past_key_values)
+        options = {"dropout": self.dropout.p if self.training else 0.0, "scaling": self.scaling} | kwargs | dynamic
+        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.key, self.value), **options)
+        return output.flatten(2), weights
 
 
 class AttnVariantBertCrossAttention(AttentionVariantMixin, BertCrossAttention):
@@ -81,9 +89,15 @@ class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel)
 
     config_class = AttnVariantBertConfig
     attention_sites = (
-        AttentionSite("self", r"encoder\.layer\.\d+\.attention", **PROJECTIONS),
         AttentionSite(
-            "cross", r"encoder\.layer\.\d+\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
+            "self",
+            r"encoder\.layer\.(\d+)\.attention",
+            rank_field="kv_lora_rank",
+            latent="self.kv_a_proj",
+            **PROJECTIONS,
+        ),
+        AttentionSite(
+            "cross", r"encoder\.layer\.(\d+)\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
         ),
     )
 

@@ -16,9 +16,11 @@ from transformers import (
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
+from .attention_sites import AttentionHeads, AttentionSite
 from .attention_variants import attention_function
 from .configuration_attn_variants import AttnVariantT5Config
-from .variant_mixins import AttentionHeads, AttentionSite, AttentionVariantMixin, AttnVariantModelMixin
+from .latent_attention import attend_to_latent, holds_latent, shared_latent
+from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin, BeamsShareMemory
 
 __all__ = [
     "AttnVariantT5EncoderModel",
@@ -69,26 +71,26 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length = _past_length(past_key_values, self.layer_idx) if makes_bias else 0
         query = self._heads(self.q(hidden_states))  # [b, h_k, n, d]
-        key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
+        if self.heads.rank is None:
+            key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
+            memory_length = key.shape[2]
+        else:
+            latent, layer = self._latent(hidden_states, key_value_states, past_key_values)  # [b, 1, m, r]
+            memory_length = latent.shape[2]
         if makes_bias:
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
-            position_bias = self.compute_bias(query.shape[2], key.shape[2], query.device, past_length).contiguous()
+            position_bias = self.compute_bias(query.shape[2], memory_length, query.device, past_length).contiguous()
         bias = position_bias
         if bias is not None and not self.is_own:
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
-        output, weights = attention_function(self.implementation)(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            dropout=self.dropout if self.training else 0.0,
-            scaling=self.scaling,
-            position_bias=bias,
-            **kwargs,
-            **dynamic,
-        )
+        options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
+        options |= kwargs | dynamic
+        if self.heads.rank is None:
+            attend = attention_function(self.implementation)
+            output, weights = attend(self, query, key, value, mask, **options)
+        else:
+            output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
         return self.o(output.flatten(2)), position_bias, weights
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
@@ -112,6 +114,12 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
             seen[self.layer_idx] = True
         return key, value
 
+    def _latent(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it."""
+        if memory is not None:  # the stack has made it
+            return shared_latent(cache, memory, self.layer_idx)
+        return self.own_latent(states, cache), None
+
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     """The base of every T5 model and head here; upstream's class without the prefix says what each does."""
@@ -120,24 +128,63 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     attention_sites = (
         AttentionSite(
             "encoder",
-            r"encoder\.block\.\d+\.layer\.0\.SelfAttention",
+            r"encoder\.block\.(\d+)\.layer\.0\.SelfAttention",
             stack="encoder",
             kv_heads_field="encoder_num_key_value_heads",
+            rank_field="encoder_kv_lora_rank",
+            latent="kv_a_proj",
             **PROJECTIONS,
         ),
-        AttentionSite("decoder", r"decoder\.block\.\d+\.layer\.0\.SelfAttention", stack="decoder", **PROJECTIONS),
+        AttentionSite(
+            "decoder",
+            r"decoder\.block\.(\d+)\.layer\.0\.SelfAttention",
+            stack="decoder",
+            rank_field="kv_lora_rank",
+            latent="kv_a_proj",
+            **PROJECTIONS,
+        ),
         AttentionSite(
             "cross",
-            r"decoder\.block\.\d+\.layer\.1\.EncDecAttention",
+            r"decoder\.block\.(\d+)\.layer\.1\.EncDecAttention",
             stack="decoder",
             is_cross_attention=True,
+            rank_field="cross_kv_lora_rank",
+            latent="decoder.cross_kv_a_proj",
+            shares_latent=True,
             **PROJECTIONS,
         ),
     )
 
 
 class AttnVariantT5Stack(AttnVariantT5PreTrainedModel, T5Stack):
-    """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
+    """`T5Stack`, the encoder or decoder inside the models below, with variant attention.
+
+    The decoder's makes the latent of the encoder's outputs, once for all its layers.
+    """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the stack; see upstream's `T5Stack.forward`."""
+        makes_latent = getattr(self, "cross_kv_a_proj", None)
+        if makes_latent is not None and encoder_hidden_states is not None and not holds_latent(past_key_values):
+            encoder_hidden_states = makes_latent(encoder_hidden_states)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
 
 
 class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):
@@ -156,13 +203,10 @@ AttnVariantT5PreTrainedModel.variant_classes = {
 }
 
 
-class AttnVariantT5ForConditionalGeneration(AttnVariantT5PreTrainedModel, T5ForConditionalGeneration):
+class AttnVariantT5ForConditionalGeneration(
+    BeamsShareMemory, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
+):
     """`T5ForConditionalGeneration` with variant attention, from T5 and mT5 checkpoints alike."""
-
-    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
-        # The beams of a sentence share its memory: only what they generated themselves moves with them.
-        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
-        return cache
 
 
 class AttnVariantT5ForSequenceClassification(AttnVariantT5PreTrainedModel, T5ForSequenceClassification):

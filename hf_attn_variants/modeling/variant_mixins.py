@@ -3,11 +3,9 @@
 Letters as in `attention_variants`.
 """
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +13,11 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
-from .field_checks import adds_talking_heads
+from .latent_attention import LatentProjection
+from .loading_checks import adds_talking_heads
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -25,6 +25,7 @@ __all__ = [
     "AttentionSite",
     "AttentionVariantMixin",
     "AttnVariantModelMixin",
+    "BeamsShareMemory",
     "named_attentions",
     "projection_shapes",
     "projection_std",
@@ -41,61 +42,6 @@ PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
 
 # Whether the model that is being loaded adds talking heads to a checkpoint that has none.
 _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
-
-
-class AttentionHeads(NamedTuple):
-    """The head counts of one attention."""
-
-    query: int  # h_k
-    key: int  # k
-    value: int  # of the value projection: k, or h_v where each query head has a key head of its own
-    softmax: int  # h
-    output: int  # h_v, which the output projection reads
-    head_dim: int  # d
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """Where one kind of attention lives in an architecture, what it is and what its projections are called.
-
-    Args:
-        name: for reports: "self", "cross", "encoder", "decoder".
-        module: a regular expression for the attention's module path inside the base model.
-        query, key, value, output: the paths of its linear maps, relative to that module.
-        core: the relative path of the submodule that calls the attention function and holds the talking-heads
-            projections ("" = the module itself).
-        stack: of an encoder-decoder, "encoder" or "decoder"; None = the model's only one, which is a decoder where
-            `is_decoder` of the configuration says so.
-        is_cross_attention: whether its keys and values are made from the encoder's outputs.
-        kv_heads_field: the configuration field with its number of key/value heads.
-    """
-
-    name: str
-    module: str
-    query: str
-    key: str
-    value: str
-    output: str
-    core: str = ""
-    stack: str | None = None
-    is_cross_attention: bool = False
-    kv_heads_field: str = "num_key_value_heads"
-
-    @property
-    def projections(self) -> dict[str, str]:
-        """The paths of its linear maps by their role: "query", "key", "value", "output"."""
-        return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
-
-    def stack_of(self, config: Any) -> str:
-        """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
-        return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
-
-    def heads(self, config: Any) -> AttentionHeads:
-        """Return the head counts that a variant configuration gives it."""
-        query, key = config.query_heads(self.kv_heads_field), getattr(config, self.kv_heads_field)
-        softmax, output = config.num_softmax_heads, config.num_value_heads
-        value = output if key == query else key
-        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim)
 
 
 def projection_shapes(
@@ -137,7 +83,14 @@ class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Note the head counts and add the talking-heads parameters; the model initialises them."""
+        """Note the head counts and add the talking-heads parameters; the model initialises them.
+
+        Args:
+            config: the model's.
+            heads: the attention's head counts and the rank of its latent.
+            query_dim: the size of the inputs that queries are made from.
+            memory_dim: the size of the memory-side inputs as the attention gets them.
+        """
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         like = next(self.parameters())
@@ -208,8 +161,20 @@ class AttentionVariantMixin:
             for name in self.dynamic_names
         }
 
+    def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
+
+        The cache's keys are c, its values have no width.
+        """
+        latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
+        latent = latent[:, None]
+        if cache is None:
+            return latent
+        cache = getattr(cache, "self_attention_cache", cache)
+        return cache.update(latent, latent[..., :0], self.layer_idx)[0]
+
     def _check_cache(self, cache: Any, memory: torch.Tensor | None) -> None:
-        if self.heads.key != self.heads.value and getattr(cache, "is_compileable", False):
+        if self.heads.rank is None and self.heads.key != self.heads.value and getattr(cache, "is_compileable", False):
             raise ValueError(
                 "A static cache needs as many key heads as value heads; this attention has "
                 f"{self.heads.key} and {self.heads.value} (`num_value_heads`). Use a dynamic cache."
@@ -257,8 +222,8 @@ class AttnVariantModelMixin:
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _change_class(module, self.variant_classes[type(module)])
-        for site, _, module in self.named_attentions():
-            _install_variant(site, module, self.config)
+        for site, path, module in list(self.named_attentions()):
+            _install_variant(site, path, module, self)
         if _adds_talking_heads.get():
             # Not missing: `from_pretrained` says in one line what they begin as.
             self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
@@ -282,6 +247,9 @@ class AttnVariantModelMixin:
         super()._init_weights(module)
         if hasattr(module, "init_projections"):
             module.init_projections()
+        if isinstance(module, LatentProjection):
+            # Keys and values then have the spread that upstream's rule means them to have.
+            init.normal_(module.weight, mean=0.0, std=module.out_features**-0.5)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # Of foreign code, upstream leaves out each module whose own parameters are loaded, lest its rule writes over
@@ -340,14 +308,30 @@ class AttnVariantModelMixin:
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def named_attentions(
-    model: PreTrainedModel, sites: Iterable[AttentionSite]
-) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model."""
-    for path, module in model.base_model.named_modules():
-        for site in sites:
-            if re.fullmatch(site.module, path):
-                yield site, path, module
+class BeamsShareMemory:
+    """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        # Upstream repeats the encoder's outputs for each beam, and with them the cache that is made from them. Our
+        # attention functions read them once; those of others do not know how, and heads that talk do not fold.
+        implementation = self.config._attn_implementation_internal
+        folds = implementation in (EAGER, SDPA) and self.config.talking_heads is None
+        kept = {}
+        if is_encoder_decoder and folds and kwargs.get("encoder_outputs") is not None:
+            names = ("encoder_outputs", "attention_mask")
+            kept = {name: kwargs.pop(name) for name in names if name in kwargs}
+            is_encoder_decoder = False  # else upstream asks for the outputs
+        input_ids, kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+        )
+        return input_ids, kwargs | kept
+
+    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+        # The beams of a sentence share its memory: only what they generated themselves moves with them.
+        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+        return cache
 
 
 def _change_class(module: nn.Module, variant: type) -> None:
@@ -357,22 +341,33 @@ def _change_class(module: nn.Module, variant: type) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
-def _install_variant(site: AttentionSite, module: nn.Module, config: Any) -> None:
+def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel) -> None:
     """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
     core = module.get_submodule(site.core)
     if hasattr(core, "projection_names"):
         return
-    heads = site.heads(config)
+    heads, width = site.heads(model.config, path), module.get_submodule(site.key).in_features
+    rank = width if heads.rank is None else heads.rank
     resized = [
-        _resize(module, site.key, out_features=heads.key * heads.head_dim),
-        _resize(module, site.value, out_features=heads.value * heads.head_dim),
+        _resize(module, site.key, rank, heads.key * heads.head_dim),
+        _resize(module, site.value, rank, heads.value * heads.head_dim),
         _resize(module, site.output, in_features=heads.output * heads.head_dim),
     ]
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
         module._is_hf_initialized = False
-    query, key = module.get_submodule(site.query), module.get_submodule(site.key)
-    core.install_variant(config, heads, query.in_features, key.in_features)
+    if rank < width:
+        _add_latent(model.base_model, site.latent_path(path), width, rank)
+    query = module.get_submodule(site.query)
+    core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
+
+
+def _add_latent(base_model: nn.Module, path: str, width: int, rank: int) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = base_model.get_submodule(parent)
+    if not hasattr(owner, name):  # one that several attentions share is there after the first
+        like = next(owner.parameters())
+        owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

@@ -82,16 +82,22 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.py")) == [
+        "attention_sites.py",
         "attention_variants.py",
         "configuration_attn_variants.py",
         "field_checks.py",
+        "latent_attention.py",
+        "layer_values.py",
+        "loading_checks.py",
         f"{architecture.config_class.modeling_file}.py",
         "talking_heads.py",
         "talking_heads_blocked.py",
         "talking_heads_choice.py",
         "talking_heads_kernels.py",
         "talking_heads_triton.py",
+        "variant_config.py",
         "variant_mixins.py",
+        "variant_names.py",
     ]
     again = type(model).from_pretrained(tmp_path).eval()
     batch = architecture.batch(head)
@@ -177,8 +183,8 @@ def test_number_of_parameters(architecture, variant):
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference = model.config, 0
-    for (site, _, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
-        heads = site.heads(config)
+    for (site, path, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
+        heads = site.heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs = module.get_submodule(site.key).in_features
         per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
@@ -198,17 +204,19 @@ def test_number_of_parameters(architecture, variant):
 def test_a_site_reads_its_own_query_heads():
     """Encoder and decoder may differ in them."""
     counts = {"num_key_value_heads": 8, "encoder_num_key_value_heads": 4}
+    values = {"num_key_value_heads": 2, "encoder_num_key_value_heads": 4, "kv_lora_rank": 16, "cross_kv_lora_rank": 64}
     config = SimpleNamespace(
         query_heads=counts.get,
-        num_key_value_heads=2,
-        encoder_num_key_value_heads=4,
+        layer_value=lambda name, layer: values.get(name),
         num_softmax_heads=6,
         num_value_heads=5,
         attention_head_dim=3,
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
-    assert decoder.heads(config) == cross.heads(config) == (8, 2, 2, 6, 5, 3)
-    assert encoder.heads(config) == (4, 4, 5, 6, 5, 3)
+    attention = "decoder.block.3.layer.0.SelfAttention"
+    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 16)
+    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention") == (8, 2, 2, 6, 5, 3, 64)
+    assert encoder.heads(config, attention.replace("decoder", "encoder")) == (4, 4, 5, 6, 5, 3, None)
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
     (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites

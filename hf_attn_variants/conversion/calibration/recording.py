@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
-from ...modeling.variant_mixins import AttentionSite
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 

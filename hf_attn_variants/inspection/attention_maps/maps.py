@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
 from ...modeling.configuration_attn_variants import can_cache
-from ...modeling.variant_mixins import AttentionSite, AttnVariantModelMixin
+from ...modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 

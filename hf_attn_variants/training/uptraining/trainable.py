@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...modeling import variant_mixins
-from ...modeling.variant_mixins import AttentionSite
+from ...modeling.attention_sites import AttentionSite
 from ...registration import variant_model_class
 
 __all__ = ["add_lora", "freeze_unused", "named_attentions", "select_trainable"]

@@ -1,0 +1,98 @@
+"""Where the attentions of an architecture live, what they are and how many heads each has: declared once, as sites."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["AttentionHeads", "AttentionSite", "named_attentions"]
+
+
+class AttentionHeads(NamedTuple):
+    """The head counts of one attention, and the rank of its latent."""
+
+    query: int  # h_k
+    key: int  # k
+    value: int  # of the value projection: k, or h_v where each query head has a key head of its own
+    softmax: int  # h
+    output: int  # h_v, which the output projection reads
+    head_dim: int  # d
+    rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Where one kind of attention lives in an architecture, what it is and what its projections are called.
+
+    Args:
+        name: for reports: "self", "cross", "encoder", "decoder".
+        module: a regular expression for the attention's module path inside the base model; its groups number layers.
+        query, key, value, output: the paths of its linear maps, relative to that module.
+        core: the relative path of the submodule that calls the attention function and holds the talking-heads
+            projections ("" = the module itself).
+        stack: of an encoder-decoder, "encoder" or "decoder"; None = the model's only one, which is a decoder where
+            `is_decoder` of the configuration says so.
+        is_cross_attention: whether its keys and values are made from the encoder's outputs.
+        kv_heads_field: the configuration field with its number of key/value heads.
+        rank_field: the configuration field with the rank of its latent; None = it cannot have one.
+        latent: the path of the linear map that makes the latent, relative to the module; where the attentions of all
+            layers share one, relative to the base model.
+        shares_latent: whether they do.
+    """
+
+    name: str
+    module: str
+    query: str
+    key: str
+    value: str
+    output: str
+    core: str = ""
+    stack: str | None = None
+    is_cross_attention: bool = False
+    kv_heads_field: str = "num_key_value_heads"
+    rank_field: str | None = None
+    latent: str = ""
+    shares_latent: bool = False
+
+    @property
+    def projections(self) -> dict[str, str]:
+        """The paths of its linear maps by their role: "query", "key", "value", "output"."""
+        return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
+
+    def stack_of(self, config: Any) -> str:
+        """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
+        return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
+
+    def heads(self, config: Any, path: str) -> AttentionHeads:
+        """Return the head counts and the rank that a variant configuration gives the attention at this path."""
+        layer = self.layer(config, path)
+        query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
+        softmax, output = config.num_softmax_heads, config.num_value_heads
+        value = output if key == query else key
+        rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
+        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim, rank)
+
+    def layer(self, config: Any, path: str) -> int:
+        """Return the layer that the attention at this path is in: the numbers that `module` has groups for.
+
+        Of two (a group of ALBERT, and the layer in it) the second counts within the first.
+        """
+        outer, *inner = map(int, re.fullmatch(self.module, path).groups())
+        return outer * config.inner_group_num + inner[0] if inner else outer
+
+    def latent_path(self, path: str) -> str:
+        """Return the path inside the base model of the map that makes the latent of the attention at this path."""
+        return self.latent if self.shares_latent else f"{path}.{self.latent}"
+
+
+def named_attentions(
+    model: PreTrainedModel, sites: Iterable[AttentionSite]
+) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model."""
+    for path, module in model.base_model.named_modules():
+        for site in sites:
+            if re.fullmatch(site.module, path):
+                yield site, path, module

@@ -1,0 +1,176 @@
+"""Latent attention: keys and values made from a latent of the memory, which is all that a cache keeps.
+
+Of the memory y [b, m, D] the latent is c = A y [b, m, r]; where r = D it is y itself, and there is no A. One attention
+in two forms, with W_k,i, W_v,i the maps of head i, q_i its queries and P_i its weights:
+
+    expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then attention as ever
+    absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
+
+The absorbed form is multi-query attention whose one key and value head is c: nothing of the memory's length is
+projected. b_k,i adds the same number to all logits of a query, which a softmax does not see.
+
+Sources: MLA, arXiv 2405.04434, section 2.1.2 and appendix C; with r = D slim attention, 2503.05840. Letters as in
+`attention_variants`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
+
+from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
+
+__all__ = ["LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
+
+# Attributes of a cache's layer: keys and values made once from a short latent, by the attention's layer.
+EXPANDED = "_expanded_latents"
+
+
+class LatentProjection(nn.Linear):
+    """The map A [r, D] from the memory to its latent, without bias."""
+
+    def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
+        super().__init__(width, rank, bias=False, **kwargs)
+
+
+def attend_to_latent(
+    module: nn.Module,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    mask: torch.Tensor | None,
+    maps: tuple[nn.Linear, nn.Linear],
+    layer: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend to keys and values that are made from a latent, in the form that costs less.
+
+    Args:
+        module: the attention, with its `implementation` and `layer_idx`.
+        query: [b, h_k, n, d]; of several beams a memory, the beams of a sentence follow each other.
+        latent: c, [b, 1, m, r].
+        mask: as in `attention_with_weights`.
+        maps: W_k [k d, r] and W_v [k d, r] with their biases.
+        layer: of a cache that holds this latent for good (cross-attention), where keys and values of a short one may
+            be kept beside it.
+        options: the further arguments of the attention function; its scaling is of queries of d numbers.
+
+    Returns:
+        The outputs [b, n, h_v, d], and the weights [b, h_v, n, m] where the implementation gives them.
+    """
+    attend = attention_function(module.implementation)
+    if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
+        key, value = _kept_expanded(module, latent, maps, layer, query.shape[-1])
+    elif module.is_own and _absorbs(module, query, latent, maps):
+        return _absorbed(module, query, latent, mask, maps, **options)
+    else:
+        key, value = _expanded(latent, maps, query.shape[-1])
+    return attend(module, query, key, value, mask, **options)
+
+
+def is_short(latent: torch.Tensor) -> bool:
+    """Say whether keys and values of a latent [b, 1, m, r] are no more numbers than the maps that make them.
+
+    Then reading the maps in every step costs more than keeping what they make.
+    """
+    batch, _, length, rank = latent.shape
+    return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
+
+
+def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+    """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
+
+    All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
+    repeated and selected. Its keys are c, its values have no width.
+
+    Args:
+        cache: the decoder's.
+        memory: c [b, m, r]; not looked at where the cache has it.
+        layer: of the attention that asks.
+
+    Returns:
+        c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
+    """
+    if cache is None:
+        return memory[:, None], None
+    cross = cache.cross_attention_cache
+    if not holds_latent(cache):
+        latent = memory[:, None]
+        cross.update(latent, latent[..., :0], 0)
+        del cross.layers[1:]
+        if not cross.layers[0].is_compileable:
+            # `update` has copied it; the encoder's outputs are kept as they are.
+            cross.layers[0].keys, cross.layers[0].values = latent, latent[..., :0]
+    cache.is_updated[0] = cache.is_updated[layer] = True
+    return cross.layers[0].keys, cross.layers[0]
+
+
+def holds_latent(cache: Any) -> bool:
+    """Say whether the cache of a decoder has the latent of its cross-attentions already."""
+    return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
+
+
+def _expanded(
+    latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = (states(latent[:, 0]).unflatten(-1, (-1, head_dim)).transpose(1, 2) for states in maps)
+    return key, value  # [b, k, m, d]
+
+
+def _kept_expanded(
+    module: nn.Module, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = vars(layer).setdefault(EXPANDED, {})
+    found = kept.get(module.layer_idx)
+    # Beams that were reordered or repeated have another latent.
+    if found is None or found[0] is not latent:
+        found = kept[module.layer_idx] = (latent, *_expanded(latent, maps, head_dim))
+    return found[1:]
+
+
+def _absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear]) -> bool:
+    # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
+    if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
+        return False
+    batch, heads, length, head_dim = query.shape
+    if torch.compiler.is_compiling() or is_exporting():
+        return length == 1  # a graph should serve every length of the memory
+    memories, _, memory_length, rank = latent.shape
+    heads += module.heads.output
+    kv_size = maps[0].out_features + maps[1].out_features
+    rows = batch * length * heads
+    absorbed = rows * rank * (head_dim + memory_length)
+    expanded = memories * memory_length * rank * kv_size + rows * memory_length * head_dim
+    return absorbed < expanded
+
+
+def _is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
+    if type(linear) is not nn.Linear:
+        return False
+    weight = linear.weight
+    is_whole = type(weight) is nn.Parameter and weight.dim() == 2 and weight.device == latent.device
+    return is_whole and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def _absorbed(
+    module: nn.Module,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    mask: torch.Tensor | None,
+    maps: tuple[nn.Linear, nn.Linear],
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    key_weight, value_weight = (each.weight.unflatten(0, (-1, query.shape[-1])) for each in maps)  # [k, d, r]
+    query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
+    query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
+    bias = maps[1].bias
+    # The row sums are those of weights, which fused kernels do not give.
+    implementation = module.implementation if bias is None else EAGER
+    output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
+    output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]
+    output = torch.einsum("bnkgr,kdr->bnkgd", output, value_weight)
+    if bias is not None:
+        sums = weights.sum(-1).unflatten(1, (value_weight.shape[0], -1)).permute(0, 3, 1, 2)  # [b, n, k, g]
+        output = output + sums[..., None] * bias.view(value_weight.shape[0], 1, -1)
+        weights = weights if wants_weights(module, options) else None
+    return output.flatten(2, 3), weights

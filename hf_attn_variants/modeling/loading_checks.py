@@ -1,0 +1,89 @@
+"""Whether a checkpoint can be loaded with a configuration, or has to be converted first."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .field_checks import checked_rank
+from .layer_values import without_layer_values
+
+__all__ = ["adds_talking_heads"]
+
+
+def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
+
+    Args:
+        config_class: the model's.
+        source, config, kwargs: as `from_pretrained` gets them.
+
+    Raises:
+        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
+    """
+    converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
+    shapes = {name for name in config_class.variant_fields() if name not in (*converted, "talking_heads_init")}
+    wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
+    if hasattr(config, "talking_heads_dynamic"):
+        wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
+    if not wanted and not kwargs.get("per_layer_config"):
+        return False
+    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
+    heads = held.get("num_attention_heads", held.get("num_heads"))
+    if heads is None:
+        return False  # weights without a configuration: nothing to compare with
+    if by_layer := kwargs.get("per_layer_config"):
+        wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
+    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted}, heads)
+    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    plain = {"num_value_heads": heads}
+    if "relative_attention_num_buckets" in held:
+        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
+    for name, found in (held if held.get("talking_heads") is not None else plain).items():
+        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
+                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
+                "checkpoint's own configuration."
+            )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+
+
+def _check_no_conversion(
+    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any], heads: int
+) -> None:
+    """Raise ValueError where a checkpoint would have to be converted to have the heads and ranks that are wanted."""
+    width = held.get("hidden_size", held.get("d_model"))
+    asked = {*wanted, *(wanted.get("per_layer_values") or {})}
+    for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
+        # A rank as large as its input takes no parameter.
+        default = heads if name in config_class.kv_heads_fields() else width
+        found, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
+        if name not in asked or value == found:
+            continue
+        option, field = f"--{name} {value}", f"{name}={value}"
+        if name in config_class.rank_fields() and held.get(name) is None:
+            found = None
+        if isinstance(value, list):
+            option = f"--per_layer_values '{json.dumps({name: value})}'"
+            field = f"per_layer_values={ {name: value} }"
+        elif name in config_class.rank_fields():
+            checked_rank(name, value, width)
+        raise ValueError(
+            f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for "
+            f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
+            f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
+        )
+
+
+def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
+    by_layer = (values.get("per_layer_values") or {}).get(name)
+    if by_layer is None:
+        return values.get(name) or default
+    layers = [value or default for value in by_layer]
+    return layers[0] if len(set(layers)) == 1 else layers
+
+
+def _comparable(value: Any) -> Any:
+    # The names of dynamic projections have no order.
+    return set(value) if isinstance(value, list | tuple) and value else value or None

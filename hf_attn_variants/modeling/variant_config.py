@@ -1,0 +1,333 @@
+"""The fields of the attention variants and their checks: what every configuration here adds to upstream's.
+
+Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436, latent
+attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention).
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from .field_checks import (
+    MAX_LABELS,
+    MAX_LAYERS,
+    check_head_size,
+    check_size,
+    check_value_groups,
+    checked_count,
+    checked_dynamic,
+    checked_kv_heads,
+    checked_rank,
+    checked_talking_heads,
+    nearest,
+    wrong_kinds_explained,
+)
+from .layer_values import checked_layer_values, from_per_layer_config, without_layer_values
+from .variant_names import EAGER, SDPA
+
+__all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+
+# Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
+@dataclass(kw_only=True, repr=False)
+class AttnVariantConfigMixin:
+    """The fields of the attention variants; listed before an upstream configuration class among the bases.
+
+    Args:
+        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
+            = GQA. Stored as an int.
+        kv_lora_rank: r, the numbers a token that self-attention (of T5: the decoder's) makes its keys and values from,
+            its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself, no parameter.
+            None = keys and values are made from the input and kept.
+        per_layer_values: fields of key/value heads or ranks whose value differs by layer, {field: [one for each
+            layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
+        talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
+            "weights" (P_w, after it) or "both".
+        num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
+        num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
+            `num_softmax_heads` where only P_l stands between the two.
+        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
+            variance scaling, the authors' default).
+        talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
+
+    Raises:
+        ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
+            message gives the rule, the field and the values.
+    """
+
+    upstream_model_types: ClassVar[tuple[str, ...]] = ()
+    modeling_file: ClassVar[str] = ""
+    auto_classes: ClassVar[dict[str, str]] = {}
+    layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
+    size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
+    head_dim_field: ClassVar[str | None] = None
+
+    # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
+    # marks the rank of a latent; "by_layer" what may differ by layer.
+    num_key_value_heads: int | None = field(
+        default=None,
+        metadata={
+            "variant": "key/value heads of a layer (T5: a decoder's); 1: multi-query",
+            "query_heads": "num_attention_heads",
+            "by_layer": True,
+        },
+    )
+    kv_lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "variant": "numbers a token that self-attention (T5: a decoder's) makes its keys and values from",
+            "latent": True,
+            "by_layer": True,
+        },
+    )
+    per_layer_values: dict[str, list[int | None]] | None = field(
+        default=None, metadata={"variant": "key/value heads or ranks that differ by layer"}
+    )
+    talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
+    num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
+    num_value_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the values"})
+    talking_heads_init: str = field(default="identity", metadata={"variant": "what new projections hold"})
+    talking_heads_dynamic: list[str] | tuple[str, ...] = field(
+        default=(), metadata={"variant": "talking heads: input-dependent terms to add"}
+    )
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
+        # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
+        if kwargs.pop("model_type", None) is None:
+            self.check_names(kwargs)
+        by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
+        if kwargs.get("num_labels") is not None:
+            check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
+        with wrong_kinds_explained():
+            super().__post_init__(**kwargs)
+        if by_layer is not None:
+            self.per_layer_values = from_per_layer_config(self, by_layer)
+        self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
+        self.check_variant()
+
+    def check_variant(self) -> None:
+        """Check the variant fields against each other and fill in what was not given; models check again when built.
+
+        Raises:
+            ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+        """
+        for name in self.layer_fields:
+            check_size(name, getattr(self, name), 0, MAX_LAYERS)
+        for name in self.size_fields:
+            check_size(name, getattr(self, name), 1)
+        heads = checked_count("num_attention_heads", self.num_attention_heads)
+        if self.head_dim_field is None:
+            check_head_size(heads, self.hidden_size)
+        self.per_layer_values = checked_layer_values(self)
+        for name in self.kv_heads_fields():
+            setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
+        for name in self.rank_fields():
+            setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
+        self.num_softmax_heads, self.num_value_heads = checked_talking_heads(
+            self.talking_heads, self.talking_heads_init, heads, self.num_softmax_heads, self.num_value_heads
+        )
+        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
+        for name in self.kv_heads_fields():
+            for count in {getattr(self, name), *(self.per_layer_values or {}).get(name, ())}:
+                check_value_groups(name, count, self.query_heads(name), self.num_value_heads)
+        if getattr(self, "use_cache", False) and not can_cache(self):
+            self.use_cache = False
+
+    @classmethod
+    def variant_fields(cls) -> dict[str, str]:
+        """Return the fields that this package adds to upstream's, described; key/value heads first, then ranks."""
+        own = [each for each in fields(cls) if "variant" in each.metadata]
+        own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
+        return {each.name: each.metadata["variant"] for each in own}
+
+    @classmethod
+    def kv_heads_fields(cls) -> tuple[str, ...]:
+        """Return the fields that hold a number of key/value heads."""
+        return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
+
+    @classmethod
+    def rank_fields(cls) -> tuple[str, ...]:
+        """Return the fields that hold the rank of a latent."""
+        return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+
+    @classmethod
+    def by_layer_fields(cls) -> tuple[str, ...]:
+        """Return the fields that each layer may have a value of its own of (`per_layer_values`)."""
+        return tuple(each.name for each in fields(cls) if "by_layer" in each.metadata)
+
+    def layer_count(self, name: str) -> int:
+        """Return how many layers may have a value of their own of a field."""
+        return self.num_hidden_layers
+
+    def layer_value(self, name: str, layer: int) -> int | None:
+        """Return the value that a field has in one layer."""
+        values = (self.per_layer_values or {}).get(name)
+        return getattr(self, name) if values is None else values[layer]
+
+    def head_fields(self) -> tuple[str, ...]:
+        """Return the fields of all head counts, those of softmax and values only where heads talk."""
+        talking = () if self.talking_heads is None else ("num_softmax_heads", "num_value_heads")
+        return ("num_attention_heads", *self.kv_heads_fields(), *talking)
+
+    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return the number of query heads that share the key/value heads of this field."""
+        return getattr(self, type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"])
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuse keywords that are nearly the name of a variant field: upstream keeps or drops what it does not know.
+
+        Raises:
+            ValueError: if there is one; the message names the field.
+        """
+        for name in names:
+            if not hasattr(cls, name) and (meant := nearest(name, cls.variant_fields())):
+                raise ValueError(f"`{name}` is not a field of {cls.__name__}: did you mean `{meant}`?")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a configuration as upstream does; upstream's of this architecture comes as one of this class."""
+        values, unused = super().get_config_dict(*args, **kwargs)
+        return cls._adopted(values), unused
+
+    @classmethod
+    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
+        is_upstreams = values.get("model_type") in cls.upstream_model_types
+        return values | {"model_type": cls.model_type} if is_upstreams else values
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
+        cls.check_names(kwargs.keys() - config_dict.keys())
+        config_dict = {"model_type": cls.model_type} | config_dict
+        heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
+        names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config"}
+        # Upstream would set them on the finished configuration, past its checks.
+        fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in fields:
+            fields[heads_field] = fields.pop("num_attention_heads")
+        if heads_field in fields:  # counts that only say "as many as these" go with them
+            counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
+            old = config_dict.get(heads_field)
+            config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
+        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
+            return super().from_dict(_without_replaced(config_dict, fields) | fields, **kwargs)
+
+    @classmethod
+    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
+        """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
+
+        Raises:
+            ValueError: if `config` belongs to another architecture.
+        """
+        cls.check_names(fields)
+        values = dict(config) if isinstance(config, dict) else config.to_dict()
+        model_type = values.get("model_type")
+        if model_type not in (*cls.upstream_model_types, cls.model_type):
+            expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
+            raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
+        for name in ("architectures", "auto_map", "transformers_version"):
+            values.pop(name, None)
+        return cls(**(_without_replaced(values, fields) | fields))
+
+    @property
+    def attention_head_dim(self) -> int:
+        """d, the size of one query, key and value head."""
+        if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
+            return getattr(self, self.head_dim_field)
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
+        PreTrainedConfig._attn_implementation.fset(self, value)
+        name = self._attn_implementation_internal
+        self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
+
+    @property
+    def output_attentions(self) -> bool:
+        """Whether the model returns its attention weights, whatever the attention implementation."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        # Upstream refuses this for all but "eager"; our own functions return the weights under "sdpa" as well.
+        self._output_attentions = value
+
+    def validate(self) -> None:
+        """Run upstream's checks, except the one that allows `output_attentions` under "eager" alone."""
+        output_attentions, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()
+        finally:
+            self._output_attentions = output_attentions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as upstream does."""
+        # peft asks here for the model type, before it looks in its tables for the modules to adapt.
+        self._tell_peft()
+        return super().to_dict()
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration.
+
+        A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
+        one of that class to which every word is unknown, and say nothing.
+        """
+        kept = {name: self.__dict__[name] for name in ("auto_map", "tokenizer_class") if name in self.__dict__}
+        self.auto_map = self._own_auto_map() | _without_repository(self.auto_map)
+        self.__dict__.pop("tokenizer_class", None)
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.__dict__.update(kept)
+
+    def _own_auto_map(self) -> dict[str, str]:
+        own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
+        return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
+
+    @classmethod
+    def _tell_peft(cls) -> None:
+        """Where peft is imported, give it for our model type the modules that it adapts in upstream's."""
+        constants = sys.modules.get("peft.utils.constants")
+        for name, table in list(vars(constants).items()) if constants else ():
+            if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and cls.model_type not in table:
+                modules = next((table[each] for each in cls.upstream_model_types if each in table), None)
+                # It has no row for ALBERT, whose queries and values are called as BERT's.
+                if modules is None and table.get("bert") == ["query", "value"]:
+                    modules = table["bert"]
+                if modules is not None:
+                    table[cls.model_type] = modules
+
+
+def can_cache(config: Any) -> bool:
+    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
+    return _keeps_cache(getattr(config, "talking_heads_dynamic", None))
+
+
+def _keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
+    return not any(name[0] == "m" for name in dynamic or ())
+
+
+def _without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says, without what newly given fields make void."""
+    values = without_layer_values(values, fields)
+    # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
+    # default again.
+    if "talking_heads_dynamic" not in fields or _keeps_cache(values.get("talking_heads_dynamic")):
+        return values
+    return {name: value for name, value in values.items() if name != "use_cache"}
+
+
+def _without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
+    # A config read from the Hub says "repository--file.Class": right to load by, wrong once the files are saved anew.
+    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
