@@ -21,9 +21,9 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
-__all__ = ["LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
+__all__ = ["EXPANDED", "LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
 
-# Attributes of a cache's layer: keys and values made once from a short latent, by the attention's layer.
+# The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
 
 
