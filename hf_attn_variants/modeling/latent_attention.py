@@ -79,21 +79,21 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
     repeated and selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's.
+        cache: the decoder's; another kind than this has no place for cross-attention.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
     """
-    if cache is None:
+    if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
