@@ -164,16 +164,25 @@ def _absorbed(
     maps: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    key_weight, value_weight = (each.weight.unflatten(0, (-1, query.shape[-1])) for each in maps)  # [k, d, r]
-    query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
-    query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
-    bias = maps[1].bias
+    head_dim, (_, value_map) = query.shape[-1], maps
+    query = _by_head(query, maps[0].weight, head_dim)
+    bias = value_map.bias
     implementation = module.implementation if bias is None else EAGER
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]
-    output = torch.einsum("bnkgr,kdr->bnkgd", output, value_weight)
+    output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
-        sums = weights.sum(-1).unflatten(1, (value_weight.shape[0], -1)).permute(0, 3, 1, 2)  # [b, n, k, g]
-        output = output + sums[..., None] * bias.view(value_weight.shape[0], 1, -1)
+        sums = weights.sum(-1).transpose(1, 2)[..., None]  # [b, n, h_v, 1]
+        groups = output.shape[2] * head_dim // bias.shape[0]
+        output = output + sums * bias.view(-1, head_dim).repeat_interleave(groups, dim=0)
         weights = weights if wants_weights(module, options) else None
-    return output.flatten(2, 3), weights
+    return output, weights
+
+
+def _by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
+    """Multiply each head of states [b, k g, n, x] by its group's part of a map [k d, r]: x = d to r, or r to d."""
+    weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
+    weight = weight.mT if transposed else weight
+    batch, heads, length, size = states.shape
+    rows = states.reshape(batch, weight.shape[0], -1, size).transpose(0, 1).reshape(weight.shape[0], -1, size)
+    by_head = torch.bmm(rows, weight).view(weight.shape[0], batch, -1, weight.shape[2])  # [k, b, g n, y]
+    return by_head.transpose(0, 1).reshape(batch, heads, length, -1)
