@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids
+from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -44,14 +44,6 @@ VARIANTS = {
 }
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-
-
-def with_latents(model, **ranks):
-    """Return the model again, its keys and values made from latents as wide as their inputs."""
-    config = model.config_class.from_upstream(model.config, **ranks)
-    exact = type(model)(config).eval()
-    exact.load_state_dict(model.state_dict())  # there is no parameter more
-    return exact
 
 
 def assert_close(found, expected):
