@@ -21,10 +21,12 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
-__all__ = ["LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
+__all__ = ["EXPANDED", "LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
 
-# Attributes of a cache's layer: keys and values made once from a short latent, by the attention's layer.
+# The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
+# A value's bias counts times the row sums of the weights, which then are made: for so many queries at most.
+MAX_ROWS_WITH_WEIGHTS = 16
 
 
 class LatentProjection(nn.Linear):
@@ -94,14 +96,14 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
     repeated and selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's.
+        cache: the decoder's; another kind than this has no place for cross-attention.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
@@ -111,7 +113,7 @@ def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer
     Raises:
         ValueError: for a cache that has no part for the memory.
     """
-    if cache is None:
+    if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
     if not isinstance(cache, EncoderDecoderCache):
         raise ValueError(f"A cross-attention's latent needs an EncoderDecoderCache; got {type(cache).__name__}.")
@@ -158,6 +160,8 @@ def _absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps:
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # a graph should serve every length of the memory
     memories, _, memory_length, rank = latent.shape
+    if maps[1].bias is not None and length > MAX_ROWS_WITH_WEIGHTS:
+        return False
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
@@ -186,7 +190,6 @@ def _absorbed(
     query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
     query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
     bias = maps[1].bias
-    # The row sums are those of weights, which fused kernels do not give.
     implementation = module.implementation if bias is None else EAGER
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
     output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]

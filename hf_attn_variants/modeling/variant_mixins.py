@@ -365,7 +365,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
         module._is_hf_initialized = False
-    if rank < width:
+    if rank < width and site.latent_map(model.base_model, path) is None:  # a shared one is there after the first
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
@@ -374,9 +374,8 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
 def _add_latent(base_model: nn.Module, path: str, width: int, rank: int) -> None:
     parent, _, name = path.rpartition(".")
     owner = base_model.get_submodule(parent)
-    if not hasattr(owner, name):  # one that several attentions share is there after the first
-        like = next(owner.parameters())
-        owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
+    like = next(owner.parameters())
+    owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
