@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
@@ -34,6 +34,23 @@ class LatentProjection(nn.Linear):
 
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
+
+
+class LatentLayer(DynamicLayer):
+    """The layer of a dynamic cache that keeps a latent [b, 1, m, r] as it is, where `update` copies it.
+
+    It may be the encoder's outputs themselves, which other callers read as well: nothing writes into it.
+    """
+
+    def __init__(self, latent: torch.Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(latent, latent)
+        self.keys, self.values = latent, latent[..., :0]
+
+    def reset(self) -> None:
+        """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
 
 def attend_to_latent(
@@ -92,17 +109,22 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
+
+    Raises:
+        ValueError: for a cache that has no part for the memory.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
+    if not isinstance(cache, EncoderDecoderCache):
+        raise ValueError(f"A cross-attention's latent needs an EncoderDecoderCache; got {type(cache).__name__}.")
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
         latent = memory[:, None]
-        cross.update(latent, latent[..., :0], 0)
-        del cross.layers[1:]
-        if not cross.layers[0].is_compileable:
-            # `update` has copied it; the encoder's outputs are kept as they are.
-            cross.layers[0].keys, cross.layers[0].values = latent, latent[..., :0]
+        if cross.is_compileable:
+            cross.update(latent, latent[..., :0], 0)
+            del cross.layers[1:]
+        else:
+            cross.layers[:] = [LatentLayer(latent)]
     cache.is_updated[0] = cache.is_updated[layer] = True
     return cross.layers[0].keys, cross.layers[0]
 

@@ -165,12 +165,21 @@ class AttentionVariantMixin:
         """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
 
         The cache's keys are c, its values have no width.
+
+        Raises:
+            ValueError: for a cache that keeps something else (keys and values, such as a prefix of peft's).
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]
         if cache is None:
             return latent
         cache = getattr(cache, "self_attention_cache", cache)
+        kept = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
+        if kept is not None and kept.shape[1::2] != latent.shape[1::2]:
+            raise ValueError(
+                f"This attention keeps {latent.shape[-1]} numbers a token, its latent (`kv_lora_rank`); the cache "
+                f"handed over has {kept.shape[1]} heads of {kept.shape[-1]}."
+            )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]
 
     def _check_cache(self, cache: Any, memory: torch.Tensor | None) -> None:
