@@ -6,8 +6,13 @@ import transformers
 
 from .modeling.configuration_attn_variants import (
     AttnVariantAlbertConfig,
+    AttnVariantBartConfig,
     AttnVariantBertConfig,
     AttnVariantConfigMixin,
+    AttnVariantM2M100Config,
+    AttnVariantMarianConfig,
+    AttnVariantMBartConfig,
+    AttnVariantPegasusConfig,
     AttnVariantT5Config,
 )
 
@@ -23,6 +28,11 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
     AttnVariantAlbertConfig,
     AttnVariantT5Config,
+    AttnVariantBartConfig,
+    AttnVariantMBartConfig,
+    AttnVariantMarianConfig,
+    AttnVariantM2M100Config,
+    AttnVariantPegasusConfig,
 )
 
 

@@ -71,9 +71,11 @@ class AttentionSite:
         layer = self.layer(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
         softmax, output = config.num_softmax_heads, config.num_value_heads
+        if config.talking_heads is None:
+            softmax = output = query
         value = output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
-        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim, rank)
+        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

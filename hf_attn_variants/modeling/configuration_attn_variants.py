@@ -1,10 +1,19 @@
 """A configuration class an architecture: upstream's with the fields of `AttnVariantConfigMixin`."""
 
-from dataclasses import field
 from typing import Any
 
-from transformers import AlbertConfig, BertConfig, T5Config
+from transformers import (
+    AlbertConfig,
+    BartConfig,
+    BertConfig,
+    M2M100Config,
+    MarianConfig,
+    MBartConfig,
+    PegasusConfig,
+    T5Config,
+)
 
+from .encoder_decoder_config import EncoderDecoderConfigMixin
 from .variant_config import AttnVariantConfigMixin, can_cache
 from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
 
@@ -13,8 +22,13 @@ __all__ = [
     "EAGER",
     "SDPA",
     "AttnVariantAlbertConfig",
+    "AttnVariantBartConfig",
     "AttnVariantBertConfig",
     "AttnVariantConfigMixin",
+    "AttnVariantM2M100Config",
+    "AttnVariantMBartConfig",
+    "AttnVariantMarianConfig",
+    "AttnVariantPegasusConfig",
     "AttnVariantT5Config",
     "can_cache",
 ]
@@ -64,22 +78,13 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
         return self.num_hidden_groups * self.inner_group_num
 
 
-class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
-    """T5's and mT5's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head T5.
-
-    `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
-
-    Args:
-        encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
-        encoder_kv_lora_rank: `kv_lora_rank` of an encoder layer.
-        cross_kv_lora_rank: the same of cross-attention: one latent of the encoder's outputs for all layers of the
-            decoder. `d_model` = the encoder's outputs themselves, by which any checkpoint decodes as it is.
-    """
+class AttnVariantT5Config(EncoderDecoderConfigMixin, T5Config):
+    """T5's and mT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head T5."""
 
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
-    layer_fields = ("num_layers", "num_decoder_layers")
+    layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     head_dim_field = "d_kv"
     auto_classes = {
@@ -91,34 +96,6 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
         "AutoModelForTextEncoding": "AttnVariantT5EncoderModel",
         "AutoModelForTokenClassification": "AttnVariantT5ForTokenClassification",
     }
-
-    encoder_num_key_value_heads: int | None = field(
-        default=None,
-        metadata={
-            "variant": "key/value heads of an encoder layer",
-            "query_heads": "num_attention_heads",
-            "by_layer": True,
-        },
-    )
-    encoder_kv_lora_rank: int | None = field(
-        default=None,
-        metadata={
-            "variant": "numbers a token that an encoder layer makes its keys and values from",
-            "latent": True,
-            "by_layer": True,
-        },
-    )
-    cross_kv_lora_rank: int | None = field(
-        default=None,
-        metadata={
-            "variant": "numbers a source token that all decoder layers make their keys and values from",
-            "latent": True,
-        },
-    )
-
-    def layer_count(self, name: str) -> int:
-        """Return how many layers of its stack have a value of their own of a field."""
-        return self.num_layers if name.startswith("encoder_") else self.num_decoder_layers
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("model_type") == "mt5":
@@ -132,5 +109,102 @@ class AttnVariantT5Config(AttnVariantConfigMixin, T5Config):
         return super()._adopted(values) | unscaled
 
 
-for _config_class in (AttnVariantAlbertConfig, AttnVariantBertConfig, AttnVariantT5Config):
+class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
+    """What BART's relatives have in common: the names of their fields, and a number of heads for each stack."""
+
+    layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
+    size_fields = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
+    encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
+
+    def check_variant(self) -> None:
+        """Check the variant fields as all configurations do; heads that talk need as many in both stacks."""
+        heads = [getattr(self, name) for name in self.encoder_decoder_heads]
+        if self.talking_heads is not None and len(set(heads)) > 1:
+            raise ValueError(
+                f"`talking_heads` needs as many heads in both stacks: got encoder_attention_heads={heads[0]}, "
+                f"decoder_attention_heads={heads[1]}."
+            )
+        super().check_variant()
+
+
+class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
+    """BART's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_bart"
+    upstream_model_types = ("bart",)
+    modeling_file = "modeling_attn_variant_bart"
+    auto_classes = {
+        "AutoModel": "AttnVariantBartModel",
+        "AutoModelForCausalLM": "AttnVariantBartForCausalLM",
+        "AutoModelForPreTraining": "AttnVariantBartForConditionalGeneration",
+        "AutoModelForQuestionAnswering": "AttnVariantBartForQuestionAnswering",
+        "AutoModelForSeq2SeqLM": "AttnVariantBartForConditionalGeneration",
+        "AutoModelForSequenceClassification": "AttnVariantBartForSequenceClassification",
+    }
+
+
+class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
+    """mBART's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_mbart"
+    upstream_model_types = ("mbart",)
+    modeling_file = "modeling_attn_variant_mbart"
+    auto_classes = {
+        "AutoModel": "AttnVariantMBartModel",
+        "AutoModelForCausalLM": "AttnVariantMBartForCausalLM",
+        "AutoModelForPreTraining": "AttnVariantMBartForConditionalGeneration",
+        "AutoModelForQuestionAnswering": "AttnVariantMBartForQuestionAnswering",
+        "AutoModelForSeq2SeqLM": "AttnVariantMBartForConditionalGeneration",
+        "AutoModelForSequenceClassification": "AttnVariantMBartForSequenceClassification",
+    }
+
+
+class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
+    """Marian's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_marian"
+    upstream_model_types = ("marian",)
+    modeling_file = "modeling_attn_variant_marian"
+    auto_classes = {
+        "AutoModel": "AttnVariantMarianModel",
+        "AutoModelForCausalLM": "AttnVariantMarianForCausalLM",
+        "AutoModelForSeq2SeqLM": "AttnVariantMarianMTModel",
+    }
+
+
+class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
+    """M2M100's and NLLB's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head."""
+
+    model_type = "attn_variant_m2m_100"
+    upstream_model_types = ("m2m_100",)
+    modeling_file = "modeling_attn_variant_m2m_100"
+    auto_classes = {
+        "AutoModel": "AttnVariantM2M100Model",
+        "AutoModelForSeq2SeqLM": "AttnVariantM2M100ForConditionalGeneration",
+    }
+
+
+class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
+    """PEGASUS's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_pegasus"
+    upstream_model_types = ("pegasus",)
+    modeling_file = "modeling_attn_variant_pegasus"
+    auto_classes = {
+        "AutoModel": "AttnVariantPegasusModel",
+        "AutoModelForCausalLM": "AttnVariantPegasusForCausalLM",
+        "AutoModelForSeq2SeqLM": "AttnVariantPegasusForConditionalGeneration",
+    }
+
+
+for _config_class in (
+    AttnVariantAlbertConfig,
+    AttnVariantBartConfig,
+    AttnVariantBertConfig,
+    AttnVariantM2M100Config,
+    AttnVariantMBartConfig,
+    AttnVariantMarianConfig,
+    AttnVariantPegasusConfig,
+    AttnVariantT5Config,
+):
     _config_class.register_for_auto_class()

@@ -19,8 +19,9 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 from .attention_sites import AttentionHeads, AttentionSite
 from .attention_variants import attention_function
 from .configuration_attn_variants import AttnVariantT5Config
-from .latent_attention import attend_to_latent, holds_latent, shared_latent
-from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin, BeamsShareMemory
+from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .latent_attention import attend_to_latent
+from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantT5EncoderModel",
@@ -75,7 +76,7 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
             key, value = self._keys_and_values(hidden_states, key_value_states, past_key_values)  # [b, k, m, d]
             memory_length = key.shape[2]
         else:
-            latent, layer = self._latent(hidden_states, key_value_states, past_key_values)  # [b, 1, m, r]
+            latent, layer = self.latent_of(hidden_states, key_value_states, past_key_values)  # [b, 1, m, r]
             memory_length = latent.shape[2]
         if makes_bias:
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
@@ -114,12 +115,6 @@ class AttnVariantT5Attention(AttentionVariantMixin, T5Attention):
             seen[self.layer_idx] = True
         return key, value
 
-    def _latent(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it."""
-        if memory is not None:  # the stack has made it
-            return shared_latent(cache, memory, self.layer_idx)
-        return self.own_latent(states, cache), None
-
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     """The base of every T5 model and head here; upstream's class without the prefix says what each does."""
@@ -156,35 +151,8 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     )
 
 
-class AttnVariantT5Stack(AttnVariantT5PreTrainedModel, T5Stack):
-    """`T5Stack`, the encoder or decoder inside the models below, with variant attention.
-
-    The decoder's makes the latent of the encoder's outputs, once for all its layers.
-    """
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the stack; see upstream's `T5Stack.forward`."""
-        makes_latent = getattr(self, "cross_kv_a_proj", None)
-        if makes_latent is not None and encoder_hidden_states is not None and not holds_latent(past_key_values):
-            encoder_hidden_states = makes_latent(encoder_hidden_states)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+class AttnVariantT5Stack(MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
+    """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
 
 
 class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):

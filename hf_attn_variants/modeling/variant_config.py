@@ -120,8 +120,8 @@ class AttnVariantConfigMixin:
         for name in self.size_fields:
             check_size(name, getattr(self, name), 1)
         heads = checked_count("num_attention_heads", self.num_attention_heads)
-        if self.head_dim_field is None:
-            check_head_size(heads, self.hidden_size)
+        for name in self.kv_heads_fields() if self.head_dim_field is None else ():
+            check_head_size(self.query_heads(name), self.hidden_size)
         self.per_layer_values = checked_layer_values(self)
         for name in self.kv_heads_fields():
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
@@ -133,7 +133,9 @@ class AttnVariantConfigMixin:
         self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
         for name in self.kv_heads_fields():
             for count in {getattr(self, name), *(self.per_layer_values or {}).get(name, ())}:
-                check_value_groups(name, count, self.query_heads(name), self.num_value_heads)
+                query_heads = self.query_heads(name)
+                value_heads = query_heads if self.talking_heads is None else self.num_value_heads
+                check_value_groups(name, count, query_heads, value_heads)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -235,12 +237,11 @@ class AttnVariantConfigMixin:
             values.pop(name, None)
         return cls(**(_without_replaced(values, fields) | fields))
 
-    @property
-    def attention_head_dim(self) -> int:
-        """d, the size of one query, key and value head."""
+    def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return d, the size of one query, key and value head where this field counts the key/value heads."""
         if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
             return getattr(self, self.head_dim_field)
-        return self.hidden_size // self.num_attention_heads
+        return self.hidden_size // self.query_heads(kv_heads_field)
 
     @property
     def _attn_implementation(self) -> Any:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
-from .latent_attention import LatentProjection
+from .latent_attention import LatentProjection, shared_latent
 from .loading_checks import adds_talking_heads
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "AttentionSite",
     "AttentionVariantMixin",
     "AttnVariantModelMixin",
-    "BeamsShareMemory",
     "named_attentions",
     "projection_shapes",
     "projection_std",
@@ -160,6 +159,18 @@ class AttentionVariantMixin:
             name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
             for name in self.dynamic_names
         }
+
+    def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it.
+
+        Args:
+            states: the inputs of self-attention [b, n, D].
+            memory: those of cross-attention, the latent that `MakesCrossLatent` has made of them; else None.
+            cache: the cache that this call reads and writes, if any.
+        """
+        if memory is not None:
+            return shared_latent(cache, memory, self.layer_idx)
+        return self.own_latent(states, cache), None
 
     def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
@@ -315,32 +326,6 @@ class AttnVariantModelMixin:
         requested = {EAGER: "eager", SDPA: "sdpa"}.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
-
-
-class BeamsShareMemory:
-    """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
-
-    def _expand_inputs_for_generation(
-        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        # Upstream repeats the encoder's outputs for each beam, and with them the cache that is made from them. Our
-        # attention functions read them once; those of others do not know how, and heads that talk do not fold.
-        implementation = self.config._attn_implementation_internal
-        folds = implementation in (EAGER, SDPA) and self.config.talking_heads is None
-        kept = {}
-        if is_encoder_decoder and folds and kwargs.get("encoder_outputs") is not None:
-            names = ("encoder_outputs", "attention_mask")
-            kept = {name: kwargs.pop(name) for name in names if name in kwargs}
-            is_encoder_decoder = False  # else upstream asks for the outputs
-        input_ids, kwargs = super()._expand_inputs_for_generation(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
-        )
-        return input_ids, kwargs | kept
-
-    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
-        # The beams of a sentence share its memory: only what they generated themselves moves with them.
-        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
-        return cache
 
 
 def _change_class(module: nn.Module, variant: type) -> None:

@@ -188,10 +188,10 @@ def test_number_of_parameters(architecture, variant):
         heads = site.heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs = module.get_submodule(site.key).in_features
-        per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
+        per_head = config.attention_head_dim() * (key_inputs + (query.bias is not None))
         difference += (2 * config.num_attention_heads - heads.key - heads.value) * per_head
         unread_heads = config.num_attention_heads - config.num_value_heads
-        difference += unread_heads * config.attention_head_dim * output.out_features
+        difference += unread_heads * config.attention_head_dim() * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
         sizes = {"l": h_k * h, "w": h * h_v}
         difference -= sizes["l"] * (config.talking_heads in ("logits", "both"))
@@ -211,7 +211,8 @@ def test_a_site_reads_its_own_query_heads():
         layer_value=lambda name, layer: values.get(name),
         num_softmax_heads=6,
         num_value_heads=5,
-        attention_head_dim=3,
+        attention_head_dim=lambda name: 3,
+        talking_heads="both",
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
     attention = "decoder.block.3.layer.0.SelfAttention"

@@ -1,0 +1,67 @@
+"""What BART and its relatives (mBART, Marian, M2M100, PEGASUS) share: one attention, in three places."""
+
+from typing import Any
+
+import torch
+
+from .attention_sites import AttentionSite
+from .latent_attention import attend_to_latent
+from .variant_mixins import AttentionVariantMixin
+
+__all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
+
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+BART_FAMILY_SITES = (
+    AttentionSite(
+        "encoder",
+        r"encoder\.layers\.(\d+)\.self_attn",
+        stack="encoder",
+        kv_heads_field="encoder_num_key_value_heads",
+        rank_field="encoder_kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "decoder",
+        r"decoder\.layers\.(\d+)\.self_attn",
+        stack="decoder",
+        rank_field="kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "cross",
+        r"decoder\.layers\.(\d+)\.encoder_attn",
+        stack="decoder",
+        is_cross_attention=True,
+        rank_field="cross_kv_lora_rank",
+        latent="decoder.cross_kv_a_proj",
+        shares_latent=True,
+        **PROJECTIONS,
+    ),
+)
+
+
+class BartFamilyAttentionMixin(AttentionVariantMixin):
+    """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within `hidden_states` [b, n, d_model], or from them to `key_value_states`, as upstream's does."""
+        dynamic = self.variant_inputs(hidden_states, key_value_states, past_key_values, kwargs)
+        if self.heads.rank is None:
+            return super().forward(
+                hidden_states, key_value_states, past_key_values, attention_mask, **kwargs, **dynamic
+            )
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        latent, layer = self.latent_of(hidden_states, key_value_states, past_key_values)
+        options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling} | kwargs | dynamic
+        maps = self.k_proj, self.v_proj
+        output, weights = attend_to_latent(self, query, latent, attention_mask, maps, layer, **options)
+        return self.out_proj(output.flatten(2)), weights

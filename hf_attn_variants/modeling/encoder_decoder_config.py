@@ -1,0 +1,59 @@
+"""The fields of encoder-decoders: key/value heads and latents of each stack, and the latent of cross-attention."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .variant_config import AttnVariantConfigMixin
+
+__all__ = ["EncoderDecoderConfigMixin"]
+
+
+@dataclass(kw_only=True, repr=False)
+class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
+    """The fields of `AttnVariantConfigMixin`, here the decoder's, and those of the encoder and of cross-attention.
+
+    `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
+
+    Args:
+        encoder_num_key_value_heads: the key/value heads of an encoder layer. None = as many as query heads (MHA).
+        encoder_kv_lora_rank: `kv_lora_rank` of an encoder layer.
+        cross_kv_lora_rank: the same of cross-attention: one latent of the encoder's outputs for all layers of the
+            decoder. As wide as these: the outputs themselves, by which any checkpoint decodes as it is.
+    """
+
+    encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
+    encoder_decoder_heads: ClassVar[tuple[str, str]] = ("num_attention_heads", "num_attention_heads")
+
+    encoder_num_key_value_heads: int | None = field(
+        default=None,
+        metadata={
+            "variant": "key/value heads of an encoder layer",
+            "query_heads": "num_attention_heads",
+            "by_layer": True,
+        },
+    )
+    encoder_kv_lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "variant": "numbers a token that an encoder layer makes its keys and values from",
+            "latent": True,
+            "by_layer": True,
+        },
+    )
+    cross_kv_lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "variant": "numbers a source token that all decoder layers make their keys and values from",
+            "latent": True,
+        },
+    )
+
+    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return the number of query heads that share the key/value heads of this field."""
+        encoder, decoder = self.encoder_decoder_heads
+        return getattr(self, encoder if kv_heads_field.startswith("encoder_") else decoder)
+
+    def layer_count(self, name: str) -> int:
+        """Return how many layers of its stack may have a value of their own of a field."""
+        encoder, decoder = self.encoder_decoder_layers
+        return getattr(self, encoder if name.startswith("encoder_") else decoder)

@@ -1,0 +1,50 @@
+"""What encoder-decoders have of their own: a latent of the encoder's outputs, and beams that share these."""
+
+from typing import Any
+
+import torch
+
+from .latent_attention import holds_latent
+from .variant_names import EAGER, SDPA
+
+__all__ = ["BeamsShareMemory", "MakesCrossLatent"]
+
+
+class MakesCrossLatent:
+    """What a decoder's stack adds: it makes the latent of the encoder's outputs, once for all its layers."""
+
+    def forward(
+        self, *args: Any, encoder_hidden_states: torch.Tensor | None = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the stack as upstream's does."""
+        makes_latent = getattr(self, "cross_kv_a_proj", None)
+        if makes_latent is not None and encoder_hidden_states is not None and not holds_latent(past_key_values):
+            encoder_hidden_states = makes_latent(encoder_hidden_states)
+        memory = {"encoder_hidden_states": encoder_hidden_states, "past_key_values": past_key_values}
+        return super().forward(*args, **kwargs, **memory)
+
+
+class BeamsShareMemory:
+    """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        # Upstream repeats the encoder's outputs for each beam, and with them the cache that is made from them. Our
+        # attention functions read them once; those of others do not know how, and heads that talk do not fold.
+        implementation = self.config._attn_implementation_internal
+        folds = implementation in (EAGER, SDPA) and self.config.talking_heads is None
+        kept = {}
+        if is_encoder_decoder and folds and kwargs.get("encoder_outputs") is not None:
+            names = ("encoder_outputs", "attention_mask")
+            kept = {name: kwargs.pop(name) for name in names if name in kwargs}
+            is_encoder_decoder = False  # else upstream asks for the outputs
+        input_ids, kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+        )
+        return input_ids, kwargs | kept
+
+    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+        # The beams of a sentence share its memory: only what they generated themselves moves with them.
+        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+        return cache

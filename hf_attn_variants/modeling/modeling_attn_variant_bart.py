@@ -1,0 +1,79 @@
+"""BART with the attention variants: upstream's heads, our attention inside."""
+
+from transformers import (
+    BartForCausalLM,
+    BartForConditionalGeneration,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+    BartPreTrainedModel,
+)
+from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
+
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantBartConfig
+from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .variant_mixins import AttnVariantModelMixin
+
+__all__ = [
+    "AttnVariantBartForCausalLM",
+    "AttnVariantBartForConditionalGeneration",
+    "AttnVariantBartForQuestionAnswering",
+    "AttnVariantBartForSequenceClassification",
+    "AttnVariantBartModel",
+    "AttnVariantBartPreTrainedModel",
+]
+
+
+class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
+    """`BartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
+    """The base of every BART model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantBartConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
+    """`BartEncoder` with variant attention."""
+
+
+class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
+    """`BartDecoder` with variant attention."""
+
+
+class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
+    """`BartModel` with variant attention."""
+
+
+class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
+    """What `BartForCausalLM` holds its decoder in."""
+
+
+AttnVariantBartPreTrainedModel.variant_classes = {
+    BartModel: AttnVariantBartModel,
+    BartEncoder: AttnVariantBartEncoder,
+    BartDecoder: AttnVariantBartDecoder,
+    BartDecoderWrapper: AttnVariantBartDecoderWrapper,
+    BartAttention: AttnVariantBartAttention,
+}
+
+
+class AttnVariantBartForConditionalGeneration(
+    BeamsShareMemory, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
+):
+    """`BartForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantBartForSequenceClassification(AttnVariantBartPreTrainedModel, BartForSequenceClassification):
+    """`BartForSequenceClassification` with variant attention."""
+
+
+class AttnVariantBartForQuestionAnswering(AttnVariantBartPreTrainedModel, BartForQuestionAnswering):
+    """`BartForQuestionAnswering` with variant attention."""
+
+
+class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM):
+    """`BartForCausalLM` (the decoder alone) with variant attention."""

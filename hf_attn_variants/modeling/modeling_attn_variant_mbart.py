@@ -1,0 +1,79 @@
+"""mBART with the attention variants: upstream's heads, our attention inside."""
+
+from transformers import (
+    MBartForCausalLM,
+    MBartForConditionalGeneration,
+    MBartForQuestionAnswering,
+    MBartForSequenceClassification,
+    MBartModel,
+    MBartPreTrainedModel,
+)
+from transformers.models.mbart.modeling_mbart import MBartAttention, MBartDecoder, MBartDecoderWrapper, MBartEncoder
+
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantMBartConfig
+from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .variant_mixins import AttnVariantModelMixin
+
+__all__ = [
+    "AttnVariantMBartForCausalLM",
+    "AttnVariantMBartForConditionalGeneration",
+    "AttnVariantMBartForQuestionAnswering",
+    "AttnVariantMBartForSequenceClassification",
+    "AttnVariantMBartModel",
+    "AttnVariantMBartPreTrainedModel",
+]
+
+
+class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
+    """`MBartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
+    """The base of every mBART model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantMBartConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
+    """`MBartEncoder` with variant attention."""
+
+
+class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
+    """`MBartDecoder` with variant attention."""
+
+
+class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
+    """`MBartModel` with variant attention."""
+
+
+class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
+    """What `MBartForCausalLM` holds its decoder in."""
+
+
+AttnVariantMBartPreTrainedModel.variant_classes = {
+    MBartModel: AttnVariantMBartModel,
+    MBartEncoder: AttnVariantMBartEncoder,
+    MBartDecoder: AttnVariantMBartDecoder,
+    MBartDecoderWrapper: AttnVariantMBartDecoderWrapper,
+    MBartAttention: AttnVariantMBartAttention,
+}
+
+
+class AttnVariantMBartForConditionalGeneration(
+    BeamsShareMemory, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
+):
+    """`MBartForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantMBartForSequenceClassification(AttnVariantMBartPreTrainedModel, MBartForSequenceClassification):
+    """`MBartForSequenceClassification` with variant attention."""
+
+
+class AttnVariantMBartForQuestionAnswering(AttnVariantMBartPreTrainedModel, MBartForQuestionAnswering):
+    """`MBartForQuestionAnswering` with variant attention."""
+
+
+class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausalLM):
+    """`MBartForCausalLM` (the decoder alone) with variant attention."""

@@ -1,0 +1,72 @@
+"""PEGASUS with the attention variants: upstream's heads, our attention inside."""
+
+from transformers import (
+    PegasusForCausalLM,
+    PegasusForConditionalGeneration,
+    PegasusModel,
+    PegasusPreTrainedModel,
+)
+from transformers.models.pegasus.modeling_pegasus import (
+    PegasusAttention,
+    PegasusDecoder,
+    PegasusDecoderWrapper,
+    PegasusEncoder,
+)
+
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantPegasusConfig
+from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .variant_mixins import AttnVariantModelMixin
+
+__all__ = [
+    "AttnVariantPegasusForCausalLM",
+    "AttnVariantPegasusForConditionalGeneration",
+    "AttnVariantPegasusModel",
+    "AttnVariantPegasusPreTrainedModel",
+]
+
+
+class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
+    """`PegasusAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
+    """The base of every PEGASUS model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantPegasusConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncoder):
+    """`PegasusEncoder` with variant attention."""
+
+
+class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
+    """`PegasusDecoder` with variant attention."""
+
+
+class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
+    """`PegasusModel` with variant attention."""
+
+
+class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
+    """What `PegasusForCausalLM` holds its decoder in."""
+
+
+AttnVariantPegasusPreTrainedModel.variant_classes = {
+    PegasusModel: AttnVariantPegasusModel,
+    PegasusEncoder: AttnVariantPegasusEncoder,
+    PegasusDecoder: AttnVariantPegasusDecoder,
+    PegasusDecoderWrapper: AttnVariantPegasusDecoderWrapper,
+    PegasusAttention: AttnVariantPegasusAttention,
+}
+
+
+class AttnVariantPegasusForConditionalGeneration(
+    BeamsShareMemory, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
+):
+    """`PegasusForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusForCausalLM):
+    """`PegasusForCausalLM` (the decoder alone) with variant attention."""
