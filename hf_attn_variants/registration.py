@@ -9,18 +9,21 @@ from .modeling.configuration_attn_variants import (
     AttnVariantBartConfig,
     AttnVariantBertConfig,
     AttnVariantConfigMixin,
+    AttnVariantDistilBertConfig,
+    AttnVariantElectraConfig,
     AttnVariantM2M100Config,
     AttnVariantMarianConfig,
     AttnVariantMBartConfig,
     AttnVariantPegasusConfig,
+    AttnVariantRobertaConfig,
     AttnVariantT5Config,
 )
 
 __all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
 
 PREFIX = "AttnVariant"
-# mT5's classes are T5's under another name; T5's own head had another name before transformers 4.
-SAME_CLASSES = {"MT5": "T5"}
+# The same classes under another name; T5's own head had another name before transformers 4.
+SAME_CLASSES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 # A new architecture is one row.
@@ -33,6 +36,9 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantMarianConfig,
     AttnVariantM2M100Config,
     AttnVariantPegasusConfig,
+    AttnVariantRobertaConfig,
+    AttnVariantDistilBertConfig,
+    AttnVariantElectraConfig,
 )
 
 

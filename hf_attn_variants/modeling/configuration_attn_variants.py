@@ -6,10 +6,13 @@ from transformers import (
     AlbertConfig,
     BartConfig,
     BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
     M2M100Config,
     MarianConfig,
     MBartConfig,
     PegasusConfig,
+    RobertaConfig,
     T5Config,
 )
 
@@ -25,10 +28,13 @@ __all__ = [
     "AttnVariantBartConfig",
     "AttnVariantBertConfig",
     "AttnVariantConfigMixin",
+    "AttnVariantDistilBertConfig",
+    "AttnVariantElectraConfig",
     "AttnVariantM2M100Config",
     "AttnVariantMBartConfig",
     "AttnVariantMarianConfig",
     "AttnVariantPegasusConfig",
+    "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
     "can_cache",
 ]
@@ -76,6 +82,65 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     def layer_count(self, name: str) -> int:
         """Return how many layers have a value of their own: those of a group are shared by the whole group."""
         return self.num_hidden_groups * self.inner_group_num
+
+
+class AttnVariantRobertaConfig(AttnVariantConfigMixin, RobertaConfig):
+    """RoBERTa's configuration, which XLM-RoBERTa's and CamemBERT's are too, with the fields of the variants."""
+
+    model_type = "attn_variant_roberta"
+    upstream_model_types = ("roberta", "xlm-roberta", "camembert")
+    modeling_file = "modeling_attn_variant_roberta"
+    auto_classes = {
+        "AutoModel": "AttnVariantRobertaModel",
+        "AutoModelForCausalLM": "AttnVariantRobertaForCausalLM",
+        "AutoModelForMaskedLM": "AttnVariantRobertaForMaskedLM",
+        "AutoModelForMultipleChoice": "AttnVariantRobertaForMultipleChoice",
+        "AutoModelForPreTraining": "AttnVariantRobertaForMaskedLM",
+        "AutoModelForQuestionAnswering": "AttnVariantRobertaForQuestionAnswering",
+        "AutoModelForSequenceClassification": "AttnVariantRobertaForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantRobertaModel",
+        "AutoModelForTokenClassification": "AttnVariantRobertaForTokenClassification",
+    }
+
+
+class AttnVariantElectraConfig(AttnVariantConfigMixin, ElectraConfig):
+    """ELECTRA's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head ELECTRA."""
+
+    model_type = "attn_variant_electra"
+    upstream_model_types = ("electra",)
+    modeling_file = "modeling_attn_variant_electra"
+    size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
+    auto_classes = {
+        "AutoModel": "AttnVariantElectraModel",
+        "AutoModelForCausalLM": "AttnVariantElectraForCausalLM",
+        "AutoModelForMaskedLM": "AttnVariantElectraForMaskedLM",
+        "AutoModelForMultipleChoice": "AttnVariantElectraForMultipleChoice",
+        "AutoModelForPreTraining": "AttnVariantElectraForPreTraining",
+        "AutoModelForQuestionAnswering": "AttnVariantElectraForQuestionAnswering",
+        "AutoModelForSequenceClassification": "AttnVariantElectraForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantElectraModel",
+        "AutoModelForTokenClassification": "AttnVariantElectraForTokenClassification",
+    }
+
+
+class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
+    """DistilBERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_distilbert"
+    upstream_model_types = ("distilbert",)
+    modeling_file = "modeling_attn_variant_distilbert"
+    layer_fields = ("n_layers",)
+    size_fields = ("vocab_size", "dim", "hidden_dim")
+    auto_classes = {
+        "AutoModel": "AttnVariantDistilBertModel",
+        "AutoModelForMaskedLM": "AttnVariantDistilBertForMaskedLM",
+        "AutoModelForMultipleChoice": "AttnVariantDistilBertForMultipleChoice",
+        "AutoModelForPreTraining": "AttnVariantDistilBertForMaskedLM",
+        "AutoModelForQuestionAnswering": "AttnVariantDistilBertForQuestionAnswering",
+        "AutoModelForSequenceClassification": "AttnVariantDistilBertForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantDistilBertModel",
+        "AutoModelForTokenClassification": "AttnVariantDistilBertForTokenClassification",
+    }
 
 
 class AttnVariantT5Config(EncoderDecoderConfigMixin, T5Config):
@@ -201,10 +266,13 @@ for _config_class in (
     AttnVariantAlbertConfig,
     AttnVariantBartConfig,
     AttnVariantBertConfig,
+    AttnVariantDistilBertConfig,
+    AttnVariantElectraConfig,
     AttnVariantM2M100Config,
     AttnVariantMBartConfig,
     AttnVariantMarianConfig,
     AttnVariantPegasusConfig,
+    AttnVariantRobertaConfig,
     AttnVariantT5Config,
 ):
     _config_class.register_for_auto_class()

@@ -8,6 +8,7 @@ from transformers import (
     BartModel,
     BartPreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
 
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
@@ -77,3 +78,7 @@ class AttnVariantBartForQuestionAnswering(AttnVariantBartPreTrainedModel, BartFo
 
 class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM):
     """`BartForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

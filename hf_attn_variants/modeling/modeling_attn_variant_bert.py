@@ -1,8 +1,5 @@
 """BERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
-from typing import Any
-
-import torch
 from transformers import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -18,10 +15,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 
-from .attention_sites import AttentionSite
+from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
-from .latent_attention import attend_to_latent
-from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
+from .variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "AttnVariantBertForMaskedLM",
@@ -36,70 +32,20 @@ __all__ = [
     "AttnVariantBertPreTrainedModel",
 ]
 
-PROJECTIONS = {
-    "query": "self.query",
-    "key": "self.key",
-    "value": "self.value",
-    "output": "output.dense",
-    "core": "self",
-}
+
+class AttnVariantBertSelfAttention(BertFamilySelfAttentionMixin, BertSelfAttention):
+    """BERT's self-attention with k key/value heads and, where asked for, a latent or talking heads."""
 
 
-class AttnVariantBertSelfAttention(AttentionVariantMixin, BertSelfAttention):
-    """BERT's self-attention with k key/value heads and, where asked for, talking heads."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, hidden size]; see upstream's `BertSelfAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, None, past_key_values, kwargs)
-        if self.heads.rank is None:
-            return super().forward(hidden_states, attention_mask, past_key_values, **kwargs, **dynamic)
-        query = self.query(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
-        latent = self.own_latent(hidden_states, past_key_values)
-        options = {"dropout": self.dropout.p if self.training else 0.0, "scaling": self.scaling} | kwargs | dynamic
-        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.key, self.value), **options)
-        return output.flatten(2), weights
-
-
-class AttnVariantBertCrossAttention(AttentionVariantMixin, BertCrossAttention):
+class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAttention):
     """BERT's cross-attention with k key/value heads and, where asked for, talking heads."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from `hidden_states` to `encoder_hidden_states`; see upstream's `BertCrossAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, encoder_hidden_states, past_key_values, kwargs)
-        return super().forward(
-            hidden_states, encoder_hidden_states, attention_mask, past_key_values, **kwargs, **dynamic
-        )
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
     """The base of every BERT model and head here; upstream's class without the prefix says what each does."""
 
     config_class = AttnVariantBertConfig
-    attention_sites = (
-        AttentionSite(
-            "self",
-            r"encoder\.layer\.(\d+)\.attention",
-            rank_field="kv_lora_rank",
-            latent="self.kv_a_proj",
-            **PROJECTIONS,
-        ),
-        AttentionSite(
-            "cross", r"encoder\.layer\.(\d+)\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
-        ),
-    )
+    attention_sites = BERT_FAMILY_SITES
 
 
 class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):

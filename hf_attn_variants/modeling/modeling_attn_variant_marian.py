@@ -6,6 +6,7 @@ from transformers import (
     MarianMTModel,
     MarianPreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.marian.modeling_marian import (
     MarianAttention,
     MarianDecoder,
@@ -68,3 +69,7 @@ class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedMode
 
 class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCausalLM):
     """`MarianForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

@@ -8,6 +8,7 @@ from transformers import (
     MBartModel,
     MBartPreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mbart.modeling_mbart import MBartAttention, MBartDecoder, MBartDecoderWrapper, MBartEncoder
 
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
@@ -77,3 +78,7 @@ class AttnVariantMBartForQuestionAnswering(AttnVariantMBartPreTrainedModel, MBar
 
 class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausalLM):
     """`MBartForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

@@ -6,6 +6,7 @@ from transformers import (
     PegasusModel,
     PegasusPreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.pegasus.modeling_pegasus import (
     PegasusAttention,
     PegasusDecoder,
@@ -70,3 +71,7 @@ class AttnVariantPegasusForConditionalGeneration(
 
 class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusForCausalLM):
     """`PegasusForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

@@ -1,0 +1,100 @@
+"""DistilBERT with the attention variants: upstream's heads, our attention inside."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    DistilBertForMaskedLM,
+    DistilBertForMultipleChoice,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    DistilBertModel,
+    DistilBertPreTrainedModel,
+)
+from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+
+from .attention_sites import AttentionSite
+from .configuration_attn_variants import AttnVariantDistilBertConfig
+from .latent_attention import attend_to_latent
+from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
+
+__all__ = [
+    "AttnVariantDistilBertForMaskedLM",
+    "AttnVariantDistilBertForMultipleChoice",
+    "AttnVariantDistilBertForQuestionAnswering",
+    "AttnVariantDistilBertForSequenceClassification",
+    "AttnVariantDistilBertForTokenClassification",
+    "AttnVariantDistilBertModel",
+    "AttnVariantDistilBertPreTrainedModel",
+]
+
+
+class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
+    """DistilBERT's attention with k key/value heads and, where asked for, a latent or talking heads."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within `hidden_states` [b, n, dim]; see upstream's `DistilBertSelfAttention.forward`."""
+        dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
+        if self.heads.rank is None:
+            return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+        query = self.q_lin(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        dropout = self.dropout.p if self.training else 0.0
+        options = {"dropout": dropout, "scaling": self.scaling} | kwargs | dynamic
+        latent = self.own_latent(hidden_states, None)
+        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.k_lin, self.v_lin), **options)
+        return self.out_lin(output.flatten(2)), weights
+
+
+class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
+    """The base of every DistilBERT model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantDistilBertConfig
+    attention_sites = (
+        AttentionSite(
+            "self",
+            r"transformer\.layer\.(\d+)\.attention",
+            query="q_lin",
+            key="k_lin",
+            value="v_lin",
+            output="out_lin",
+            rank_field="kv_lora_rank",
+            latent="kv_a_proj",
+        ),
+    )
+
+
+class AttnVariantDistilBertModel(AttnVariantDistilBertPreTrainedModel, DistilBertModel):
+    """`DistilBertModel` with variant attention."""
+
+
+AttnVariantDistilBertPreTrainedModel.variant_classes = {
+    DistilBertModel: AttnVariantDistilBertModel,
+    DistilBertSelfAttention: AttnVariantDistilBertSelfAttention,
+}
+
+
+class AttnVariantDistilBertForMaskedLM(AttnVariantDistilBertPreTrainedModel, DistilBertForMaskedLM):
+    """`DistilBertForMaskedLM` with variant attention."""
+
+
+class AttnVariantDistilBertForSequenceClassification(
+    AttnVariantDistilBertPreTrainedModel, DistilBertForSequenceClassification
+):
+    """`DistilBertForSequenceClassification` with variant attention."""
+
+
+class AttnVariantDistilBertForMultipleChoice(AttnVariantDistilBertPreTrainedModel, DistilBertForMultipleChoice):
+    """`DistilBertForMultipleChoice` with variant attention."""
+
+
+class AttnVariantDistilBertForTokenClassification(
+    AttnVariantDistilBertPreTrainedModel, DistilBertForTokenClassification
+):
+    """`DistilBertForTokenClassification` with variant attention."""
+
+
+class AttnVariantDistilBertForQuestionAnswering(AttnVariantDistilBertPreTrainedModel, DistilBertForQuestionAnswering):
+    """`DistilBertForQuestionAnswering` with variant attention."""
