@@ -109,14 +109,9 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
-
-    Raises:
-        ValueError: for a cache that has no part for the memory.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
-    if not isinstance(cache, EncoderDecoderCache):
-        raise ValueError(f"A cross-attention's latent needs an EncoderDecoderCache; got {type(cache).__name__}.")
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
         latent = memory[:, None]
