@@ -104,7 +104,8 @@ def with_latents(model: Any, **ranks: int) -> Any:
     return exact
 
 
-def _source_and_target() -> dict[str, torch.Tensor]:
+def source_and_target() -> dict[str, torch.Tensor]:
+    """Return ids of both sides, and the source's mask."""
     return text_inputs() | {"decoder_input_ids": token_ids()}
 
 
@@ -115,23 +116,28 @@ def _text_with_end() -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _choices() -> dict[str, torch.Tensor]:
+def choices() -> dict[str, torch.Tensor]:
+    """Return several texts an example."""
     return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in text_inputs().items()}
 
 
-def _classes() -> dict[str, torch.Tensor]:
+def classes() -> dict[str, torch.Tensor]:
+    """Return a label a text."""
     return {"labels": torch.tensor([0, 1, 1])}
 
 
-def _tokens() -> dict[str, torch.Tensor]:
+def tokens() -> dict[str, torch.Tensor]:
+    """Return a label a token: a word."""
     return {"labels": token_ids()}
 
 
-def _token_classes() -> dict[str, torch.Tensor]:
+def token_classes() -> dict[str, torch.Tensor]:
+    """Return a label a token: of two classes."""
     return {"labels": token_ids() % 2}
 
 
-def _span() -> dict[str, torch.Tensor]:
+def span() -> dict[str, torch.Tensor]:
+    """Return an answer's first and last token."""
     return {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 1])}
 
 
@@ -150,14 +156,14 @@ BERT = Architecture(
     inputs=text_inputs,
     heads={
         "BertModel": Head(),
-        "BertForPreTraining": Head(lambda: _tokens() | {"next_sentence_label": torch.tensor([0, 1, 1])}),
-        "BertForMaskedLM": Head(_tokens),
-        "BertLMHeadModel": Head(_tokens, config={"is_decoder": True}),
-        "BertForNextSentencePrediction": Head(_classes),
-        "BertForSequenceClassification": Head(_classes),
-        "BertForMultipleChoice": Head(_classes, inputs=_choices),
-        "BertForTokenClassification": Head(_token_classes),
-        "BertForQuestionAnswering": Head(_span),
+        "BertForPreTraining": Head(lambda: tokens() | {"next_sentence_label": torch.tensor([0, 1, 1])}),
+        "BertForMaskedLM": Head(tokens),
+        "BertLMHeadModel": Head(tokens, config={"is_decoder": True}),
+        "BertForNextSentencePrediction": Head(classes),
+        "BertForSequenceClassification": Head(classes),
+        "BertForMultipleChoice": Head(classes, inputs=choices),
+        "BertForTokenClassification": Head(token_classes),
+        "BertForQuestionAnswering": Head(span),
     },
 )
 
@@ -177,12 +183,12 @@ ALBERT = Architecture(
     inputs=text_inputs,
     heads={
         "AlbertModel": Head(),
-        "AlbertForPreTraining": Head(lambda: _tokens() | {"sentence_order_label": torch.tensor([0, 1, 1])}),
-        "AlbertForMaskedLM": Head(_tokens),
-        "AlbertForSequenceClassification": Head(_classes),
-        "AlbertForMultipleChoice": Head(_classes, inputs=_choices),
-        "AlbertForTokenClassification": Head(_token_classes),
-        "AlbertForQuestionAnswering": Head(_span),
+        "AlbertForPreTraining": Head(lambda: tokens() | {"sentence_order_label": torch.tensor([0, 1, 1])}),
+        "AlbertForMaskedLM": Head(tokens),
+        "AlbertForSequenceClassification": Head(classes),
+        "AlbertForMultipleChoice": Head(classes, inputs=choices),
+        "AlbertForTokenClassification": Head(token_classes),
+        "AlbertForQuestionAnswering": Head(span),
     },
 )
 
@@ -207,12 +213,12 @@ T5 = Architecture(
     inputs=text_inputs,
     variants={"latent": {"cross_kv_lora_rank": 24, "encoder_kv_lora_rank": 20}},
     heads={
-        "T5Model": Head(inputs=_source_and_target),
-        "T5ForConditionalGeneration": Head(_tokens, inputs=_source_and_target),
+        "T5Model": Head(inputs=source_and_target),
+        "T5ForConditionalGeneration": Head(tokens, inputs=source_and_target),
         "T5EncoderModel": Head(),
-        "T5ForSequenceClassification": Head(_classes, inputs=_text_with_end),
-        "T5ForTokenClassification": Head(_token_classes),
-        "T5ForQuestionAnswering": Head(_span),
+        "T5ForSequenceClassification": Head(classes, inputs=_text_with_end),
+        "T5ForTokenClassification": Head(token_classes),
+        "T5ForQuestionAnswering": Head(span),
     },
 )
 

@@ -184,9 +184,10 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 
 
 def initializer_std(config: Any) -> float:
-    """Return the standard deviation of a new key or value projection: BERT's and ALBERT's field, or T5's rule."""
-    if hasattr(config, "initializer_range"):
-        return config.initializer_range
+    """Return the standard deviation of a new key or value projection: BERT's or BART's field, or T5's rule."""
+    for name in ("initializer_range", "init_std"):
+        if hasattr(config, name):
+            return getattr(config, name)
     return config.initializer_factor * config.d_model**-0.5
 
 

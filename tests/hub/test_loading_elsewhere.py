@@ -21,7 +21,7 @@ TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
 # Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
 ELSEWHERE = textwrap.dedent(
     """
-    import json, sys
+    import json, re, sys
 
     class Blocker:
         def find_spec(self, name, path=None, target=None):
@@ -40,7 +40,7 @@ ELSEWHERE = textwrap.dedent(
         for auto_class in sorted(set(config.auto_map) - {"AutoConfig"}):
             model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
             assert type(model).__module__.startswith("transformers_modules."), type(model)
-            parameters = {n: p for n, p in model.named_parameters() if "attention" in n.lower()}
+            parameters = {n: p for n, p in model.named_parameters() if re.search("atte?n", n.lower())}
             assert parameters and all(p.isfinite().all() for p in parameters.values())
             seen[auto_class] = type(model).__name__
             if auto_class == "AutoModel":
@@ -82,7 +82,9 @@ def run_elsewhere(script, *arguments, home, cwd):
 def save_one(architecture, variant, saved, folder):
     """Save a model, and what it makes of a batch; return what a process elsewhere loads of it."""
     base = next(iter(architecture.heads))
-    heads = {"base": base, "language_model": architecture.config_class.auto_classes["AutoModelForPreTraining"]}
+    auto_classes = architecture.config_class.auto_classes
+    language_model = auto_classes.get("AutoModelForPreTraining") or auto_classes["AutoModelForSeq2SeqLM"]
+    heads = {"base": base, "language_model": language_model}
     head = heads[saved].removeprefix("AttnVariant")
     fields = {}
     if variant == "by layer":

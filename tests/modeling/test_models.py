@@ -28,6 +28,8 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head of each architecture stands for the others where only the attention matters.
 BASE = BASE_HEADS
+# Files that travel with an architecture, beside those of all.
+FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["encoder_decoder_mixins.py"]}
 
 
 def outputs(model, batch, **kwargs):
@@ -81,25 +83,29 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
 def test_save_and_load(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.py")) == [
-        "attention_sites.py",
-        "attention_variants.py",
-        "configuration_attn_variants.py",
-        "field_checks.py",
-        "latent_attention.py",
-        "layer_values.py",
-        "loading_checks.py",
-        f"{architecture.config_class.modeling_file}.py",
-        "query_folding.py",
-        "talking_heads.py",
-        "talking_heads_blocked.py",
-        "talking_heads_choice.py",
-        "talking_heads_kernels.py",
-        "talking_heads_triton.py",
-        "variant_config.py",
-        "variant_mixins.py",
-        "variant_names.py",
-    ]
+    assert sorted(path.name for path in tmp_path.glob("*.py")) == sorted(
+        [
+            "attention_sites.py",
+            "attention_variants.py",
+            "configuration_attn_variants.py",
+            "encoder_decoder_config.py",
+            *FAMILY_FILES.get(architecture.name, ()),
+            "field_checks.py",
+            "latent_attention.py",
+            "layer_values.py",
+            "loading_checks.py",
+            f"{architecture.config_class.modeling_file}.py",
+            "query_folding.py",
+            "talking_heads.py",
+            "talking_heads_blocked.py",
+            "talking_heads_choice.py",
+            "talking_heads_kernels.py",
+            "talking_heads_triton.py",
+            "variant_config.py",
+            "variant_mixins.py",
+            "variant_names.py",
+        ]
+    )
     again = type(model).from_pretrained(tmp_path).eval()
     batch = architecture.batch(head)
     assert_same(outputs(model, batch), outputs(again, batch))

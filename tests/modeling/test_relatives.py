@@ -1,0 +1,150 @@
+"""The relatives of BERT and BART: their heads are upstream's, with fewer heads, with latents and as they are."""
+
+import json
+
+import pytest
+import torch
+from architectures import LENGTH, token_ids
+from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
+from relatives import ENCODER_DECODERS, RELATIVES
+
+import hf_attn_variants
+from hf_attn_variants import convert
+
+ATOL = 1e-5
+EVERY_HEAD = pytest.mark.parametrize(
+    "architecture, head",
+    [(row, head) for row in RELATIVES for head in row.heads],
+    ids=[head for row in RELATIVES for head in row.heads],
+)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", RELATIVES, ids=lambda row: row.name)
+GENERATES = pytest.mark.parametrize("architecture", ENCODER_DECODERS, ids=lambda row: row.name)
+
+
+def exact_ranks(architecture):
+    """Every latent that the architecture can have, as wide as its input."""
+    return dict.fromkeys(architecture.config_class.rank_fields(), 48)
+
+
+def loaded(architecture, head, folder, **fields):
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    return model_class.from_pretrained(folder, config=architecture.config(head=head, **fields)).eval()
+
+
+def same_outputs(ours, theirs, batch, atol=ATOL):
+    with torch.no_grad():
+        ours, theirs = ours(**batch), theirs(**batch)
+    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+    assert names
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0)
+
+
+@EVERY_HEAD
+def test_heads_are_upstreams(architecture, head, tmp_path):
+    """Outputs by both implementations, with padding, and gradients; from a checkpoint of upstream's."""
+    upstream = architecture.upstream_model(head)
+    upstream.save_pretrained(tmp_path)
+    ours, exact = (
+        loaded(architecture, head, tmp_path),
+        loaded(architecture, head, tmp_path, **exact_ranks(architecture)),
+    )
+    batch = architecture.batch(head, labels=True)
+    for implementation in ("eager", "sdpa"):
+        for model in (upstream, ours, exact):
+            model.set_attn_implementation(implementation)
+        same_outputs(ours, upstream, batch)
+        same_outputs(exact, upstream, batch)
+    for model in (upstream, ours, exact):
+        result = model(**batch)
+        (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
+    theirs = dict(upstream.named_parameters())
+    for model in (ours, exact):
+        for name, parameter in model.named_parameters():
+            if theirs[name].grad is not None:
+                torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=ATOL, rtol=1e-4)
+
+
+@EVERY_ARCHITECTURE
+def test_identical_heads_convert_without_loss(architecture, tmp_path):
+    head = next(iter(architecture.heads))
+    model = architecture.model(head, "mha")
+    counts = dict.fromkeys(architecture.config_class.kv_heads_fields(), 2)
+    with torch.no_grad():
+        for site, path, module in model.named_attentions():
+            heads = site.heads(model.config, path)
+            for role in (site.key, site.value):
+                for parameter in module.get_submodule(role).parameters():
+                    groups = parameter.view(2, heads.key // 2, heads.head_dim, -1)
+                    groups.copy_(groups[:, :1].clone())
+    grouped = convert(model, method="mean", **counts)
+    assert {site.heads(grouped.config, path).key for site, path, _ in grouped.named_attentions()} == {2}
+    assert grouped.num_parameters() < model.num_parameters()
+    same_outputs(grouped.eval(), model, architecture.batch(head))
+
+
+def test_every_auto_class_loads_elsewhere(tmp_path):
+    made = []
+    for row in RELATIVES:
+        variant = "by layer" if row in ENCODER_DECODERS else "gqa"
+        made.append(save_one(row, variant, "language_model", tmp_path / row.name))
+    (tmp_path / "cwd").mkdir()
+    arguments = [path for paths in made for path in paths]
+    result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in RELATIVES]
+
+
+@GENERATES
+@pytest.mark.parametrize(
+    "search", [{"num_beams": 1}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
+)
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_tokens_are_upstreams(architecture, search, padding, tmp_path):
+    head = list(architecture.heads)[1]
+    upstream = architecture.upstream_model(head)
+    upstream.save_pretrained(tmp_path)
+    batch = architecture.batch(head)
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if padding == "left":
+        batch = {name: value.flip(-1) for name, value in batch.items()}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
+    torch.manual_seed(0)
+    expected = upstream.generate(**batch, **options)
+    for fields in ({}, {"cross_kv_lora_rank": 48}, exact_ranks(architecture)):
+        ours = loaded(architecture, head, tmp_path, **fields)
+        torch.manual_seed(0)
+        result = ours.generate(**batch, **options, return_dict_in_generate=True)
+        assert torch.equal(result.sequences, expected)
+        sentences = len(batch["input_ids"])
+        cross = result.past_key_values.cross_attention_cache.layers
+        kept = {layer.keys.untyped_storage().data_ptr() for layer in cross}
+        assert {layer.keys.shape[0] for layer in cross} == {sentences}  # once for all beams of a sentence
+        assert len(kept) == (1 if fields else 2)
+
+
+@GENERATES
+def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
+    """Value biases count, whatever the form: nearly all weights of these stacks have them."""
+    head = list(architecture.heads)[1]
+    ranks = {"cross_kv_lora_rank": 7, "kv_lora_rank": 5, "encoder_kv_lora_rank": 6}
+    model = architecture.model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
+    ids = token_ids(3, LENGTH)
+    batch = {name: value for name, value in architecture.batch(head).items() if not name.startswith("decoder")}
+    with torch.no_grad():
+        whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
+        cache, steps = None, []
+        for step in range(LENGTH):
+            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+            cache, steps = result.past_key_values, [*steps, result.logits]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
+
+
+def test_talking_heads_need_equal_stacks():
+    with pytest.raises(ValueError, match=r"as many heads in both stacks.*=4, decoder_attention_heads=12"):
+        ENCODER_DECODERS[0].config(talking_heads="both")
+    config = ENCODER_DECODERS[0].config(talking_heads="both", encoder_attention_heads=12)
+    model = hf_attn_variants.AttnVariantBartModel(config).eval()
+    plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].config(encoder_attention_heads=12)).eval()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    same_outputs(model, plain, ENCODER_DECODERS[0].batch("BartModel"))

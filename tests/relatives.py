@@ -1,0 +1,115 @@
+"""The relatives of BERT and BART, as rows of the table in architectures.py: each head against upstream's."""
+
+from typing import Any
+
+import transformers
+from architectures import (
+    VOCABULARY,
+    Architecture,
+    Head,
+    choices,
+    classes,
+    source_and_target,
+    span,
+    text_inputs,
+    token_classes,
+    tokens,
+)
+
+import hf_attn_variants
+
+__all__ = ["ENCODERS", "ENCODER_DECODERS", "RELATIVES"]
+
+
+def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]) -> Architecture:
+    return Architecture(
+        name=name,
+        config_class=getattr(hf_attn_variants, f"AttnVariant{config}"),
+        upstream_config_class=getattr(transformers, config),
+        tiny={"vocab_size": VOCABULARY, "pad_token_id": 1, **tiny},
+        heads=heads,
+        inputs=inputs,
+    )
+
+
+def _encoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
+    heads = {
+        "Model": Head(),
+        "ForMaskedLM": Head(tokens),
+        "ForSequenceClassification": Head(classes),
+        "ForMultipleChoice": Head(classes, inputs=choices),
+        "ForTokenClassification": Head(token_classes),
+        "ForQuestionAnswering": Head(span),
+    }
+    return {f"{name}{head}": row for head, row in (heads | more).items()}
+
+
+def _with_one_end() -> dict[str, Any]:
+    # BART classifies by the state at its end token, as many in each row.
+    inputs = text_inputs()
+    inputs["input_ids"][:, 1] = 2
+    return inputs
+
+
+def _decoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
+    return {f"{name}{head}": row for head, row in ({"Model": Head()} | more).items()}
+
+
+_BERT = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "intermediate_size": 37,
+    "max_position_embeddings": 40,
+}
+_DECODER_LM = {"ForCausalLM": Head(tokens, config={"is_decoder": True})}
+ENCODERS = (
+    _row("roberta", "RobertaConfig", _encoder_heads("Roberta", _DECODER_LM), text_inputs, _BERT),
+    _row(
+        "electra",
+        "ElectraConfig",
+        _encoder_heads("Electra", _DECODER_LM | {"ForPreTraining": Head(token_classes)}),
+        text_inputs,
+        _BERT | {"embedding_size": 16},
+    ),
+    _row(
+        "distilbert",
+        "DistilBertConfig",
+        _encoder_heads("DistilBert", {}),
+        text_inputs,
+        {"dim": 48, "n_layers": 2, "n_heads": 12, "hidden_dim": 37, "max_position_embeddings": 40},
+    ),
+)
+
+# Stacks of unequal heads, of which talking heads know nothing.
+_BART = {
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 12,
+    "encoder_ffn_dim": 37,
+    "decoder_ffn_dim": 33,
+    "max_position_embeddings": 40,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "init_std": 0.2,
+}
+_GENERATION, _CAUSAL = {"ForConditionalGeneration": Head(tokens)}, {"ForCausalLM": Head(tokens, inputs=text_inputs)}
+_ANSWERS = {
+    "ForSequenceClassification": Head(classes, inputs=_with_one_end),
+    "ForQuestionAnswering": Head(span, inputs=text_inputs),
+}
+ENCODER_DECODERS = tuple(
+    _row(name.lower(), f"{name}Config", _decoder_heads(name, heads), source_and_target, _BART)
+    for name, heads in {
+        "Bart": _GENERATION | _CAUSAL | _ANSWERS,
+        "MBart": _GENERATION | _CAUSAL | _ANSWERS,
+        "Marian": {"MTModel": Head(tokens)} | _CAUSAL,
+        "M2M100": _GENERATION,
+        "Pegasus": _GENERATION | _CAUSAL,
+    }.items()
+)
+RELATIVES = (*ENCODERS, *ENCODER_DECODERS)
