@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
-__all__ = ["LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
+__all__ = ["EXPANDED", "LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
 
-# Attributes of a cache's layer: keys and values made once from a short latent, by the attention's layer.
+# The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
+# A value's bias counts times the row sums of the weights, which then are made: for so many queries at most.
+MAX_ROWS_WITH_WEIGHTS = 16
 
 
 class LatentProjection(nn.Linear):
@@ -32,6 +34,24 @@ class LatentProjection(nn.Linear):
 
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
+
+
+class LatentLayer(DynamicLayer):
+    """The layer of a dynamic cache that keeps a latent [b, 1, m, r] as it is, where `update` copies it.
+
+    It may be the encoder's outputs themselves, which other callers read as well: nothing writes into it.
+    """
+
+    def __init__(self, latent: torch.Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(latent, latent)
+        self.keys, self.values = latent, latent[..., :0]
+
+    def reset(self) -> None:
+        """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        vars(self).pop(EXPANDED, None)
 
 
 def attend_to_latent(
@@ -61,7 +81,7 @@ def attend_to_latent(
     attend = attention_function(module.implementation)
     if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
         key, value = _kept_expanded(module, latent, maps, layer, query.shape[-1])
-    elif module.is_own and _absorbs(module, query, latent, maps):
+    elif module.is_own and _absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
     else:
         key, value = _expanded(latent, maps, query.shape[-1])
@@ -77,14 +97,14 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
     repeated and selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's.
+        cache: the decoder's, or None.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
@@ -96,11 +116,11 @@ def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
         latent = memory[:, None]
-        cross.update(latent, latent[..., :0], 0)
-        del cross.layers[1:]
-        if not cross.layers[0].is_compileable:
-            # `update` has copied it; the encoder's outputs are kept as they are.
-            cross.layers[0].keys, cross.layers[0].values = latent, latent[..., :0]
+        if cross.is_compileable:
+            cross.update(latent, latent[..., :0], 0)
+            del cross.layers[1:]
+        else:
+            cross.layers[:] = [LatentLayer(latent)]
     cache.is_updated[0] = cache.is_updated[layer] = True
     return cross.layers[0].keys, cross.layers[0]
 
@@ -128,7 +148,13 @@ def _kept_expanded(
     return found[1:]
 
 
-def _absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear]) -> bool:
+def _absorbs(
+    module: nn.Module,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    maps: tuple[nn.Linear, nn.Linear],
+    options: dict[str, Any],
+) -> bool:
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
     if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
         return False
@@ -136,6 +162,8 @@ def _absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps:
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # a graph should serve every length of the memory
     memories, _, memory_length, rank = latent.shape
+    if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
+        return False
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
@@ -160,17 +188,37 @@ def _absorbed(
     maps: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    key_weight, value_weight = (each.weight.unflatten(0, (-1, query.shape[-1])) for each in maps)  # [k, d, r]
-    query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
-    query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
-    bias = maps[1].bias
-    # The row sums are those of weights, which fused kernels do not give.
-    implementation = module.implementation if bias is None else EAGER
+    head_dim, (_, value_map) = query.shape[-1], maps
+    query = _by_head(query, maps[0].weight, head_dim)
+    bias, sums_weights = value_map.bias, _sums_weights(module, value_map, options)
+    implementation = EAGER if sums_weights else module.implementation
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]
-    output = torch.einsum("bnkgr,kdr->bnkgd", output, value_weight)
+    output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
-        sums = weights.sum(-1).unflatten(1, (value_weight.shape[0], -1)).permute(0, 3, 1, 2)  # [b, n, k, g]
-        output = output + sums[..., None] * bias.view(value_weight.shape[0], 1, -1)
-        weights = weights if wants_weights(module, options) else None
-    return output.flatten(2, 3), weights
+        bias = bias.view(-1, head_dim).repeat_interleave(output.shape[2] * head_dim // bias.shape[0], dim=0)
+        sums = weights.sum(-1) if sums_weights else _reads_anything(mask, query.shape[0])  # [b, h_v, n]
+        output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
+    return output, weights if wants_weights(module, options) else None
+
+
+def _sums_weights(module: nn.Module, value_map: nn.Linear, options: dict[str, Any]) -> bool:
+    """Say whether the row sums of the weights, which a value's bias counts with, are other numbers than 0 and 1."""
+    return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
+
+
+def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Return which queries may read anything, [b, 1 or h, 1 or n]; None: all. The others' weights are zeros."""
+    if mask is None:
+        return None
+    reads = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
+    return reads if reads.shape[0] in (1, batch) else reads.repeat_interleave(batch // reads.shape[0], dim=0)
+
+
+def _by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
+    """Multiply each head of states [b, k g, n, x] by its group's part of a map [k d, r]: x = d to r, or r to d."""
+    weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
+    weight = weight.mT if transposed else weight
+    batch, heads, length, size = states.shape
+    rows = states.reshape(batch, weight.shape[0], -1, size).transpose(0, 1).reshape(weight.shape[0], -1, size)
+    by_head = torch.bmm(rows, weight).view(weight.shape[0], batch, -1, weight.shape[2])  # [k, b, g n, y]
+    return by_head.transpose(0, 1).reshape(batch, heads, length, -1)
