@@ -27,13 +27,16 @@ from ..calibration.moments import head_moments, pseudo_inverse, square_root
 from ..calibration.recording import AttentionInputs, attend
 from ..calibration_settings import FIT_DEFAULTS, Calibration
 from ..grouping import HeadCounts, repeat_heads, split_heads
+from ..latents import on_latent
 from ..projections import AttentionTensors
-from .base import CalibratedMethod, LayerContext
+from .base import CalibratedMethod, LatentInText, LayerContext
 
 __all__ = ["Calibrated", "closed_form"]
 
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
+# The relative error below which the fit of a latent takes no smaller steps.
+LEAST_ERROR = 1e-3
 
 
 class Calibrated(CalibratedMethod):
@@ -64,13 +67,55 @@ class Calibrated(CalibratedMethod):
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
         closed = closed_form(tensors, heads, inputs, targets)
+        return self._fitted(closed, heads, layer, inputs, targets, calibration)
+
+    def with_latent(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+        latent: LatentInText,
+    ) -> AttentionTensors:
+        """Return keys and values by regression on the latent, the output refitted, then all fitted.
+
+        A latent of this attention alone is fitted with it. The default learning rate is multiplied by the relative
+        error of the closed form.
+        """
+        tensors = refit_output(on_latent(tensors, latent.weight, latent.forms), heads, inputs, targets)
+        fixed = tensors.latent_weight if latent.is_shared else None
+        return self._fitted(tensors, heads, layer, inputs, targets, calibration, fixed)
+
+    def _fitted(
+        self,
+        closed: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+        fixed_latent: torch.Tensor | None = None,
+    ) -> AttentionTensors:
+        """Return the closed form or what the fit makes of it, whichever is better on held-out text."""
         if not self.steps(calibration):
             return closed
-        fitted = fit(closed, heads, inputs, targets, calibration, layer.generator, layer.on_step)
-        before, after = errors = [layer.held_out_error(which) for which in (closed, fitted)]
+        before, begun = layer.held_out_error(closed), closed
+        if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
+            # The closed form of a latent is near its best already: large steps lead away from it.
+            rate = max(before, LEAST_ERROR) * calibration.fit_option("fit_learning_rate")
+            calibration = replace(calibration, fit_learning_rate=rate)
+        if fixed_latent is not None:
+            begun = replace(closed, latent_weight=None)
+            inputs = [replace(batch, memory=closed.latent(batch.memory)) for batch in inputs]
+        fitted = fit(begun, heads, inputs, targets, calibration, layer.generator, layer.on_step)
+        if fixed_latent is not None:
+            fitted = replace(fitted, latent_weight=fixed_latent)
+        after = layer.held_out_error(fitted)
         better = before is not None and after is not None and after < before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
-        details = dict(zip(names, map(rounded, (*errors, after if better else before)), strict=True))
+        details = dict(zip(names, map(rounded, (before, after, after if better else before)), strict=True))
         return replace(fitted if better else closed, details=closed.details | details | {"fit_kept": better})
 
 
