@@ -121,7 +121,7 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
     module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
     query, latent = torch.randn(2, 4, 1, DIM).double(), torch.randn(2, 1, 50, RANK).double()
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
-    assert latent_attention._absorbs(module, query, latent, maps)
+    assert latent_attention._absorbs(module, query, latent, maps, {})
     module.dynamic_names = ("m2l",)
     found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
     keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
