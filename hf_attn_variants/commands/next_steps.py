@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["next_steps"]
 
 # The subcommand that trains such a head; the others are fine-tuned, as most are, on sentences.
-TASKS = {"ForConditionalGeneration": "seq2seq", "ForQuestionAnswering": "squad", "ForTokenClassification": "ner"}
+TEXT_TO_TEXT = ("ForConditionalGeneration", "MTModel")
+TASKS = dict.fromkeys(TEXT_TO_TEXT, "seq2seq") | {"ForQuestionAnswering": "squad", "ForTokenClassification": "ner"}
 # Heads that no command here fine-tunes.
-NOT_TUNED = ("LMHeadModel", "ForMultipleChoice", "T5EncoderModel")
+NOT_TUNED = ("LMHeadModel", "ForCausalLM", "ForMultipleChoice", "T5EncoderModel")
 # Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
 NOT_DISTILLED = ("ForMultipleChoice", "T5Model", "T5ForSequenceClassification", "T5ForQuestionAnswering")
 # Heads that are there after a fine-tuning alone: what they answer is kept, too.
@@ -90,7 +91,7 @@ def _uptrain(report: "ConversionReport", args: argparse.Namespace, head: str, te
 
 
 def _objective(head: str) -> str:
-    return "seq2seq" if head.endswith("ForConditionalGeneration") else "distill"
+    return "seq2seq" if head.endswith(TEXT_TO_TEXT) else "distill"
 
 
 def _fine_tune(args: argparse.Namespace, head: str, text: Sequence[str] | None, model: str) -> str | None:
@@ -118,7 +119,7 @@ def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
     None where they cannot take it: an encoder-decoder's source is one column, and it was calibrated on two.
     """
     file, target, columns = args.calibration_file, args.calibration_target_file, args.calibration_columns
-    if not head.endswith("ForConditionalGeneration"):
+    if not head.endswith(TEXT_TO_TEXT):
         named = [] if columns is None else ["--text_columns", *columns]
         return ["--train_file", file or TEXT, *named]
     if file is None or not is_table(file):
