@@ -329,7 +329,7 @@ def test_a_trained_mask_gets_its_gradient_under_talking_heads(architecture):
 
 
 @EVERY_ARCHITECTURE
-@pytest.mark.parametrize("variant", ["gqa", "talking"])
+@pytest.mark.parametrize("variant", ["gqa", "talking", "latent"])
 def test_shapes_on_the_meta_device(architecture, variant):
     head = BASE[architecture.name]
     # Upstream looks at the values of a mask.
@@ -341,7 +341,7 @@ def test_shapes_on_the_meta_device(architecture, variant):
 
 
 @EVERY_ARCHITECTURE
-@pytest.mark.parametrize("variant", ["gqa", "mqa"])
+@pytest.mark.parametrize("variant", ["gqa", "mqa", "latent"])
 def test_flex_attention_runs_grouped_heads(architecture, variant):
     upstream = architecture.upstream_model(BASE[architecture.name])
     upstream.set_attn_implementation("flex_attention")

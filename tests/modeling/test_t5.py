@@ -308,14 +308,15 @@ def test_a_compiled_step_with_a_static_cache(variant):
 
 
 @pytest.mark.slow
-def test_a_real_checkpoint_translates_as_upstream(shared_data):
+@pytest.mark.parametrize("ranks", [{}, {"cross_kv_lora_rank": 256}, {"cross_kv_lora_rank": 256, "kv_lora_rank": 256}])
+def test_a_real_checkpoint_translates_as_upstream(ranks, shared_data):
     folder = shared_data / "checkpoints" / "t5-mini-multi30k-en-de"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = gzip.decompress((shared_data / "multi30k" / "val.en.gz").read_bytes()).decode().splitlines()[:16]
     batch = tokenizer(text, return_tensors="pt", padding=True)
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     upstream = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
-    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder).eval()
+    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder, **ranks).eval()
     with torch.no_grad():
         theirs, mine = (model(**batch, decoder_input_ids=batch["input_ids"]) for model in (upstream, ours))
     torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5 * theirs.logits.abs().max().item(), rtol=0)
