@@ -1,4 +1,7 @@
-"""Decoding speed of T5: upstream's multi-head model beside this package's MHA, GQA and MQA, interleaved in one run.
+"""Decoding speed of T5: upstream's multi-head model beside this package's variants, interleaved in one run.
+
+The variants are MHA, GQA, MQA, cross-attention that reads the encoder's outputs themselves ("exact") and
+cross-attention from a latent of them.
 
 Random weights: speed does not depend on them. `generate` is given the encoder's output, so what is timed is decoding
 (the keys and values of the source included); the encoder's own time, which the decoder's key/value heads do not touch,
@@ -28,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {
@@ -51,6 +55,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--num_layers", type=int, help="fewer layers than the shape has, where memory asks for it")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: MHA, 4, 2 and 1")
+    parser.add_argument(
+        "--cross_kv_lora_rank",
+        type=int,
+        nargs="*",
+        help="ranks of the cross-attention's latent; default: all of d_model (exact), a half, a quarter, an eighth",
+    )
     parser.add_argument(
         "--equal_parameters", action="store_true", help="wider feed-forward layers where there are fewer K/V heads"
     )
@@ -76,6 +86,9 @@ def parse_args() -> argparse.Namespace:
     heads = SHAPES[args.shape]["num_heads"]
     if args.num_key_value_heads is None:
         args.num_key_value_heads = sorted({heads, 4, 2, 1} - {k for k in (4, 2) if heads % k}, reverse=True)
+    if args.cross_kv_lora_rank is None:
+        width = SHAPES[args.shape]["d_model"]
+        args.cross_kv_lora_rank = [] if args.equal_parameters else [width // part for part in (1, 2, 4, 8)]
     return args
 
 
@@ -111,13 +124,17 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
         wider = {"d_ff": equal_feed_forward(fields, k)} if args.equal_parameters else {}
         config = hf_attn_variants.AttnVariantT5Config(**fields | wider, num_key_value_heads=k)
         models[variant_name(k, heads)] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
+    for rank in args.cross_kv_lora_rank:
+        name = "exact" if rank == fields["d_model"] else f"cross r={rank}"
+        config = hf_attn_variants.AttnVariantT5Config(**fields, cross_kv_lora_rank=rank)
+        models[name] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
     for model in models.values():
         model.eval().to(args.device, getattr(torch, args.dtype))
         # Random weights may end a sentence at any step: let none end.
         model.generation_config.eos_token_id = None
         if args.compile:
             # The limit is counted over all contestants, which share their code.
-            torch._dynamo.config.recompile_limit = 16 * (len(args.num_key_value_heads) + 1)
+            torch._dynamo.config.recompile_limit = 16 * len(models)
             model.forward = torch.compile(model.forward)
     return models
 
@@ -165,7 +182,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
         for name in rotated(list(models), repeat):
             times[name].append(decode(models[name], states, mask, args)[1:])
     encoder = None if args.skip_encoder else encoder_seconds(models[UPSTREAM], batch_size, source_length, args)
-    bandwidth = read_bandwidth(args.device)
+    bandwidth, arithmetic = read_bandwidth(args.device), arithmetic_rate(args.device, getattr(torch, args.dtype))
     rows: list[dict[str, Any]] = []
     for name, model in models.items():
         first, total = (statistics.median(column) for column in zip(*times[name], strict=True))
@@ -173,6 +190,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
         row = {
             "model": name,
             "num_key_value_heads": getattr(model.config, "num_key_value_heads", None) or config.num_heads,
+            "cross_kv_lora_rank": getattr(model.config, "cross_kv_lora_rank", None),
             "batch_size": batch_size,
             "source_length": source_length,
             "decode_seconds": total,
@@ -182,14 +200,17 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
             "step_milliseconds": step * 1e3,
             "encoder_seconds": encoder,
             "memory_bytes_per_second": bandwidth,
+            "flops_per_second": arithmetic,
             **parts[name],
         }
         upstream = rows[0] if rows else row
         row["speedup"] = upstream["decode_seconds"] / total
         row["step_speedup"] = upstream["step_milliseconds"] / row["step_milliseconds"]
         row["cache_bytes_ratio"] = row["cache_bytes"] / upstream["cache_bytes"]
-        limit = row["cross_cache_bytes"] / bandwidth * 1e3
+        limit = row["cross_attention_bytes_read"] / bandwidth * 1e3
         row["cross_attention_over_memory_limit"] = row["cross_attention_milliseconds"] / limit
+        limit = row["cross_attention_flops"] / arithmetic * 1e3
+        row["cross_attention_over_arithmetic_limit"] = row["cross_attention_milliseconds"] / limit
         rows.append(row)
         print(row_text(row), flush=True)
     return rows
@@ -221,33 +242,48 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     decoding step does where the key/value cache is large.
     """
     layers = caches.cross_attention_cache.layers
-    batch_size, _, length, head_dim = layers[0].keys.shape
-    config, like = model.config, {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
-    query = torch.randn(batch_size, config.num_heads, 1, head_dim, **like)
-    # Upstream adds a position bias of zeros to its cross-attention.
-    bias = None if hasattr(config, "talking_heads") else torch.zeros(1, config.num_heads, 1, length, **like)
+    (memories, _, length, width), config = layers[0].keys.shape, model.config
+    like = {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
+    query = torch.randn(memories * args.num_beams, config.num_heads, 1, config.d_kv, **like)
+    # Upstream repeats the source's keys and values for each beam, and adds a position bias of zeros.
+    is_upstream = not hasattr(config, "talking_heads")
+    query = query[:memories] if is_upstream else query
+    bias = torch.zeros(1, config.num_heads, 1, length, **like) if is_upstream else None
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     modules = [block.layer[1].EncDecAttention for block in model.decoder.block]
+    has_latent = getattr(config, "cross_kv_lora_rank", None) is not None
+    # Logits and weighted sums; a latent's queries and outputs are projected as well.
+    flops = 4 * query[..., 0].numel() * (length * width + (width * config.d_kv if has_latent else 0))
 
     def step() -> None:
-        for module, layer in zip(modules, layers, strict=True):
-            attend(module, query, layer.keys, layer.values, None, scaling=1.0, position_bias=bias)
+        for number, module in enumerate(modules):
+            if has_latent:
+                maps, layer = (module.k, module.v), layers[0]
+                attend_to_latent(module, query, layer.keys, None, maps, layer, scaling=1.0, dropout=0.0)
+            else:
+                layer = layers[number]
+                attend(module, query, layer.keys, layer.values, None, scaling=1.0, position_bias=bias)
 
     step()
     times = [seconds(step, args.device) for _ in range(9)]
     sizes = [size_of(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
+    # One latent is read by every layer.
+    read = sizes[1] * len(modules) if has_latent else sizes[1]
     return {
         "cache_bytes": sum(sizes),
         "cross_cache_bytes": sizes[1],
+        "cross_attention_bytes_read": read,
+        "cross_attention_flops": flops * len(modules),
         "cross_attention_milliseconds": statistics.median(times) * 1e3,
     }
 
 
 def size_of(cache: Any) -> int:
-    """Return the bytes of the keys and values in a cache."""
-    return sum(
-        tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in (layer.keys, layer.values)
-    )
+    """Return the bytes of the keys and values in a cache, with those that are kept beside a short latent."""
+    kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED, {}).values()]
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    tensors += [tensor for _, *pair in kept for tensor in pair]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
@@ -262,6 +298,14 @@ def read_bandwidth(device: str) -> float:
     numbers.sum()
     times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]
     return numbers.numel() * numbers.element_size() / statistics.median(times)
+
+
+def arithmetic_rate(device: str, dtype: torch.dtype) -> float:
+    """Return the floating-point operations a second of one large matrix product."""
+    size = 2048
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    matrix @ matrix
+    return 2 * size**3 / statistics.median(seconds(lambda: matrix @ matrix, device) for _ in range(9))
 
 
 def seconds(work: Callable[[], Any], device: str) -> float:
@@ -310,39 +354,37 @@ def row_text(row: dict[str, Any]) -> str:
         f"step {row['step_milliseconds']:7.2f} ms {row['step_speedup']:5.2f}x | "
         f"cache {row['cache_bytes'] / 2**20:7.1f} MiB {row['cache_bytes_ratio']:.4f} | "
         f"cross-attention {row['cross_attention_milliseconds']:7.2f} ms, "
-        f"{row['cross_attention_over_memory_limit']:.1f}x its reading"
+        f"{row['cross_attention_over_memory_limit']:.1f}x its reading, "
+        f"{row['cross_attention_over_arithmetic_limit']:.1f}x its arithmetic"
     )
 
 
 def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
-    """Draw tokens a second and cache bytes against key/value heads, a line for each batch size and source length."""
+    """Draw tokens a second against the cache's bytes: a panel for each batch size and source length."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    configurations = sorted({(row["batch_size"], row["source_length"]) for row in results["rows"]})
-    for color, (batch_size, source_length) in enumerate(configurations):
-        at = (batch_size, source_length)
-        rows = [row for row in results["rows"] if (row["batch_size"], row["source_length"]) == at]
-        ours = [row for row in rows if row["model"] != UPSTREAM]
-        upstream = next(row for row in rows if row["model"] == UPSTREAM)
-        heads, label = [row["num_key_value_heads"] for row in ours], f"batch {batch_size}, source {source_length}"
-        speed.plot(heads, [row["tokens_per_second"] for row in ours], "o-", color=f"C{color}", label=label)
-        cross = {"color": f"C{color}", "markersize": 10, "mew": 2}
-        speed.plot(upstream["num_key_value_heads"], upstream["tokens_per_second"], "x", **cross)
-        sizes = [row["cache_bytes"] / 2**20 for row in ours]
-        memory.plot(heads, sizes, "o-", color=f"C{color}", label=label)
-    speed.plot([], [], "kx", markersize=10, mew=2, label="upstream MHA")
-    for axes, title in ((speed, "tokens / s"), (memory, "key/value cache, MiB")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(heads, heads)
-        axes.set_xlabel("key/value heads of the decoder")
+    sizes = sorted({(row["batch_size"], row["source_length"]) for row in results["rows"]})
+    figure, panels = plt.subplots(
+        1, len(sizes), figsize=(1 + 5 * len(sizes), 4.5), layout="constrained", squeeze=False
+    )
+    for axes, at in zip(panels[0], sizes, strict=True):
+        for row in results["rows"]:
+            if (row["batch_size"], row["source_length"]) == at:
+                name, latent = row["model"], row["cross_kv_lora_rank"] is not None
+                style = {"color": "k", "marker": "x"} if name == UPSTREAM else {"color": "C1" if latent else "C0"}
+                point = (row["cache_bytes"] / 2**20, row["tokens_per_second"])
+                axes.scatter(*point, **style)
+                axes.annotate(name, point, xytext=(5, 5), textcoords="offset points", fontsize=8)
+        axes.set_xscale("log")
+        axes.margins(x=0.2)
         axes.set_ylim(bottom=0)
-        axes.set_title(title)
+        axes.set_xlabel("key/value cache, MiB")
+        axes.set_title(f"batch {at[0]}, source {at[1]}")
         axes.grid(alpha=0.3)
-    speed.legend()
+    panels[0][0].set_ylabel("tokens / s")
     search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
     where = results["machine"]["device"]
     where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where

@@ -103,7 +103,9 @@ def _attention_flops(
     length = 1 if stack == "decoder" else attended
     query = torch.empty(batch_size, heads.query, length, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
-    maps = tuple(nn.Linear(each.in_features, each.out_features, device="meta") for each in (key, value))
+    maps = tuple(
+        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
+    )
     stays = site.is_cross_attention and is_short(latent)
     if not stays and absorbs(module.get_submodule(site.core), query, latent, maps):
         yield "query", 2 * heads.rank * (heads.query + heads.output) * (heads.head_dim + attended)

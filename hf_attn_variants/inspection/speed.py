@@ -144,11 +144,11 @@ def measure_speed(
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
+    _check_device(device)
     current = variant_config(config)
     positions = getattr(current, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ValueError(f"`length` is {length}; the model has {positions} positions.")
-    _check_device(device)
     # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
     encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
     decodes = current.is_encoder_decoder and not encoder_alone
@@ -159,13 +159,11 @@ def measure_speed(
             f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
         )
     work = (max_new_tokens, num_beams or 1) if decodes else None
-    counts = None if kv_heads is None else set(kv_heads)
-    contestants = dict(_contestants(config, current, auto_class, model_class, counts, talking_heads, latents))
+    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads, latents))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    runs = {name: _run(model, batch_size, length, work) for name, model in models.items()}
+    times = _timed({name: _run(model, batch_size, length, work) for name, model in models.items()}, rounds, device)
     fields = {name: fields for name, (fields, _) in contestants.items()}
-    tokens = batch_size * (max_new_tokens if decodes else length)
-    rows = _rows(fields, _timed(runs, rounds, device), tokens, max_new_tokens if decodes else None)
+    rows = _rows(fields, times, batch_size * (max_new_tokens if decodes else length), max_new_tokens if work else None)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
@@ -236,7 +234,7 @@ def _contestants(
     current: Any,
     auto_class: str,
     model_class: type,
-    kv_heads: set[int] | None,
+    kv_heads: Sequence[int] | None,
     talking_heads: bool,
     latents: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
@@ -246,7 +244,7 @@ def _contestants(
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
     field = kv_heads_field(model_class, current)
     heads = current.query_heads(field)
-    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else kv_heads
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == current.model_type and not has_latents(current, field):
         counts |= {heads}  # no class of transformers is the baseline then
     for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads, latents):

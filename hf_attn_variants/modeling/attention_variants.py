@@ -150,7 +150,9 @@ def fused_attention(
     shared = query.shape[0] // memories * (query.shape[1] // kv_heads)  # query heads that read one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # An exported graph must serve every batch size: it may not depend on one.
-    if length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE:
+    # Of a latent, which is key and value at once, the fused kernel reads each block once, with a thread a memory.
+    one_read = key is value and memories >= torch.get_num_threads()
+    if length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE and not one_read:
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:

@@ -21,10 +21,20 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
-__all__ = ["LatentProjection", "absorbs", "attend_to_latent", "holds_latent", "is_short", "shared_latent"]
+__all__ = [
+    "EXPANDED",
+    "LatentProjection",
+    "absorbs",
+    "attend_to_latent",
+    "holds_latent",
+    "is_short",
+    "shared_latent",
+]
 
-# Attributes of a cache's layer: keys and values made once from a short latent, by the attention's layer.
+# The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
+# A value's bias counts times the row sums of the weights, which then are made: for so many queries at most.
+MAX_ROWS_WITH_WEIGHTS = 16
 
 
 class LatentProjection(nn.Linear):
@@ -137,6 +147,8 @@ def absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps: 
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # a graph should serve every length of the memory
     memories, _, memory_length, rank = latent.shape
+    if maps[1].bias is not None and length > MAX_ROWS_WITH_WEIGHTS:
+        return False
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
@@ -165,7 +177,6 @@ def _absorbed(
     query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
     query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
     bias = maps[1].bias
-    # The row sums are those of weights, which fused kernels do not give.
     implementation = module.implementation if bias is None else EAGER
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
     output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]
