@@ -7,7 +7,7 @@ from typing import Any
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
 
-__all__ = ["main", "parse_args"]
+__all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
     )
-    _add_calibration_arguments(
+    add_calibration_arguments(
         parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
     )
     parser.add_argument(
@@ -80,7 +80,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parse_with_checkpoint(parser, argv)
 
 
-def _add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+def add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the flags of calibration text and of how closely it is fitted to."""
     group.add_argument(
         "--calibration_file",
         help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
@@ -125,7 +126,7 @@ def main(args: argparse.Namespace) -> Any:
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
         options.pop(name)
-    calibration = _calibration(args)
+    calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary())
@@ -134,7 +135,7 @@ def main(args: argparse.Namespace) -> Any:
     return report
 
 
-def _calibration(args: argparse.Namespace) -> Calibration | None:
+def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text and draw its examples."""
     from ..conversion.calibration.texts import read_calibration
     from ..conversion.methods import METHODS

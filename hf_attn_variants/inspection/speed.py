@@ -27,7 +27,7 @@ from .costs import (
     variant_rows,
 )
 
-__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "measure_speed"]
+__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "decoding_or_pass", "measure_speed", "run_times"]
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,7 @@ def measure_speed(
     )
     _check_device(device)
     current = variant_config(config)
-    positions = getattr(current, "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+    _check_positions(current, length)
     # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
     encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
     decodes = current.is_encoder_decoder and not encoder_alone
@@ -161,9 +159,10 @@ def measure_speed(
     work = (max_new_tokens, num_beams or 1) if decodes else None
     contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads, latents))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    times = _timed({name: _run(model, batch_size, length, work) for name, model in models.items()}, rounds, device)
+    runs = {name: decoding_or_pass(model, batch_size, length, work) for name, model in models.items()}
     fields = {name: fields for name, (fields, _) in contestants.items()}
-    rows = _rows(fields, times, batch_size * (max_new_tokens if decodes else length), max_new_tokens if work else None)
+    tokens = batch_size * (max_new_tokens if decodes else length)
+    rows = _rows(fields, _timed(runs, rounds, device), tokens, max_new_tokens if work else None)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
@@ -214,10 +213,16 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict
     names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-            found = _times(runs[name], device)
+            found = run_times(runs[name], device)
             if number >= 0:
                 times[name].append(found)
     return times
+
+
+def _check_positions(config: Any, length: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
 
 
 def _check_device(device: str) -> None:
@@ -274,10 +279,16 @@ class _FirstToken(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _run(
+def decoding_or_pass(
     model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
 ) -> Callable[[], StoppingCriteria | None]:
-    """Return what is timed: a pass, or the `decoding` of so many tokens with so many beams, which notes the first."""
+    """Return what is timed, for `run_times`.
+
+    Args:
+        model: it must end no text by itself before its time (`eos_token_id`).
+        batch_size, length: of the text or, for an encoder-decoder, of the encoder's outputs; both random.
+        decoding: the tokens to generate and the beams; None = a pass over the text.
+    """
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
         return lambda: (model(input_ids=ids), None)[1]
@@ -296,7 +307,8 @@ def _run(
 
 
 @torch.no_grad()
-def _times(run: Callable[[], Any], device: str) -> Times:
+def run_times(run: Callable[[], Any], device: str) -> Times:
+    """Return the seconds until the first token was there (None for a pass) and until the end."""
     _wait(device)
     start = time.perf_counter()
     first = run()
