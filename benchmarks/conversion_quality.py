@@ -101,7 +101,7 @@ class Results:
         """Add a row, or replace the one of the same key, and write the file."""
         if self._this_run is None:
             self._this_run = len(self.runs)
-            self.runs.append(_run_record())
+            self.runs.append(run_record())
         self._rows[row_key(row)] = row | {"run": self._this_run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(self.path, json.dumps({"runs": self.runs, "rows": self.rows}, indent=1) + "\n")
@@ -279,7 +279,7 @@ def _order(row: Row) -> tuple:
     return row["model"], method, -row["num_key_value_heads"], row["steps"], row["seed"]
 
 
-def _run_record() -> dict[str, Any]:
+def run_record() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return {

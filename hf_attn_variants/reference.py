@@ -27,6 +27,7 @@ __all__ = [
     "dot_product_attention",
     "grouped_query_attention",
     "grouped_query_attention_incremental",
+    "latent_attention",
     "masked_softmax",
     "multihead_attention",
     "multihead_attention_concat",
@@ -272,6 +273,20 @@ def bilinear_forms_of_talking_heads(
     if P_w is not None:
         B_v = einsum("jed,hj->hed", B_v, P_w)
     return B_l, B_v
+
+
+def latent_attention(
+    X: Tensor, M: Tensor, A: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None
+) -> Tensor:
+    """Latent attention, keys and values made from C = M A (2405.04434, 2.1.2), as the multi-query one on C that it is.
+
+    X [b, n, d], M [b, m, d], A [d, r], P_q [h, d, k], P_k [h, r, k], P_v [h, r, v], P_o [h, d, v], mask [b, h, n, m]
+    -> Y [b, n, d]. With A the identity slim attention (2503.05840).
+    """
+    C = einsum("bmd,dr->bmr", M, A)
+    Q = einsum("bnd,hdk,hrk->bhnr", X, P_q, P_k)
+    weights = masked_softmax(_add(einsum("bhnr,bmr->bhnm", Q, C), mask))
+    return einsum("bhnr,hrv,hdv->bnd", einsum("bhnm,bmr->bhnr", weights, C), P_v, P_o)
 
 
 def attention_core(

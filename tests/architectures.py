@@ -93,6 +93,14 @@ def text_inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": token_ids(), "attention_mask": padding_mask()}
 
 
+def with_latents(model: Any, **ranks: int) -> Any:
+    """Return a model again, without a parameter more: its keys and values are made from latents as wide as inputs."""
+    config = model.config_class.from_upstream(model.config, **ranks)
+    exact = type(model)(config).eval()
+    exact.load_state_dict(model.state_dict())
+    return exact
+
+
 def _source_and_target() -> dict[str, torch.Tensor]:
     return text_inputs() | {"decoder_input_ids": token_ids()}
 

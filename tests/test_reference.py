@@ -271,6 +271,18 @@ def test_grouped_query_is_a_bilinear_attention():
     close(ref.bilinear_attention(X, M, *forms), ref.grouped_query_attention(X, M, P_q, P_k, P_v, P_o))
 
 
+@pytest.mark.parametrize("rank", [7, D])
+def test_latent_attention_is_multihead_attention_to_the_latent(rank):
+    X, M = inputs()
+    (P_q, _, _, P_o), (_, P_k, P_v, _), A = weights(), weights(d=rank), rand(D, rank)
+    mask = rand(B, H, N, M_LEN)
+    Y = ref.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
+    close(Y, ref.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
+    if rank == D:  # the memory itself
+        whole, eye = (P_q, A @ P_k, A @ P_v, P_o), torch.eye(D, dtype=torch.float64)
+        close(ref.latent_attention(X, M, eye, *whole, mask=mask), Y)
+
+
 @pytest.mark.parametrize("given", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
 def test_talking_heads_is_a_low_rank_bilinear_attention(given):
     X, M = inputs()

@@ -87,6 +87,13 @@ class AttentionSite:
         """Return the path inside the base model of the map that makes the latent of the attention at this path."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
+    def latent_map(self, base_model: nn.Module, path: str) -> nn.Module | None:
+        """Return the map that makes the latent of the attention at this path, if it has one."""
+        if self.rank_field is None:
+            return None
+        owner, _, name = self.latent_path(path).rpartition(".")
+        return getattr(base_model.get_submodule(owner), name, None)
+
 
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]

@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import EAGER, SDPA
+from .query_folding import QueryFold, repeated_for_beams
 from .talking_heads import check_mask, talking_heads_attention
 
 __all__ = [
@@ -85,7 +86,7 @@ def attention_with_weights(
         if logits_proj is None and weights_proj is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
-        mask = _for_beams(mask, query.shape[0])
+        mask = repeated_for_beams(mask, query.shape[0])
     logits = _grouped_matmul(query * scaling, key.transpose(-1, -2))  # [b, h_k, n, m]
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:
@@ -108,7 +109,7 @@ def _attend_in_beams(
     is_causal: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fold = _Fold(query, key)
+    fold = QueryFold(query, key)
     if is_causal:
         mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
     mask, position_bias = fold.mask(mask), fold.mask(position_bias)
@@ -168,7 +169,7 @@ def fused_attention(
     fold = None
     if shared > 1 and (length == 1 or query.shape[0] != memories or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
-        fold, is_causal, enable_gqa = _Fold(query, key), False, False
+        fold, is_causal, enable_gqa = QueryFold(query, key), False, False
         query, mask = fold.rows(query), fold.mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
@@ -328,50 +329,6 @@ def _biased_mask(
     if mask.dtype == torch.bool:
         return position_bias.masked_fill(~mask, -torch.inf)
     return position_bias + mask
-
-
-class _Fold:
-    """What reads one key/value head, the heads of a group in the beams of a sentence, as rows of one attention."""
-
-    def __init__(self, query: torch.Tensor, key: torch.Tensor):
-        (batch, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
-        self.beams, self.groups = batch // self.memories, heads // self.kv_heads
-
-    def rows(self, query: torch.Tensor) -> torch.Tensor:
-        """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""
-        if self.beams * self.length == 1:
-            return query.reshape(self.memories, self.kv_heads, self.groups, query.shape[-1])
-        query = query.reshape(self.memories, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
-        return query.transpose(1, 2).flatten(2, 3)
-
-    def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a mask or bias that broadcasts to [b B, k g, n, m] as one that broadcasts to [b, k, B g n, m]."""
-        if mask is None:
-            return None
-        mask = mask[(None,) * (4 - mask.dim())]
-        batch, heads, length, memory_length = mask.shape
-        beams = self.beams if batch > self.memories else 1
-        kv_heads, groups = (self.kv_heads, self.groups) if heads > 1 else (1, 1)
-        mask = mask.reshape(batch // beams, beams, kv_heads, groups, length, memory_length).transpose(1, 2)
-        if beams * groups * length > 1:
-            sizes = (self.beams, self.groups, self.length, memory_length)
-            mask = mask.expand(mask.shape[0], kv_heads, *sizes)
-        return mask.flatten(2, 4)
-
-    def unfolded(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what `rows` made, [b, k, B g n, x], as [b B, n, k g, x]."""
-        size = states.shape[-1]
-        if self.beams * self.length == 1:
-            return states.reshape(self.memories, 1, self.kv_heads * self.groups, size)
-        states = states.unflatten(2, (self.beams, self.groups, self.length)).permute(0, 2, 4, 1, 3, 5)
-        return states.reshape(self.memories * self.beams, self.length, self.kv_heads * self.groups, size)
-
-
-def _for_beams(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return a mask with a row for each beam, where it has one for each of several sentences."""
-    if mask is None or mask.dim() < 4 or mask.shape[0] in (1, batch):
-        return mask
-    return mask.repeat_interleave(batch // mask.shape[0], dim=0)
 
 
 def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:

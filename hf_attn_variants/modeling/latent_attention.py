@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
@@ -42,6 +42,23 @@ class LatentProjection(nn.Linear):
 
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
+
+
+class LatentLayer(DynamicLayer):
+    """The layer of a dynamic cache that keeps a latent [b, 1, m, r] as it is, where `update` copies it.
+
+    It may be the encoder's outputs themselves, which other callers read as well: nothing writes into it.
+    """
+
+    def __init__(self, latent: torch.Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(latent, latent)
+        self.keys, self.values = latent, latent[..., :0]
+
+    def reset(self) -> None:
+        """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
 
 def attend_to_latent(
@@ -87,30 +104,35 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: EncoderDecoderCache | None, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
+def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
     All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
     repeated and selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's.
+        cache: the decoder's; another kind than this has no place for cross-attention.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
+
+    Raises:
+        ValueError: for a cache that has no part for the memory.
     """
-    if cache is None:
+    if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
+    if not isinstance(cache, EncoderDecoderCache):
+        raise ValueError(f"A cross-attention's latent needs an EncoderDecoderCache; got {type(cache).__name__}.")
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
         latent = memory[:, None]
-        cross.update(latent, latent[..., :0], 0)
-        del cross.layers[1:]
-        if not cross.layers[0].is_compileable:
-            # `update` has copied it; the encoder's outputs are kept as they are.
-            cross.layers[0].keys, cross.layers[0].values = latent, latent[..., :0]
+        if cross.is_compileable:
+            cross.update(latent, latent[..., :0], 0)
+            del cross.layers[1:]
+        else:
+            cross.layers[:] = [LatentLayer(latent)]
     cache.is_updated[0] = cache.is_updated[layer] = True
     return cross.layers[0].keys, cross.layers[0]
 
@@ -173,16 +195,25 @@ def _absorbed(
     maps: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    key_weight, value_weight = (each.weight.unflatten(0, (-1, query.shape[-1])) for each in maps)  # [k, d, r]
-    query = query.unflatten(1, (key_weight.shape[0], -1))  # [b, k, g, n, d]
-    query = torch.einsum("bkgnd,kdr->bkgnr", query, key_weight).flatten(1, 2)
-    bias = maps[1].bias
+    head_dim, (_, value_map) = query.shape[-1], maps
+    query = _by_head(query, maps[0].weight, head_dim)
+    bias = value_map.bias
     implementation = module.implementation if bias is None else EAGER
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = output.unflatten(2, (value_weight.shape[0], -1))  # [b, n, k, g, r]
-    output = torch.einsum("bnkgr,kdr->bnkgd", output, value_weight)
+    output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
-        sums = weights.sum(-1).unflatten(1, (value_weight.shape[0], -1)).permute(0, 3, 1, 2)  # [b, n, k, g]
-        output = output + sums[..., None] * bias.view(value_weight.shape[0], 1, -1)
+        sums = weights.sum(-1).transpose(1, 2)[..., None]  # [b, n, h_v, 1]
+        groups = output.shape[2] * head_dim // bias.shape[0]
+        output = output + sums * bias.view(-1, head_dim).repeat_interleave(groups, dim=0)
         weights = weights if wants_weights(module, options) else None
-    return output.flatten(2, 3), weights
+    return output, weights
+
+
+def _by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
+    """Multiply each head of states [b, k g, n, x] by its group's part of a map [k d, r]: x = d to r, or r to d."""
+    weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
+    weight = weight.mT if transposed else weight
+    batch, heads, length, size = states.shape
+    rows = states.reshape(batch, weight.shape[0], -1, size).transpose(0, 1).reshape(weight.shape[0], -1, size)
+    by_head = torch.bmm(rows, weight).view(weight.shape[0], batch, -1, weight.shape[2])  # [k, b, g n, y]
+    return by_head.transpose(0, 1).reshape(batch, heads, length, -1)

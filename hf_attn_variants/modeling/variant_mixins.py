@@ -165,12 +165,21 @@ class AttentionVariantMixin:
         """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
 
         The cache's keys are c, its values have no width.
+
+        Raises:
+            ValueError: for a cache that keeps something else (keys and values, such as a prefix of peft's).
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]
         if cache is None:
             return latent
         cache = getattr(cache, "self_attention_cache", cache)
+        kept = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
+        if kept is not None and kept.shape[1::2] != latent.shape[1::2]:
+            raise ValueError(
+                f"This attention keeps {latent.shape[-1]} numbers a token, its latent (`kv_lora_rank`); the cache "
+                f"handed over has {kept.shape[1]} heads of {kept.shape[-1]}."
+            )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]
 
     def _check_cache(self, cache: Any, memory: torch.Tensor | None) -> None:
@@ -356,7 +365,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
         module._is_hf_initialized = False
-    if rank < width:
+    if rank < width and site.latent_map(model.base_model, path) is None:  # a shared one is there after the first
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
@@ -365,9 +374,8 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
 def _add_latent(base_model: nn.Module, path: str, width: int, rank: int) -> None:
     parent, _, name = path.rpartition(".")
     owner = base_model.get_submodule(parent)
-    if not hasattr(owner, name):  # one that several attentions share is there after the first
-        like = next(owner.parameters())
-        owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
+    like = next(owner.parameters())
+    owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

@@ -90,6 +90,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
         "layer_values.py",
         "loading_checks.py",
         f"{architecture.config_class.modeling_file}.py",
+        "query_folding.py",
         "talking_heads.py",
         "talking_heads_blocked.py",
         "talking_heads_choice.py",

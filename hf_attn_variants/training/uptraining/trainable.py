@@ -29,13 +29,14 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
-        for _, _, module in named_attentions(model):
-            for parameter in module.parameters():
+        for site, path, module in named_attentions(model):
+            latent = site.latent_map(model.base_model, path)  # one that all layers share is in none of them
+            for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Add trainable low-rank updates (arXiv:2106.09685) to all four projections of every attention, in place.
+    """Add trainable low-rank updates (arXiv:2106.09685) to all projections of every attention, in place.
 
     The model's parameters are frozen; updates are scaled by alpha / rank. Return peft's model around it, whose
     `merge_and_unload` adds them to the weights.
@@ -43,11 +44,11 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     from peft import LoraConfig, get_peft_model
 
     names = {id(module): name for name, module in model.named_modules()}
-    targets = [
-        names[id(module.get_submodule(path))]
-        for site, _, module in named_attentions(model)
-        for path in site.projections.values()
-    ]
+    maps = []
+    for site, path, module in named_attentions(model):
+        maps += [module.get_submodule(linear) for linear in site.projections.values()]
+        maps += [site.latent_map(model.base_model, path)]
+    targets = list(dict.fromkeys(names[id(each)] for each in maps if each is not None))
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
 
 

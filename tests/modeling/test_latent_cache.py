@@ -1,0 +1,285 @@
+"""What a cache keeps of a latent: once for all layers of a cross-attention, whatever is done to the cache."""
+
+import copy
+
+import pytest
+import torch
+from architectures import BATCH, LENGTH, T5, VOCABULARY, token_ids, with_latents
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_attn_variants.modeling.latent_attention import is_short
+
+WIDTH, OWN = T5.tiny["d_model"], 16
+CROSS_RANKS = pytest.mark.parametrize("rank", [WIDTH, 24], ids=["exact", "low rank"])
+VARIANTS = pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
+
+
+def t5(rank, variant="mha"):
+    return T5.model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=rank, kv_lora_rank=OWN)
+
+
+def stored(cache):
+    """The bytes of a cache's distinct storages."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def pieces():
+    """A source and a target in parts: the first goes into a cache, the second is compared after it."""
+    batch = T5.batch("T5ForConditionalGeneration")
+    target = batch.pop("decoder_input_ids")
+    return batch, target[:, :5], target[:, 5:]
+
+
+def start(model, batch, first, cache=None):
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
+    with torch.no_grad():
+        return model(**batch, decoder_input_ids=first, past_key_values=cache).past_key_values
+
+
+def go_on(model, batch, last, cache):
+    # With no encoder's outputs but the cache's, a wrong cache cannot be helped.
+    nothing = BaseModelOutput(last_hidden_state=torch.full((len(last), LENGTH, WIDTH), torch.nan))
+    with torch.no_grad():
+        mask = batch["attention_mask"]
+        return model(
+            encoder_outputs=nothing, attention_mask=mask, decoder_input_ids=last, past_key_values=cache
+        ).logits
+
+
+def full(model, batch, first, last):
+    with torch.no_grad():
+        whole = torch.cat([first, last], dim=1)
+        return model(**batch, decoder_input_ids=whole, use_cache=False).logits[:, first.shape[1] :]
+
+
+def rows(batch, indices):
+    return {name: tensor[indices] for name, tensor in batch.items()}
+
+
+def assert_holds(cache, sentences, rank, beams=1, length=5):
+    cross = cache.cross_attention_cache
+    assert stored(cross) == 4 * sentences * LENGTH * rank
+    assert [layer.keys.shape for layer in cross.layers] == [(sentences, 1, LENGTH, rank)]
+    assert [layer.values.shape for layer in cross.layers] == [(sentences, 1, LENGTH, 0)]
+    own = cache.self_attention_cache
+    assert [layer.keys.shape for layer in own.layers] == [(sentences * beams, 1, length, OWN)] * 2
+    assert [layer.values.shape for layer in own.layers] == [(sentences * beams, 1, length, 0)] * 2
+
+
+@CROSS_RANKS
+@VARIANTS
+def test_the_latent_is_kept_once_for_all_layers(rank, variant, form):
+    model = t5(rank, variant)
+    batch, first, last = pieces()
+    cache = start(model, batch, first)
+    assert_holds(cache, BATCH, rank)
+    found = go_on(model, batch, last, cache)
+    assert_holds(cache, BATCH, rank, length=LENGTH)
+    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_layers_cost_a_multi_head_cache_and_no_latent(layers):
+    plain = T5.model("T5ForConditionalGeneration", num_layers=layers)
+    exact = T5.model("T5ForConditionalGeneration", num_layers=layers, cross_kv_lora_rank=WIDTH)
+    batch, first, _ = pieces()
+    sizes = [stored(start(model, batch, first).cross_attention_cache) for model in (plain, exact)]
+    per_token = [size / (4 * BATCH * LENGTH) for size in sizes]
+    assert per_token == [2 * layers * 12 * 8, WIDTH]
+
+
+@CROSS_RANKS
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str
+)
+def test_generation_keeps_it_once_a_sentence(rank, kind, search):
+    model = t5(rank)
+    batch, *_ = pieces()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    result = model.generate(**batch, **(options | search), cache_implementation=kind)
+    beams = search.get("num_beams", 1) * search.get("num_return_sequences", 1)
+    assert_holds(result.past_key_values, BATCH, rank, beams, length=6)
+
+
+@CROSS_RANKS
+def test_beams_whose_heads_talk_read_a_memory_each(rank):
+    model = t5(rank, "gqa_talking")
+    batch, *_ = pieces()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 3, "return_dict_in_generate": True}
+    assert_holds(model.generate(**batch, **options).past_key_values, 3 * BATCH, rank, length=6)
+
+
+def repeated(cache):
+    cache.batch_repeat_interleave(2)
+    return torch.arange(BATCH).repeat_interleave(2)
+
+
+def selected(cache):
+    kept = torch.tensor([2, 0])
+    cache.batch_select_indices(kept)
+    return kept
+
+
+def reordered(cache):
+    beams = torch.tensor([1, 1, 0])
+    cache.reorder_cache(beams)
+    return beams
+
+
+@CROSS_RANKS
+@VARIANTS
+@pytest.mark.parametrize("change", [repeated, selected, reordered])
+def test_a_cache_whose_rows_change_is_still_one_latent(rank, variant, change, form):
+    model = t5(rank, variant)
+    batch, first, last = pieces()
+    cache = start(model, batch, first)
+    kept = change(cache)
+    assert_holds(cache, len(kept), rank)
+    batch, first, last = rows(batch, kept), first[kept], last[kept]
+    found = go_on(model, batch, last, cache)
+    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+
+
+@CROSS_RANKS
+def test_a_copy_is_one_latent_as_well(rank, form):
+    model = t5(rank)
+    batch, first, last = pieces()
+    cache = start(model, batch, first)
+    again = copy.deepcopy(cache)
+    assert_holds(again, BATCH, rank)
+    cache.cross_attention_cache.layers[0].keys.fill_(torch.nan)
+    found = go_on(model, batch, last, again)
+    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+
+
+@CROSS_RANKS
+@pytest.mark.parametrize("crop", [-2, -4])
+def test_cropped(rank, crop, form):
+    model = t5(rank)
+    batch, first, last = pieces()
+    cache = start(model, batch, first)
+    cache.crop(crop)
+    assert_holds(cache, BATCH, rank, length=5 + crop)
+    found = go_on(model, batch, last, cache)
+    torch.testing.assert_close(found, full(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
+
+
+@CROSS_RANKS
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_reset_and_used_for_other_sentences(rank, kind, form):
+    """And the outputs of the encoder that it has held are as they were."""
+    model = t5(rank)
+    batch, first, last = pieces()
+    with torch.no_grad():
+        memory = model.encoder(**batch)
+    states = memory.last_hidden_state.clone()
+    cache = static_pair(model) if kind == "static" else EncoderDecoderCache(DynamicCache(), DynamicCache())
+    start(model, {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}, first, cache)
+    cache.reset()
+    assert memory.last_hidden_state.equal(states)
+    if kind == "dynamic":  # releases before 5.23 leave it as long as it was, in any model
+        cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+    others = batch | {"input_ids": token_ids(BATCH, LENGTH)}
+    start(model, others, last, cache)
+    assert_holds(cache, BATCH, rank, length=12 if kind == "static" else last.shape[1])
+    found = go_on(model, others, first, cache)
+    torch.testing.assert_close(found, full(model, others, last, first), atol=1e-5, rtol=0)
+
+
+def static_pair(model, length=12):
+    options = {"config": model.config}
+    return EncoderDecoderCache(
+        StaticCache(max_cache_len=length, **options), StaticCache(max_cache_len=LENGTH, **options)
+    )
+
+
+@CROSS_RANKS
+@pytest.mark.parametrize("variant", ["mha", "gqa", "weights"])
+def test_a_pair_of_static_caches(rank, variant):
+    """Also where keys and values have unequal numbers of heads, which are no longer kept."""
+    model = t5(rank, variant)
+    batch, first, last = pieces()
+    cache = start(model, batch, first, static_pair(model))
+    assert_holds(cache, BATCH, rank, length=12)
+    found = go_on(model, batch, last, cache)
+    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+
+
+@CROSS_RANKS
+@pytest.mark.parametrize("kind", ["dynamic", "static", "configured"])
+def test_a_cache_wrapped_anew_is_the_old_one(rank, kind, form):
+    model = t5(rank)
+    batch, first, last = pieces()
+    given = {
+        "dynamic": lambda: None,
+        "static": lambda: static_pair(model),
+        "configured": lambda: EncoderDecoderCache(*(DynamicCache(config=model.config) for _ in range(2))),
+    }
+    cache = start(model, batch, first, given[kind]())
+    again = EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
+    found = go_on(model, batch, last, again)
+    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+
+
+def test_a_kept_cache_goes_on_generating(form):
+    """As it does in a model without latents, whatever upstream feeds it then."""
+    plain = T5.model("T5ForConditionalGeneration")
+    exact = with_latents(plain, cross_kv_lora_rank=WIDTH, kv_lora_rank=WIDTH)
+    batch, *_ = pieces()
+    sequences = []
+    for model in (plain, exact):
+        model.generation_config.eos_token_id = None
+        options = batch | {"do_sample": False, "return_dict_in_generate": True}
+        first = model.generate(**options, max_new_tokens=3)
+        options |= {"past_key_values": first.past_key_values, "decoder_input_ids": first.sequences}
+        again = model.generate(**options, max_new_tokens=5)
+        sequences.append(again.sequences)
+        if model is exact:
+            assert stored(again.past_key_values.cross_attention_cache) == 4 * BATCH * LENGTH * WIDTH
+    assert sequences[0].shape == (BATCH, 9) and sequences[1].equal(sequences[0])
+
+
+@CROSS_RANKS
+def test_a_handed_over_cache_serves_generation(rank):
+    model = t5(rank)
+    batch, *_ = pieces()
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    expected = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    assert model.generate(**batch, max_new_tokens=6, do_sample=False, past_key_values=cache).equal(expected)
+
+
+def test_a_cache_that_cannot_hold_it_is_a_clear_error():
+    batch, first, _ = pieces()
+    model = t5(WIDTH)
+    with pytest.raises(ValueError, match=r"needs an EncoderDecoderCache.*got DynamicCache"):
+        model(**batch, decoder_input_ids=first, past_key_values=DynamicCache())
+    others = start(T5.model("T5ForConditionalGeneration"), batch, first)
+    others = EncoderDecoderCache(others.self_attention_cache, DynamicCache())
+    with pytest.raises(ValueError, match=f"keeps {OWN} numbers a token.*`kv_lora_rank`.*has 12 heads of 8"):
+        model(**batch, decoder_input_ids=first, past_key_values=others)
+
+
+def test_keys_and_values_of_a_short_memory_stay_beside_it(monkeypatch):
+    """They are no more numbers than the maps that made them, and are made once."""
+    model = t5(WIDTH)
+    batch, first, last = pieces()
+    latent = torch.empty(BATCH, 1, LENGTH, WIDTH)
+    assert is_short(latent) and not is_short(latent.repeat(2, 1, 1, 1))
+    cache = start(model, batch, first)
+    cross = model.decoder.block[1].layer[1].EncDecAttention
+    cross.k.register_forward_hook(lambda *_: pytest.fail("keys were made again"))
+    go_on(model, batch, last, cache)
+
+
+def test_the_decoder_alone_has_a_plain_cache():
+    model = t5(24)
+    ids = torch.randint(5, VOCABULARY, (2, 6))
+    with torch.no_grad():
+        expected = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        cache = DynamicCache()
+        model.decoder(input_ids=ids[:, :4], past_key_values=cache)
+        found = model.decoder(input_ids=ids[:, 4:], past_key_values=cache).last_hidden_state
+    torch.testing.assert_close(found, expected[:, 4:], atol=1e-5, rtol=0)

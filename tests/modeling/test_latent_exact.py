@@ -1,0 +1,289 @@
+"""A latent as wide as its input is the input: any T5 or mT5 checkpoint decodes from the encoder's outputs alone."""
+
+import pytest
+import torch
+import transformers
+from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_attn_variants import AttnVariantT5ForConditionalGeneration
+
+WIDTH = T5.tiny["d_model"]
+CROSS = {"cross_kv_lora_rank": WIDTH}
+ALL = CROSS | {"kv_lora_rank": WIDTH, "encoder_kv_lora_rank": WIDTH}
+RANKS = {"cross": CROSS, "all": ALL}
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FLAVOURS = {
+    "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
+    "v1.1": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
+    "mt5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, {}),
+}
+MASKS = {"full": lambda: None, "right": padding_mask, "left": lambda: padding_mask().flip(1)}
+SEARCHES = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 4, "do_sample": False},
+    "beams returned": {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+}
+VARIANTS = {
+    "2 heads": {"num_key_value_heads": 2},
+    "1 head": {"num_key_value_heads": 1, "encoder_num_key_value_heads": 3},
+    "talking": {"talking_heads": "both"},
+    "grouped talking": {
+        "num_key_value_heads": 4,
+        "talking_heads": "both",
+        "talking_heads_init": "random",
+        "num_softmax_heads": 6,
+        "num_value_heads": 8,
+    },
+    "more values": {"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 8},
+    "query terms": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2w"]},
+    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
+}
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+
+
+def assert_close(found, expected):
+    atol = 1e-5 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def generated(model, inputs, **kwargs):
+    torch.manual_seed(11)
+    return model.generate(**inputs, max_new_tokens=7, **kwargs)
+
+
+def source(padding="right"):
+    torch.manual_seed(1)
+    inputs = text_inputs()
+    return inputs | {"attention_mask": MASKS[padding]()}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("ranks", RANKS)
+@IMPLEMENTATIONS
+def test_any_checkpoint_loads_and_decodes_as_upstreams(flavour, ranks, implementation, tmp_path):
+    model_class, config_class, fields = FLAVOURS[flavour]
+    torch.manual_seed(0)
+    upstream = model_class(config_class(**T5.tiny, **fields)).eval()
+    with torch.no_grad():
+        for parameter in upstream.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    upstream.save_pretrained(tmp_path)
+    ours, info = AttnVariantT5ForConditionalGeneration.from_pretrained(
+        tmp_path, **RANKS[ranks], output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for model in (upstream, upstream.encoder, upstream.decoder, ours):
+        model.set_attn_implementation(implementation)
+    for padding in MASKS:
+        inputs = source(padding)
+        with torch.no_grad():
+            theirs, mine = (
+                model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, ours.eval())
+            )
+        assert_close(mine.logits, theirs.logits)
+        for search in SEARCHES.values():
+            assert generated(ours, inputs, **search).equal(generated(upstream, inputs, **search)), (padding, search)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@IMPLEMENTATIONS
+def test_grouped_and_talking_heads_keep_their_outputs(variant, implementation, form):
+    model = T5.model("T5ForConditionalGeneration", **VARIANTS[variant])
+    exact = with_latents(model, **ALL)
+    for each in (model, exact):
+        each.set_attn_implementation(implementation)
+    inputs = source("left")
+    with torch.no_grad():
+        plain, found = (each(**inputs, decoder_input_ids=inputs["input_ids"]) for each in (model, exact))
+    assert_close(found.logits, plain.logits)
+    for search in ("beams returned", "samples"):
+        kwargs = SEARCHES[search]
+        assert generated(exact, inputs, **kwargs).equal(generated(model, inputs, **kwargs)), search
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
+def test_encoder_outputs_are_reused_and_left_as_they_are(variant, search, form):
+    model = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
+    inputs = source()
+    with torch.no_grad():
+        states = model.encoder(**inputs).last_hidden_state
+    kept, expected = states.clone(), generated(model, inputs, **SEARCHES[search])
+    for _ in range(2):
+        # A new one each time: upstream repeats what is in it, in place, where beams do not share it.
+        outputs = BaseModelOutput(last_hidden_state=states)
+        reused = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
+        assert generated(model, reused, **SEARCHES[search]).equal(expected)
+        assert states.equal(kept)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_assisted_decoding(ranks, form):
+    plain = T5.model("T5ForConditionalGeneration", "gqa")
+    model = with_latents(plain, **RANKS[ranks])
+    # An assistant that is often right, one that is mostly wrong, and the model's own past.
+    near, far = (T5.model("T5ForConditionalGeneration", "gqa", seed=seed) for seed in (0, 1))
+    with torch.no_grad():
+        near.lm_head.weight.add_(torch.randn_like(near.lm_head.weight), alpha=0.02)
+    inputs = {"input_ids": token_ids(1, LENGTH)}
+    expected = plain.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for assistant in (near, far, with_latents(near, **ALL)):
+        found = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert found.equal(expected)
+    found = model.generate(**inputs, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    assert found.equal(expected)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@IMPLEMENTATIONS
+def test_attention_weights(variant, implementation, form):
+    plain = T5.model("T5ForConditionalGeneration", variant)
+    exact = with_latents(plain, **ALL)
+    for each in (plain, exact):
+        each.set_attn_implementation(implementation)
+    batch = T5.batch("T5ForConditionalGeneration")
+    with torch.no_grad():
+        expected, found = (each(**batch, output_attentions=True) for each in (plain, exact))
+    for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        for mine, other in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    kwargs = {"num_beams": 3, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
+    expected, found = (each.generate(**source(), max_new_tokens=4, **kwargs) for each in (plain, exact))
+    for step, steps in zip(expected.cross_attentions, found.cross_attentions, strict=True):
+        for mine, other in zip(step, steps, strict=True):
+            assert mine.shape[0] == 3 * BATCH
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
+@IMPLEMENTATIONS
+def test_a_source_without_a_token_gives_what_it_gave(variant, implementation, form):
+    plain = T5.model("T5ForConditionalGeneration", variant)
+    exact = with_latents(plain, **CROSS)
+    batch = T5.batch("T5ForConditionalGeneration")
+    batch["attention_mask"][1] = 0
+    states, logits = [], []
+    for each in (plain, exact):
+        each.set_attn_implementation(implementation)
+        attention = each.decoder.block[1].layer[1].EncDecAttention
+        attention.register_forward_hook(lambda module, _, output: states.append(output[0][1]))
+        with torch.no_grad():
+            logits.append(each(**batch).logits)
+    if implementation == "sdpa":  # its masks are booleans, those of eager the lowest number
+        assert states[0].abs().max() == 0 == states[1].abs().max()
+    assert_close(states[1], states[0])
+    assert_close(logits[1], logits[0])
+
+
+@pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
+def test_static_caches(variant, ranks, search):
+    plain = T5.model("T5ForConditionalGeneration", variant)
+    exact = with_latents(plain, **RANKS[ranks])
+    expected = generated(plain, source(), **SEARCHES[search])
+    for _ in range(2):  # the second finds the first one's cache
+        found = generated(exact, source(), cache_implementation="static", **SEARCHES[search])
+        assert found.equal(expected)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients(variant, reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(**T5.batch("T5ForConditionalGeneration", labels=True)).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("automatic", [False, True], ids=["cast", "autocast"])
+def test_half_precision(variant, dtype, automatic, form):
+    exact = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
+    inputs, target = source(), token_ids()
+    with torch.no_grad():
+        expected = exact(**inputs, decoder_input_ids=target).logits
+        if not automatic:
+            exact = exact.to(dtype)
+        cache, pieces = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
+        with torch.autocast("cpu", dtype, enabled=automatic):
+            memory = exact.encoder(**inputs)
+            for piece in target.split([4, 1, 1, 1, 2], dim=1):
+                kwargs = {"encoder_outputs": memory, "attention_mask": inputs["attention_mask"]}
+                pieces.append(exact(decoder_input_ids=piece, past_key_values=cache, **kwargs).logits)
+            tokens = exact.generate(**inputs, max_new_tokens=4, num_beams=2, do_sample=False)
+    assert tokens.shape[0] == BATCH
+    found = torch.cat(pieces, dim=1).float()
+    torch.testing.assert_close(found, expected, atol=40 * torch.finfo(dtype).eps * expected.abs().max(), rtol=0)
+
+
+CAUSAL = {"is_decoder": True}
+CROSSING = CAUSAL | {"add_cross_attention": True}
+BERT_FIELDS = {
+    "grouped": {"num_key_value_heads": 4},
+    "talking": {"talking_heads": "both"},
+    "more values": {"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 8},
+    "query terms": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2w"]},
+    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
+}
+
+
+@pytest.mark.parametrize("variant", BERT_FIELDS)
+@pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
+@IMPLEMENTATIONS
+def test_encoders_with_biases(architecture, head, variant, implementation, form):
+    plain = architecture.model(head, **BERT_FIELDS[variant])
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name.endswith(("key.bias", "value.bias")):
+                parameter.normal_()
+    exact = with_latents(plain, kv_lora_rank=architecture.tiny["hidden_size"])
+    for each in (plain, exact):
+        each.set_attn_implementation(implementation)
+    batch = architecture.batch(head)
+    with torch.no_grad():
+        assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
+        weights = [each(**batch, output_attentions=True).attentions for each in (exact, plain)]
+    for mine, other in zip(*weights, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", [name for name in BERT_FIELDS if name != "dynamic"])
+@pytest.mark.parametrize("fields", [CAUSAL, CROSSING], ids=["alone", "crossing"])
+@IMPLEMENTATIONS
+def test_a_bert_decoder_with_a_cache(variant, fields, implementation, form):
+    plain = BERT.model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name.endswith(("key.bias", "value.bias")):
+                parameter.normal_()
+    exact = with_latents(plain, kv_lora_rank=48)
+    for each in (plain, exact):
+        each.set_attn_implementation(implementation)
+    ids = token_ids(BATCH, LENGTH)
+    memory = {"encoder_hidden_states": torch.randn(BATCH, 5, 48)} if "add_cross_attention" in fields else {}
+    with torch.no_grad():
+        expected = plain(ids, use_cache=False, **memory).logits
+        cache, pieces = None, []
+        for piece in ids.split([4, 1, 1, 3], dim=1):
+            result = exact(piece, past_key_values=cache, **memory)
+            cache, pieces = result.past_key_values, [*pieces, result.logits]
+    assert_close(torch.cat(pieces, dim=1), expected)
+    own = getattr(cache, "self_attention_cache", cache)
+    assert all(layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel() for layer in own.layers)
+    if not memory:
+        mask = padding_mask().flip(1)
+        kwargs = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+        assert exact.generate(ids, **kwargs).equal(plain.generate(ids, **kwargs))

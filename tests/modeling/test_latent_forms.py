@@ -1,0 +1,223 @@
+"""Latent attention of any rank: its two forms against the formula and each other, outputs and gradients."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from architectures import ALBERT, BATCH, BERT, LENGTH, T5
+from torch import nn
+
+from hf_attn_variants import reference
+from hf_attn_variants.modeling import latent_attention
+from hf_attn_variants.modeling.attention_sites import AttentionHeads
+from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
+from hf_attn_variants.modeling.latent_attention import attend_to_latent
+
+RANK, DIM, KEYS = 6, 4, 7
+RANKS = {
+    "t5": {"cross_kv_lora_rank": 24, "kv_lora_rank": 16, "encoder_kv_lora_rank": 20},
+    "bert": {"kv_lora_rank": 16},
+    "albert": {"kv_lora_rank": 16},
+}
+ROWS = [(T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM"), (ALBERT, "AlbertForMaskedLM")]
+VARIANTS = {
+    "mha": {},
+    "grouped": {"num_key_value_heads": 4},
+    "talking": {"num_key_value_heads": 4, "talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "m2w"]},
+}
+
+
+@pytest.mark.parametrize("architecture, head", ROWS, ids=[head for _, head in ROWS])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, variant, implementation, monkeypatch):
+    model = architecture.model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
+    model.set_attn_implementation(implementation)
+    batch = architecture.batch(head, labels=True)
+    found = {}
+    for form in (True, False):
+        has_m2l = "m2l" in model.config.talking_heads_dynamic
+        absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
+        monkeypatch.setattr(latent_attention, "_absorbs", lambda *_, absorbs=absorbs: absorbs)
+        model.zero_grad()
+        result = model(**batch)
+        result.loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found[form] = {"logits": result.logits, **gradients}
+    assert found[True].keys() == found[False].keys()
+    for name, expected in found[False].items():
+        if name.endswith("key.bias") and "m2l" not in model.config.talking_heads_dynamic:
+            # A softmax does not see it: nothing at all, or what rounding leaves.
+            assert found[True][name] is None and expected.abs().max() < 1e-10
+            continue
+        assert expected.abs().max() > 1e-8 or "pooler" in name, name
+        torch.testing.assert_close(found[True][name], expected, atol=1e-10, rtol=0, msg=name)
+
+
+def heads_of(query, key, value, output, implementation=EAGER, **projections):
+    heads = AttentionHeads(query, key, value, query, output, DIM, RANK)
+    module = SimpleNamespace(
+        heads=heads, implementation=implementation, is_own=True, dynamic_names=(), layer_idx=0, is_causal=False
+    )
+    vars(module).update(projections, projection_names=tuple(projections))
+    module.config = SimpleNamespace(_output_attentions=False)
+    return module
+
+
+def maps_of(key, value, bias):
+    torch.manual_seed(3)
+    maps = [nn.Linear(RANK, heads * DIM, bias=bias, dtype=torch.float64) for heads in (key, value)]
+    with torch.no_grad():
+        for parameter in (parameter for each in maps for parameter in each.parameters()):
+            parameter.normal_()
+    return tuple(maps)
+
+
+@pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize("implementation", [EAGER, SDPA])
+@pytest.mark.parametrize("key, value, output", [(4, 4, 4), (2, 2, 4), (1, 1, 4), (4, 6, 6)])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "a masked row"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_both_forms_are_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
+    monkeypatch.setattr(latent_attention, "_absorbs", lambda *_: form)
+    torch.manual_seed(0)
+    projections = {}
+    if output != 4:
+        projections = {"weights_proj": torch.randn(4, output, dtype=torch.float64)}
+    module, maps = heads_of(4, key, value, output, implementation, **projections), maps_of(key, value, bias)
+    query = torch.randn(2 * beams, 4, 5, DIM, dtype=torch.float64, requires_grad=True)
+    latent = torch.randn(2, 1, KEYS, RANK, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(2 * beams, 1, 5, KEYS, dtype=torch.bool).tril(1)
+    if masked:
+        mask[1, :, 2] = False
+    position_bias = torch.randn(1, 4, 5, KEYS, dtype=torch.float64, requires_grad=True)
+    found, weights = attend_to_latent(
+        module, query, latent, mask, maps, scaling=0.7, position_bias=position_bias, output_attentions=True
+    )
+    memory = latent.repeat_interleave(beams, 0)[:, 0]
+    keys, values = (each(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    expected, expected_weights = reference.attention_core(
+        query, keys, values, scale=0.7, bias=position_bias, mask=additive, P_w=projections.get("weights_proj")
+    )
+    torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+    if masked:
+        assert found[1, 2].abs().max() == 0
+    leaves = [query, latent, position_bias, maps[0].weight, *maps[1].parameters()]
+    up = torch.randn_like(found)
+    theirs = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
+    for mine, other in zip(torch.autograd.grad((found * up).sum(), leaves), theirs, strict=True):
+        assert other.abs().max() > 1e-3
+        torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize("implementation", [EAGER, SDPA])
+@pytest.mark.parametrize("talking", [False, True])
+def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implementation, talking, monkeypatch):
+    """Rows of weights sum to one neither after dropout nor after P_w; what is added is the bias times their sum."""
+    monkeypatch.setattr(latent_attention, "_absorbs", lambda *_: form)
+    torch.manual_seed(0)
+    projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
+    module, maps = heads_of(4, 2, 2, 4, implementation, **projections), maps_of(2, 2, True)
+    query, latent = torch.randn(2, 4, 5, DIM).double(), torch.randn(2, 1, KEYS, RANK).double()
+    options = {"scaling": DIM**-0.5, "output_attentions": True}
+    torch.manual_seed(5)
+    found, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
+    _, kept = attend_to_latent(module, query, latent, None, maps, **options)
+    # The mask that this seed draws, as inverted dropout has it.
+    torch.manual_seed(5)
+    mask = nn.functional.dropout(torch.ones_like(kept), p=0.5)
+    torch.testing.assert_close(weights, kept * mask, atol=1e-12, rtol=0)
+    assert (weights.sum(-1) - 1).abs().max() > 0.1
+    values = maps[1](latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_dropout_of_a_model_that_trains(implementation, monkeypatch):
+    """Where value biases ask for the weights, the absorbed form drops as the expanded one under "eager" does."""
+    model = BERT.model("BertModel", kv_lora_rank=16, num_key_value_heads=4, attention_probs_dropout_prob=0.5).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p != 0.5:
+            module.p = 0.0
+    batch, found = BERT.batch("BertModel"), []
+    for form, name in ((True, implementation), (False, "eager")):
+        monkeypatch.setattr(latent_attention, "_absorbs", lambda *_, form=form: form)
+        model.set_attn_implementation(name)
+        torch.manual_seed(0)
+        found.append(model(**batch).last_hidden_state)
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
+    assert (found[0] - model.eval()(**batch).last_hidden_state).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 3]], ids=["single", "several"])
+def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
+    model = T5.model("T5ForConditionalGeneration", variant, **RANKS["t5"])
+    batch = T5.batch("T5ForConditionalGeneration")
+    target = batch.pop("decoder_input_ids")
+    with torch.no_grad():
+        full = model(**batch, decoder_input_ids=target, use_cache=False).logits
+        cache, pieces = None, []
+        for piece in target.split(steps, dim=1):
+            result = model(**batch, decoder_input_ids=piece, past_key_values=cache)
+            cache, pieces = result.past_key_values, [*pieces, result.logits]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
+    for beams in (1, 3):
+        kwargs = batch | {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}
+        expected = model.generate(**kwargs, use_cache=False)
+        for kind in ("dynamic", "static"):
+            assert model.generate(**kwargs, cache_implementation=kind).equal(expected)
+
+
+def test_a_rank_is_chosen_by_its_cost(monkeypatch):
+    """One token of a long memory is attended to in the latent; a whole text makes its keys and values."""
+    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    absorbed = []
+    inner = latent_attention._absorbed
+    monkeypatch.setattr(
+        latent_attention,
+        "_absorbed",
+        lambda *args, **kwargs: absorbed.append(args[1].shape[2]) or inner(*args, **kwargs),
+    )
+    batch = T5.batch("T5ForConditionalGeneration")
+    model(**batch)
+    assert absorbed == []
+    model.generate(input_ids=batch["input_ids"], max_new_tokens=3, min_new_tokens=3)
+    assert absorbed == [1] * 3 * model.config.num_layers
+
+
+def test_one_latent_serves_all_layers():
+    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    names = [name for name, _ in model.named_parameters() if "kv_a_proj" in name]
+    assert names == ["decoder.cross_kv_a_proj.weight"]
+    assert model.decoder.cross_kv_a_proj.weight.shape == (24, 40)
+    for block in model.decoder.block:
+        cross = block.layer[1].EncDecAttention
+        assert cross.k.weight.shape == cross.v.weight.shape == (96, 24)
+    calls = []
+    model.decoder.cross_kv_a_proj.register_forward_hook(lambda *args: calls.append(args[1][0].shape))
+    model.generate(**{"input_ids": T5.batch("T5EncoderModel")["input_ids"]}, max_new_tokens=5, num_beams=2)
+    assert calls == [(BATCH, LENGTH, 40)]  # once, for each sentence
+
+
+@pytest.mark.parametrize("rank", [24, 40])
+def test_the_formula_of_the_paper_in_a_model(rank):
+    """A cross-attention of a model is `reference.latent_attention` with the model's own weights."""
+    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
+    attention = model.decoder.block[1].layer[1].EncDecAttention
+    X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)
+    A = model.decoder.cross_kv_a_proj.weight.T if rank < 40 else torch.eye(40, dtype=torch.float64)
+    P_q, P_k, P_v = (
+        each.weight.unflatten(0, (12, 8)).transpose(1, 2) for each in (attention.q, attention.k, attention.v)
+    )
+    P_o = attention.o.weight.unflatten(1, (12, 8)).transpose(0, 1)
+    with torch.no_grad():
+        expected = reference.latent_attention(X, M, A, P_q, P_k, P_v, P_o)
+        found = attention(X, key_value_states=M @ A)[0]
+    assert math.isfinite(expected.sum()) and expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
