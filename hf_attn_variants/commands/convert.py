@@ -19,6 +19,9 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
       --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
   %(prog)s --model_name_or_path runs/squad --num_key_value_heads 4 --max_length 256 \\
       --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
+a T5 whose decoder keeps 128 numbers a token of the source:
+  %(prog)s --model_name_or_path runs/translation --cross_kv_lora_rank 128 --calibration_file train.en \
+      --calibration_target_file train.de --output_dir translation-r128
 """
 
 CALIBRATION_OPTIONS = (
@@ -36,8 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog=program_name("convert_checkpoint.py"),
-        description="Convert a multi-head checkpoint into a grouped-query, multi-query or talking-heads one, in "
-        "little memory. A grouped checkpoint can be grouped further, or expanded back without loss.",
+        description="Convert a multi-head checkpoint into a grouped-query, multi-query, latent-attention or "
+        "talking-heads one, in little memory. A grouped checkpoint can be grouped further, or expanded back without "
+        "loss; so can one with latents.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
@@ -45,6 +49,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
+    parser.add_argument(
+        "--kv_lora_rank",
+        type=int,
+        help="numbers a token that self-attention (T5: the decoder's) makes its keys and values from; as many as the "
+        "input has: the input itself, without loss",
+    )
+    parser.add_argument("--encoder_kv_lora_rank", type=int, help="T5: the same for the encoder")
+    parser.add_argument(
+        "--cross_kv_lora_rank",
+        type=int,
+        help="T5: the same for cross-attention: one latent of the encoder's outputs for all layers of the decoder",
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,

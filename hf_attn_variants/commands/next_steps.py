@@ -42,7 +42,7 @@ MEANINGS = {
 
 def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str]:
     """Return lines that say what to do after `attn-variants convert` with `args`, each command a line of its own."""
-    merged = any(layer.change == "pool" for layer in report.layers)
+    merged = report.reduced()
     if not merged and not report.talking_heads:
         return []
     from ..registration import PREFIX
@@ -60,7 +60,7 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
         steps.append("fine-tune it")
     if not commands:
         return []
-    reason = "heads merged without text need training; " if merged and args.calibration_file is None else ""
+    reason = "what was merged without text needs training; " if merged and args.calibration_file is None else ""
     words = {word for command in commands for word in shlex.split(command)}
     if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
         commands.append("with yours in place of " + "; ".join(missing))

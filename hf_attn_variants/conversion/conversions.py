@@ -37,13 +37,18 @@ __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_con
 logger = logging.getLogger(__name__)
 # How the names of tokenizers' files begin.
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
-# The figures are those of docs/results.md.
-AVERAGED = (
+# What is lost without text, kept with it, and how to say that it is meant. The figures are those of docs/results.md.
+POOLED = (
     "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
-    "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter)."
+    "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
+    "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4.",
+    'If averaging is meant, say method="mean" (--method mean).',
 )
-CALIBRATED = "With text, `calibration=` (--calibration_file), they keep 0.867 and 36.4."
-AVERAGING_MEANT = 'If averaging is meant, say method="mean" (--method mean).'
+COMPRESSED = (
+    "a latent is found from the weights alone, and the model loses quality until it is trained again.",
+    "With text, `calibration=` (--calibration_file), it keeps more.",
+    'If weights alone are meant, say method="mean" (--method mean).',
+)
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -73,7 +78,7 @@ def convert(
     output_dir: str | os.PathLike | None = None,
     **options: Any,
 ) -> PreTrainedModel | ConversionReport:
-    """Give a multi-head (or variant) model other key/value heads, or talking heads.
+    """Give a multi-head (or variant) model other key/value heads, keys and values from a latent, or talking heads.
 
     Args:
         model_or_path: a model in memory, a checkpoint folder, or a Hub id.
@@ -83,9 +88,11 @@ def convert(
         output_dir: write a checkpoint there, in little memory, and build no model; not for a model in memory.
         options: those of `convert_model` or `convert_checkpoint`: `calibration` (a list of texts or of pairs of texts,
             the path of a text file or table, or a `Calibration`; for a model in memory `Calibration(texts,
-            tokenizer=tokenizer)`), `encoder_num_key_value_heads`, `talking_heads`,
-            `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and
-            for a model in memory `copy`, for a path `allow_pickle`, `revision`, `token`.
+            tokenizer=tokenizer)`), `encoder_num_key_value_heads`, the ranks of latents `kv_lora_rank`,
+            `encoder_kv_lora_rank`, `cross_kv_lora_rank` (the input's width: the input itself, which loses nothing),
+            `per_layer_values`, `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`,
+            `talking_heads_init`, `dtype`, `seed`, and for a model in memory `copy`, for a path `allow_pickle`,
+            `revision`, `token`.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -271,11 +278,13 @@ class _Request:
         """Return the checked plan; warn where heads are averaged and nobody asked for that."""
         fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-        if self.asked_method is None and plan.pooled and not isinstance(plan.method, CalibratedMethod):
+        if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
+            pools = any(module.heads.relation == "pool" for module in plan.reduced)
+            lost, kept, meant = POOLED if pools else COMPRESSED
             if (reason := why_not_calibrated(plan)) is None:
-                logger.warning("no text to calibrate on: %s %s %s", AVERAGED, CALIBRATED, AVERAGING_MEANT)
+                logger.warning("no text to calibrate on: %s %s %s", lost, kept, meant)
             else:
-                logger.warning("%s A calibration would not help: %s. %s", AVERAGED, reason, AVERAGING_MEANT)
+                logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
 
 

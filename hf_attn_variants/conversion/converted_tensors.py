@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,11 +10,14 @@ from tqdm.auto import tqdm
 
 from ..files import INDEX_NAME
 from ..progress import progress_bar
+from .attention_modules import AttentionModule
 from .checkpoint.entries import TensorEntry, cast, dtype_name
 from .checkpoint.in_memory import TensorSource
 from .checkpoint.reading import CheckpointReader
 from .checkpoint.writing import SafetensorsWriter, write_index
-from .plan import AttentionModule, ConversionPlan
+from .latents import LatentForm, best_latent, weight_forms
+from .methods.base import CalibratedMethod
+from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .report import LayerReport, layer_report
 
@@ -24,9 +28,10 @@ def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, t
     """Return every tensor of the converted model by name."""
     tensors = {}
     with _one_thread():
+        latents = _shared_latents(plan, reader)
         for module in plan.modules:
             before = module.read(reader.read)
-            tensors |= _new_tensors(plan, module, before, plan.convert(module, before))
+            tensors |= _new_tensors(plan, module, before, plan.convert(module, before, latents))
         for name in reader.entries:
             if name not in plan.converted_names:
                 tensor = reader.read(name)
@@ -38,14 +43,18 @@ def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, t
 def planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
     """Say where every tensor goes, with its new dtype and shape: beside the source's, in files of the same names."""
     stored = dtype_name(plan.dtype) if plan.dtype is not None else None
-    shapes = {module.tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
+    shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
+        if name in plan.converted_names and name not in shapes:
+            continue  # a latent that is no more
         dtype = stored if stored and entry.is_floating else entry.dtype
         entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
         beside = entries[module.tensors["query_weight"]]
-        entries |= {name: TensorEntry(beside.file, beside.dtype, shape) for name, shape in module.projections.items()}
+        added = {name: shapes[name] for name in module.new_tensors.values() if name not in entries}
+        added |= module.projections
+        entries |= {name: TensorEntry(beside.file, beside.dtype, shape) for name, shape in added.items()}
     return entries
 
 
@@ -63,12 +72,16 @@ def write_weights(
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
         }
+        latents, written = _shared_latents(plan, reader), set()
         for module in plan.modules:
             before = module.read(reader.read)
-            after = plan.convert(module, before)
+            after = plan.convert(module, before, latents)
             tensors = _new_tensors(plan, module, before, after)
             for name, tensor in tensors.items():
+                if name in written:
+                    continue  # a latent that several attentions share
                 writers[entries[name].file].write(name, tensor)
+                written.add(name)
                 progress.update(tensor.nbytes)
             layers.append(layer_report(plan, module, before, after, tensors))
         for name, entry in reader.entries.items():
@@ -79,6 +92,26 @@ def write_weights(
     if reader.index_metadata is not None:
         write_index(stage / INDEX_NAME, entries, reader.index_metadata, size)
     return layers
+
+
+def _shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
+    """Find the new latents that several attentions share, where no text has said what they are; by name.
+
+    One attention is read at a time; of each a quadratic form is kept, added to those before it.
+    """
+    if isinstance(plan.method, CalibratedMethod):
+        return {}
+    grams: dict[str, torch.Tensor] = {}
+    ranks = {}
+    for module in plan.modules:
+        if (name := module.new_latent) is not None:
+            tensors = replace(module.read(reader.read), latent_weight=None)
+            forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
+            # Without text all metrics are the identity, and forms add up.
+            grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
+            ranks[name] = module.heads.rank[1]
+    forms = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
+    return {name: best_latent([form], ranks[name]) for name, form in forms.items()}
 
 
 @contextmanager
@@ -107,8 +140,9 @@ def _new_tensors(
 ) -> dict[str, torch.Tensor]:
     """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
     tensors = {}
-    for part, name in module.tensors.items():
+    for part, name in module.new_tensors.items():
         stored = getattr(before, part)
+        stored = before.query_weight if stored is None else stored
         tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
     added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
     return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}

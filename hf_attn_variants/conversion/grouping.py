@@ -4,24 +4,52 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HeadCounts", "group_heads", "join_heads", "relation", "repeat_heads", "split_heads"]
+__all__ = [
+    "HeadCounts",
+    "group_heads",
+    "join_heads",
+    "rank_relation",
+    "relation",
+    "repeat_heads",
+    "split_heads",
+]
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The heads of one attention module: h_k of queries, keys and values (before, after), h_v of the output; d."""
+    """The heads of one attention module: h_k of queries, keys and values (before, after), h_v of the output; d.
+
+    `rank` is that of the latent which keys and values are made from (before, after); None where that is the input.
+    """
 
     query: int
     key: tuple[int, int]
     value: tuple[int, int]
     output: int
     head_dim: int
+    rank: tuple[int | None, int | None] = (None, None)
 
     @property
     def relation(self) -> str:
-        """What the conversion does to this module: "same", "pool" or "expand"."""
+        """What the conversion does to the heads of this module: "same", "pool" or "expand"."""
         relations = {relation(*self.key), relation(*self.value)} - {"same"}
         return relations.pop() if relations else "same"
+
+    @property
+    def rank_relation(self) -> str:
+        """What the conversion does to its latent: "same", "compress" or "expand"."""
+        return rank_relation(*self.rank)
+
+    @property
+    def change(self) -> str:
+        """What the conversion does to this module, as reports have it: "same", "pool", "compress", ... or two."""
+        changes = dict.fromkeys((self.relation, self.rank_relation))
+        return ", ".join(change for change in changes if change != "same") or "same"
+
+    @property
+    def reduced(self) -> bool:
+        """Whether it gets fewer heads or a smaller latent: what a method decides."""
+        return self.relation == "pool" or self.rank_relation == "compress"
 
 
 def relation(source: int, target: int) -> str:
@@ -39,6 +67,24 @@ def relation(source: int, target: int) -> str:
     raise ValueError(
         f"{source} key/value heads cannot become {target}: one count must divide the other (fewer heads pool whole "
         "groups, more heads repeat each one)."
+    )
+
+
+def rank_relation(source: int | None, target: int | None) -> str:
+    """Say how a latent of rank `source` becomes one of `target`: "same", "compress" or "expand"; None is the input.
+
+    Raises:
+        ValueError: if `target` is larger and yet no input: nothing would fill it.
+    """
+    if source == target:
+        return "same"
+    if target is None:
+        return "expand"
+    if source is None or target < source:
+        return "compress"
+    raise ValueError(
+        f"a latent of rank {source} cannot become one of rank {target}: a smaller one holds less, the input's full "
+        "width holds all, and between the two there is nothing to gain."
     )
 
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,41 +11,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
-from ..modeling.attention_sites import AttentionSite
 from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import projection_std
 from ..registration import variant_config_class, variant_model_class
+from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry
-from .grouping import HeadCounts, relation, repeat_heads
-from .methods.base import ConversionMethod, LayerContext
+from .grouping import repeat_heads
+from .latents import best_latent, on_latent, weight_forms
+from .methods.base import CalibratedMethod, ConversionMethod, LayerContext
 from .projections import AttentionTensors, pool_key_value
 
-__all__ = ["AttentionModule", "ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
-
-
-@dataclass(frozen=True)
-class AttentionModule:
-    """One attention module of the checkpoint.
-
-    Args:
-        name: its path inside the base model, e.g. "encoder.layer.0.attention".
-        site: which kind of attention it is.
-        heads: its head counts before and after.
-        tensors: for each field of `AttentionTensors` that it has, the tensor's name in the checkpoint.
-        shapes: for each such field, the shape after the conversion.
-        projections: the talking-heads parameters to add, {name in the checkpoint: shape}.
-    """
-
-    name: str
-    site: AttentionSite
-    heads: HeadCounts
-    tensors: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-    projections: dict[str, tuple[int, ...]]
-
-    def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
-        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()})
+__all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
 
 
 @dataclass(frozen=True)
@@ -73,43 +48,70 @@ class ConversionPlan:
 
     @cached_property
     def converted_names(self) -> frozenset[str]:
-        """The names of the attentions' tensors in the checkpoint."""
-        return frozenset(name for module in self.modules for name in module.tensors.values())
+        """The names of the attentions' tensors in the checkpoint, before and after."""
+        named = [names for module in self.modules for names in (module.tensors, module.new_tensors)]
+        return frozenset(name for names in named for name in names.values())
 
     @property
-    def heads(self) -> dict[str, tuple[int, int]]:
-        """The head counts that the two configurations give, {field: (before, after)}."""
-        fields = self.config.head_fields()
-        return {name: (getattr(self.source_config, name), getattr(self.config, name)) for name in fields}
+    def heads(self) -> dict[str, tuple[Any, Any]]:
+        """The head counts and ranks that the two configurations give, {field: (before, after)}.
+
+        A value that differs by layer is the list of them; ranks are left out where there are none.
+        """
+        configs = (self.source_config, self.config)
+        pairs = {
+            name: tuple((config.per_layer_values or {}).get(name) or getattr(config, name) for config in configs)
+            for name in (*self.config.head_fields(), *self.config.rank_fields())
+        }
+        return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
-    def pooled(self) -> list[AttentionModule]:
-        """The attention modules that get fewer key/value heads."""
-        return [module for module in self.modules if module.heads.relation == "pool"]
+    def reduced(self) -> list[AttentionModule]:
+        """The attention modules that get fewer key/value heads or a smaller latent."""
+        return [module for module in self.modules if module.heads.reduced]
 
-    def convert(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
-        """Return one module's projections with its new head counts, in the dtypes they came in.
+    def convert(
+        self, module: AttentionModule, tensors: AttentionTensors, latents: Mapping[str, torch.Tensor] | None = None
+    ) -> AttentionTensors:
+        """Return one module's projections with its new heads and latent, in the dtypes they came in.
+
+        Args:
+            module, tensors: the attention and what it has.
+            latents: new latents that several attentions share, by their names in the checkpoint.
 
         Raises:
             ValueError: if the method returns a tensor of another shape.
         """
-        change = module.heads.relation
-        if change == "same":
+        if module.heads.change == "same":
             return tensors
-        if change == "expand":
-            # Lossless, whatever the method: there is nothing to choose.
-            return pool_key_value(tensors, module.heads, repeat_heads)
+        # What reads a latent is an attention like any other, whose memory is the latent.
+        new = replace(tensors, latent_weight=None)
+        if isinstance(self.method, CalibratedMethod) and module.heads.reduced:
+            new = self.method.pool(new, module.heads, self.layer(module))
+        else:
+            new = self.with_new_heads(module, new)
+            if module.heads.rank_relation == "compress":
+                forms = weight_forms(new, module.heads)
+                shared = (latents or {}).get(module.new_latent)
+                latent = best_latent([forms.key, forms.value], module.heads.rank[1]) if shared is None else shared
+                new = on_latent(new, latent, forms)
+        if tensors.latent_weight is not None:
+            new = new.behind(tensors.latent_weight)
+            new = new.folded(tensors.key_weight.dtype) if module.heads.rank[1] is None else new
+        _check_shapes(self.method, module, new)
+        return new
+
+    def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
+        """Return the projections with the new head counts, by a method that looks at weights alone."""
+        if module.heads.relation == "pool":
+            return self.method.pool(tensors, module.heads, self.layer(module))
+        # Lossless, whatever the method: there is nothing to choose.
+        return pool_key_value(tensors, module.heads, repeat_heads)
+
+    def layer(self, module: AttentionModule, **known: Any) -> LayerContext:
+        """Return what a method may know of a layer; `known` are further fields of it."""
         generator = seeded_generator(self.seed, module.name)
-        layer = LayerContext(module.name, module.site.name, generator, initializer_std(self.config))
-        pooled = self.method.pool(tensors, module.heads, layer)
-        for part, shape in module.shapes.items():
-            tensor = getattr(pooled, part)
-            found = None if tensor is None else list(tensor.shape)
-            if found != list(shape):
-                raise ValueError(
-                    f"method {self.method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
-                )
-        return pooled
+        return LayerContext(module.name, module.site.name, generator, initializer_std(self.config), **known)
 
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
@@ -168,11 +170,7 @@ def make_plan(
             new_config.dtype = dtype
         with torch.device("meta"):
             target = model_class(new_config)
-    modules = [
-        _attention_module(site, path, module, target, source_config, entries)
-        for site, path, module in target.named_attentions()
-    ]
-    _check_nothing_unclaimed(target, modules, entries)
+    modules = attention_modules(target, source_config, entries)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
@@ -190,9 +188,25 @@ def initializer_std(config: Any) -> float:
     return config.initializer_factor * config.d_model**-0.5
 
 
+def _key_value_fields(config_class: type) -> list[str]:
+    """Return the fields that say what keys and values are: their heads, and the ranks of latents."""
+    return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
+
+
 def _talking_fields(config_class: type) -> list[str]:
-    """Return the fields of talking heads: all of a variant's but those of key/value heads."""
-    return [name for name in config_class.variant_fields() if name not in config_class.kv_heads_fields()]
+    """Return the fields of talking heads: all others of a variant."""
+    others = {*_key_value_fields(config_class), "per_layer_values"}
+    return [name for name in config_class.variant_fields() if name not in others]
+
+
+def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
+    for part, shape in module.shapes.items():
+        tensor = getattr(tensors, part)
+        found = None if tensor is None else list(tensor.shape)
+        if found != list(shape):
+            raise ValueError(
+                f"method {method.name!r} gave {part} of shape {found} for {module.name}, not {list(shape)}."
+            )
 
 
 def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], dtype: Any) -> None:
@@ -206,11 +220,8 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
             )
     if not given and dtype is None:
-        raise ValueError(
-            f"nothing to convert: give {' or '.join(f'`{name}`' for name in kv_fields)}, or `talking_heads`."
-        )
-    if config.get("per_layer_config"):
-        raise ValueError("a source with a `per_layer_config` (unequal layers) cannot be converted.")
+        names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
+        raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
     talking = [name for name in _talking_fields(config_class) if name in given]
@@ -222,14 +233,9 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
 
 
 def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]) -> Any:
-    kv_fields = config_class.kv_heads_fields()
-    kept = {name: getattr(source_config, name) for name in kv_fields}
+    by_layer = source_config.per_layer_values or {}
+    kept = {name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in by_layer}
     new_config = config_class.from_upstream(raw, **(kept | dict(given)))
-    for name in kv_fields:
-        try:
-            relation(getattr(source_config, name), getattr(new_config, name))
-        except ValueError as error:
-            raise ValueError(f"`{name}`: {error}") from None
     if new_config.num_value_heads != source_config.num_value_heads:
         raise ValueError(
             f"a conversion keeps the value heads: the source has {source_config.num_value_heads}, the new config "
@@ -244,87 +250,14 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
     return new_config
 
 
-def _attention_module(
-    site: AttentionSite,
-    path: str,
-    module: torch.nn.Module,
-    target: torch.nn.Module,
-    source_config: Any,
-    entries: Mapping[str, TensorEntry],
-) -> AttentionModule:
-    heads = _head_counts(site, path, source_config, target.config)
-    prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
-    tensors, shapes = {}, {}
-    for role, linear_path in site.projections.items():
-        for part, parameter in module.get_submodule(linear_path).named_parameters():
-            name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
-            expected = list(parameter.shape)
-            if role in ("key", "value"):
-                expected[0] = getattr(heads, role)[0] * heads.head_dim
-            _check_tensor(name, entries, expected)
-            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
-    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    parameters = module.get_submodule(site.core).named_parameters(recurse=False)
-    projections = {f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters}
-    if source_config.talking_heads is not None:
-        for name, shape in projections.items():
-            _check_tensor(name, entries, list(shape))
-        projections = {}
-    return AttentionModule(path, site, heads, tensors, shapes, projections)
-
-
-def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
-    before, after = site.heads(source, path), site.heads(target, path)
-    return HeadCounts(after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim)
-
-
 def _check_all_used(
     name: str, config_class: type, given: Mapping[str, Any], config: Any, modules: list[AttentionModule]
 ) -> None:
     # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
-    used = {module.site.kv_heads_field for module in modules}
-    asked = [each for each in config_class.kv_heads_fields() if each in given]
-    if useless := [each for each in asked if each not in used]:
-        known = " or ".join(f"`{each}`" for each in config_class.kv_heads_fields() if each in used)
+    used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
+    fields = _key_value_fields(config_class)
+    if useless := [each for each in fields if each in given and each not in used]:
+        known = " or ".join(f"`{each}`" for each in fields if each in used)
         raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
     if config.talking_heads is None and (useless := [each for each in _talking_fields(config_class) if each in given]):
         raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")
-
-
-def _check_nothing_unclaimed(
-    target: torch.nn.Module, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
-) -> None:
-    # They would stay as they are, and the converted model would silently be without their layers.
-    claimed = {name for module in modules for name in module.tensors.values()}
-    sites = "|".join(
-        rf"{site.module}\.(?:{'|'.join(map(re.escape, site.projections.values()))})" for site in target.attention_sites
-    )
-    pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
-    unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]
-    if unclaimed:
-        shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
-        raise ValueError(
-            f"the checkpoint holds {len(unclaimed)} attention tensors that {type(target).__name__} with its "
-            f"config.json does not have: {shown}; check the number of layers and `architectures`."
-        )
-
-
-def _stored_prefix(target: torch.nn.Module, name: str, entries: Mapping[str, TensorEntry]) -> str:
-    for prefix in (f"{target.base_model_prefix}.", ""):
-        if f"{prefix}{name}" in entries:
-            return prefix
-    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
-    similar = next((stored for stored in entries if pattern.search(stored)), next(iter(entries), None))
-    raise ValueError(f"the checkpoint has no tensor {name!r}; it has {similar!r}, for example.")
-
-
-def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[int]) -> None:
-    if name not in entries:
-        raise ValueError(f"the checkpoint has no tensor {name!r}.")
-    entry = entries[name]
-    if list(entry.shape) != expected:
-        raise ValueError(
-            f"{name!r} has shape {list(entry.shape)}; with the heads that config.json gives it must be {expected}."
-        )
-    if not entry.is_floating:
-        raise ValueError(f"{name!r} has dtype {entry.dtype}; convert the unquantized checkpoint.")

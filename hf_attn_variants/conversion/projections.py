@@ -10,16 +10,20 @@ from torch import nn
 
 from .grouping import HeadCounts
 
-__all__ = ["ROLES", "AttentionTensors", "pool_key_value"]
+__all__ = ["LATENT", "ROLES", "AttentionTensors", "pool_key_value"]
 
 ROLES = ("query", "key", "value", "output")
+# The field of `AttentionTensors` that several attentions may share.
+LATENT = "latent_weight"
 
 
 @dataclass(frozen=True)
 class AttentionTensors:
     """One attention module's projections, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
 
-    `details` holds what a method wants to say about this layer in the report (JSON values).
+    `latent_weight` [r, D] makes the latent of the memory that keys and values are made from; None where they are made
+    from the memory itself. It may be one for several attentions. `details` holds what a method wants to say about this
+    layer in the report (JSON values).
     """
 
     query_weight: torch.Tensor
@@ -30,15 +34,39 @@ class AttentionTensors:
     key_bias: torch.Tensor | None = None
     value_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
+    latent_weight: torch.Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def pair(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the bias of one of `ROLES`."""
-        return getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias")
+        """Return the weight and the bias of one of `ROLES`, or of the "latent", which has none."""
+        return getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias", None)
 
     def project(self, role: str, states: torch.Tensor) -> torch.Tensor:
         """Return a role's linear map of states: [..., in] to [..., out]."""
         return nn.functional.linear(states, *self.pair(role))
+
+    def latent(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return what keys and values are made from: of the memory [..., D] its latent [..., r], or itself."""
+        return memory if self.latent_weight is None else nn.functional.linear(memory, self.latent_weight)
+
+    def behind(self, latent_weight: torch.Tensor) -> "AttentionTensors":
+        """Return the attention whose memory has passed through a linear map [w, D] before this one reads it."""
+        own = self.latent_weight
+        joined = latent_weight if own is None else (own.double() @ latent_weight.double()).to(latent_weight)
+        return replace(self, latent_weight=joined)
+
+    def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":
+        """Return the same attention without a latent: W A in the place of W, in this dtype."""
+        if self.latent_weight is None:
+            return self
+        latent = self.latent_weight.double()
+        maps = {name: (getattr(self, name).double() @ latent).to(dtype) for name in ("key_weight", "value_weight")}
+        return replace(self, **maps, latent_weight=None)
+
+    def to(self, device: torch.device | str) -> "AttentionTensors":
+        """Return the same on a device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
 
     def joined(self, role: str) -> torch.Tensor:
         """Return [W | b], [out, in + 1]: the bias is what an input of 1 is multiplied by. Without one, W."""

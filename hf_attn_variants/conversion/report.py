@@ -21,9 +21,10 @@ from ..files import REPORT_NAME
 from ..kv_cache import cache_bytes_per_token
 from ..modeling.attention_sites import AttentionSite
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+from .attention_modules import AttentionModule
 from .calibration.head_sharing import reorder_heads
 from .checkpoint.entries import TensorEntry, element_size
-from .plan import AttentionModule, ConversionPlan
+from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .weight_errors import attention_errors
 
@@ -34,10 +35,14 @@ __all__ = ["ConversionReport", "LayerReport", "conversion_report", "layer_report
 class LayerReport:
     """One attention module: heads before and after, and relative errors (None where the source's products are 0).
 
+    `change` is "same", or what happened: heads "pool" or "expand", a latent "compress" or "expand". `rank` is that of
+    the latent which keys and values are made from, None where that is the input.
+
     `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
     held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit
     `relative_error_closed_form` and `relative_error_fitted` too, and `fit_kept`: whether the fit was the better one.
-    An error is None where it is no number.
+    An error is None where it is no number. Of a latent, `latent_key_energy` and `latent_value_energy` are the shares
+    that it keeps.
     """
 
     module: str
@@ -48,6 +53,7 @@ class LayerReport:
     logits_relative_error: float | None
     value_relative_error: float | None
     details: dict[str, Any] = field(default_factory=dict)
+    rank: tuple[int | None, int | None] = (None, None)
 
 
 @dataclass
@@ -60,7 +66,8 @@ class ConversionReport:
         output_dir: where the converted checkpoint is.
         method, seed, dtype: as given.
         architecture: the converted model's class.
-        heads: the configuration's head counts, {field: [before, after]}.
+        heads: the configuration's head counts and, where there are any, the ranks of latents, {field: [before,
+            after]}; of a field that differs by layer the values of all layers.
         talking_heads: the talking-heads parameters that were added, {suffix of their name: shape}.
         layers: one row an attention module.
         parameters: elements of all floating-point tensors stored, {"before": ..., "after": ...}.
@@ -80,7 +87,7 @@ class ConversionReport:
     seed: int
     dtype: str | None
     architecture: str
-    heads: dict[str, tuple[int, int]]
+    heads: dict[str, tuple[Any, Any]]
     talking_heads: dict[str, tuple[int, ...]]
     layers: list[LayerReport]
     parameters: dict[str, int]
@@ -90,6 +97,10 @@ class ConversionReport:
     versions: dict[str, str]
     calibration: dict[str, Any] | None = None
     seconds: float = 0.0
+
+    def reduced(self) -> bool:
+        """Whether an attention has fewer heads now, or a smaller latent."""
+        return any({"pool", "compress"} & set(layer.change.split(", ")) for layer in self.layers)
 
     @property
     def mean_logits_relative_error(self) -> float | None:
@@ -125,9 +136,9 @@ class ConversionReport:
 
     def summary(self) -> str:
         """Return a few lines for people."""
-        heads = [f"  {name:<27} {before} -> {after}" for name, (before, after) in self.heads.items()]
+        heads = [f"  {name:<27} {_shown(before)} -> {_shown(after)}" for name, (before, after) in self.heads.items()]
         before, after = self.parameters["before"], self.parameters["after"]
-        how = f" ({self.method})" if any(layer.change == "pool" for layer in self.layers) else ""
+        how = f" ({self.method})" if self.reduced() else ""
         lines = [
             f"Converted {self.source}{how} into {self.output_dir}",
             *heads,
@@ -151,8 +162,9 @@ class ConversionReport:
         """Return what held-out text says of the attentions' outputs; nothing where it was not asked."""
         if self.mean_output_relative_error is None:
             return []
-        averaged = _percent(self.mean_output_relative_error_averaged)
-        value = f"{_percent(self.mean_output_relative_error)} on held-out text (averaged heads: {averaged})"
+        averaged = self.mean_output_relative_error_averaged
+        beside = "" if averaged is None else f" (averaged heads: {_percent(averaged)})"
+        value = f"{_percent(self.mean_output_relative_error)} on held-out text{beside}"
         lines = [f"  {'error of attention outputs':<27} {value}"]
         kept = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if kept:
@@ -182,14 +194,16 @@ def layer_report(
 ) -> LayerReport:
     """Compare one attention before with what is stored of it, {tensor name: tensor}."""
     errors: tuple[float | None, float | None] = (0.0, 0.0)
-    if module.heads.relation != "same" or plan.dtype is not None:
+    if module.heads.change != "same" or plan.dtype is not None:
         # Of what is stored, rounding to another dtype included.
-        final = module.read(stored.__getitem__)
+        final = module.read_converted(stored.__getitem__)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
-        errors = attention_errors(before, final, module.heads)
+        errors = attention_errors(before.folded(), final.folded(), module.heads)
     heads = module.heads
-    return LayerReport(module.name, module.site.name, heads.relation, heads.key, heads.value, *errors, after.details)
+    return LayerReport(
+        module.name, module.site.name, heads.change, heads.key, heads.value, *errors, after.details, heads.rank
+    )
 
 
 def conversion_report(
@@ -220,11 +234,16 @@ def _cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
     sizes: list[list[tuple[AttentionSite, int]]] = [[], []]
-    for module in plan.modules:
-        heads = module.heads
-        for i, entries in enumerate((before, after)):
+    for i, (config, entries) in enumerate(((plan.source_config, before), (plan.config, after))):
+        shared = set()
+        for module in plan.modules:
+            heads = module.site.heads(config, module.name)
+            numbers = (heads.key + heads.value) * heads.head_dim if heads.rank is None else heads.rank
+            if heads.rank is not None and module.site.shares_latent:
+                # One for all layers.
+                numbers, _ = (0 if module.site.latent in shared else numbers), shared.add(module.site.latent)
             itemsize = element_size(entries[module.tensors["key_weight"]].dtype)
-            sizes[i].append((module.site, (heads.key[i] + heads.value[i]) * heads.head_dim * itemsize))
+            sizes[i].append((module.site, numbers * itemsize))
     old, new = (cache_bytes_per_token(plan.config, each) for each in sizes)
     return old and new and {site: {"before": old[site], "after": new[site]} for site in old}
 
@@ -242,6 +261,10 @@ def package_versions() -> dict[str, str]:
 def _mean_known(errors: Iterable[float | None]) -> float | None:
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _percent(error: float | None) -> str:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
 
-__all__ = ["make_batches"]
+__all__ = ["Batch", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000

@@ -1,22 +1,25 @@
 """Calibration: text through the source model, and new heads fitted to what its attentions make of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...progress import is_watched, progress_bar
+from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
 from ..checkpoint.in_memory import TensorSource
 from ..grouping import HeadCounts
-from ..methods.base import CalibratedMethod, LayerContext
+from ..latents import LatentForms, best_latent
+from ..methods.base import CalibratedMethod, LatentInText, LayerContext
 from ..methods.mean import MeanPooling
-from ..plan import AttentionModule, ConversionPlan, initializer_std, seeded_generator
+from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
-from .batches import make_batches
+from .batches import Batch, make_batches
 from .fitting import relative_error, rounded
+from .latent_forms import latent_forms
 from .recording import AttentionInputs, attend, recorded_inputs
 
 __all__ = ["calibrate", "method_to_calibrate", "why_not_calibrated"]
@@ -47,13 +50,15 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
             text and only talking heads to add.
     """
     method = plan.method
-    if calibration is not None and not plan.pooled and any(module.projections for module in plan.modules):
-        raise ValueError("a calibration fits fewer key/value heads; talking heads are added without: leave it out.")
-    if not isinstance(method, CalibratedMethod) or not plan.pooled:
+    if calibration is not None and not plan.reduced and any(module.projections for module in plan.modules):
+        raise ValueError(
+            "a calibration fits fewer key/value heads or a latent; talking heads are added without: leave it out."
+        )
+    if not isinstance(method, CalibratedMethod) or not plan.reduced:
         return None
     if calibration is not None:
         method.converted.clear()  # of another model, or on another text
-    elif all(module.name in method.converted for module in plan.pooled):
+    elif all(module.name in method.converted for module in plan.reduced):
         return None
     if (reason := why_not_calibrated(plan)) is not None:
         raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
@@ -80,7 +85,6 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    modules = plan.pooled
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
@@ -91,30 +95,138 @@ def calibrate(
     if model.can_generate():  # its own settings, beams or penalties, are for its users
         model.generation_config = GenerationConfig.from_model_config(model.config)
     used, held_out = make_batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
-    # A step each for the closed form, whose time no number of steps is known for; the estimate is of the mean so far.
-    steps = 1 + method.steps(calibration)
-    errors = []
-    with progress_bar(total=steps * len(modules), desc="calibrating", unit="step", smoothing=0) as bar:
-        for group in _recorded_together(modules, plan.model_class, model.config, used + held_out):
-            calls = recorded_inputs(model, [module.name for module in group], used + held_out)
+    with _Course(plan, method, reader, model, calibration, used, held_out) as course:
+        course.find_shared_latents()
+        course.convert()
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """One attention of the source and its calls on the text; where it has a latent, that is its memory."""
+
+    module: AttentionModule
+    tensors: AttentionTensors
+    layer: LayerContext
+    inputs: list[AttentionInputs]
+
+    @property
+    def heads(self) -> HeadCounts:
+        return self.module.heads
+
+
+class _Course:
+    """The work on all attentions: first what those that share a latent lose, then each one."""
+
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        method: CalibratedMethod,
+        reader: TensorSource,
+        model: PreTrainedModel,
+        calibration: Calibration,
+        used: Sequence[Batch],
+        held_out: Sequence[Batch],
+    ):
+        self._plan, self._method, self._reader, self._model = plan, method, reader, model
+        self._calibration, self._batches = calibration, (used, held_out)
+        # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
+        self._steps = 1 + method.steps(calibration)
+        parts = [(m.heads.relation == "pool") + (m.heads.rank_relation == "compress") for m in plan.reduced]
+        self._bar = progress_bar(total=self._steps * sum(parts), desc="calibrating", unit="step", smoothing=0)
+        self._parts_done = 0
+        self._errors: list[float | None] = []
+        # Of the attentions that share a latent: their new heads, what they lose; by its name, the latent.
+        self._new_heads: dict[str, AttentionTensors] = {}
+        self._forms: dict[str, LatentForms] = {}
+        self._latents: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> "_Course":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._bar.__exit__(*raised)
+
+    def find_shared_latents(self) -> None:
+        """Find the latents that several attentions read, after a pass over all of these."""
+        sharing = [module for module in self._plan.reduced if module.new_latent is not None]
+        for visit in self._visits(sharing):
+            name, tensors = visit.module.name, self._with_new_heads(visit)
+            if visit.heads.relation == "pool":
+                self._new_heads[name] = tensors.to("cpu")
+            self._forms[name] = latent_forms(tensors, visit.heads, visit.inputs, visit.layer.generator)
+        for latent in dict.fromkeys(module.new_latent for module in sharing):
+            readers = [module for module in sharing if module.new_latent == latent]
+            forms = [form for module in readers for form in self._forms[module.name][:2]]
+            self._latents[latent] = best_latent(forms, readers[0].heads.rank[1])
+
+    def convert(self) -> None:
+        """Give the method the new projections of every attention."""
+        for visit in self._visits(self._plan.reduced):
+            name = visit.module.name
+            tensors = self._new_heads.pop(name, None)
+            tensors = self._with_new_heads(visit) if tensors is None else tensors.to(visit.tensors.query_weight.device)
+            if visit.heads.rank_relation == "compress":
+                tensors = self._with_latent(visit, tensors)
+            details = _output_errors(visit.tensors, tensors, visit.heads, visit.layer)
+            self._method.remember(name, visit.tensors, replace(tensors, details=details))
+            self._errors.append(details["output_relative_error"])
+            if None not in self._errors:
+                mean = sum(self._errors) / len(self._errors)
+                self._bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
+
+    def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
+        used, held_out = self._batches
+        batches, config = [*used, *held_out], self._model.config
+        for group in _recorded_together(modules, self._plan.model_class, config, batches):
+            calls = recorded_inputs(self._model, [module.name for module in group], batches)
             for module in group:
-                bar.set_description(f"calibrating attention {len(errors) + 1} of {len(modules)}", refresh=is_watched())
-                tensors = module.read(lambda name: reader.read(name).float().to(device))
-                generator = seeded_generator(plan.seed, module.name)
+                number = 1 + modules.index(module)
+                self._bar.set_description(f"calibrating attention {number} of {len(modules)}", refresh=is_watched())
+                tensors = module.read(self._read)
+                tensors = replace(tensors, latent_weight=None)  # what it makes is recorded as the memory
                 inputs = calls.pop(module.name)
-                uses = max(1, len(inputs) // len(used + held_out))
+                uses = max(1, len(inputs) // len(batches))
                 inputs, held = inputs[: uses * len(used)], inputs[uses * len(used) :]
-                std = initializer_std(plan.config)
                 error = _held_out_error(tensors, module.heads, held)
-                layer = LayerContext(module.name, module.site.name, generator, std, uses, held, error, bar.update)
-                converted = method.convert_module(tensors, module.heads, layer, inputs, calibration)
-                details = _output_errors(tensors, converted, module.heads, layer)
-                method.remember(module.name, tensors, replace(converted, details=details))
-                errors.append(details["output_relative_error"])
-                bar.update(steps * len(errors) - bar.n)
-                if None not in errors:
-                    mean = sum(errors) / len(errors)
-                    bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
+                known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._bar.update}
+                yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._reader.read(name).float().to(next(self._model.parameters()).device)
+
+    def _with_new_heads(self, visit: _Visit) -> AttentionTensors:
+        if visit.heads.relation != "pool":
+            return self._plan.with_new_heads(visit.module, visit.tensors)
+        tensors = self._method.convert_module(visit.tensors, visit.heads, visit.layer, visit.inputs, self._calibration)
+        self._part_done()
+        return tensors
+
+    def _with_latent(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
+        module, heads = visit.module, visit.heads
+        forms = self._forms.pop(module.name, None)
+        if forms is None:
+            forms = latent_forms(tensors, heads, visit.inputs, visit.layer.generator)
+        weight = self._latents.get(module.new_latent)
+        if weight is None:
+            weight = best_latent([forms.key, forms.value], heads.rank[1])
+        with torch.no_grad():
+            targets = [attend(visit.tensors, batch, heads.query)[0] for batch in visit.inputs]
+        tensors = self._method.with_latent(
+            tensors,
+            heads,
+            visit.layer,
+            visit.inputs,
+            targets,
+            self._calibration,
+            LatentInText(weight, forms, module.site.shares_latent),
+        )
+        self._part_done()
+        return tensors
+
+    def _part_done(self) -> None:
+        self._parts_done += 1
+        self._bar.update(self._steps * self._parts_done - self._bar.n)
 
 
 @torch.no_grad()
@@ -133,6 +245,8 @@ def _output_errors(
     details = dict(converted.details)
     if "output_relative_error" not in details:
         details["output_relative_error"] = rounded(layer.held_out_error(converted))
+    if heads.relation != "pool":
+        return details
     averaged = MeanPooling().pool(tensors, heads, layer)
     return details | {"output_relative_error_averaged": rounded(layer.held_out_error(averaged))}
 
@@ -142,7 +256,7 @@ def _recorded_together(
 ) -> Iterator[list[AttentionModule]]:
     """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
     positions = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
-    calls = max(model_class.module_runs(config, module.name) for module in modules)
+    calls = max((model_class.module_runs(config, module.name) for module in modules), default=1)
     at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
     for start in range(0, len(modules), at_once):
         yield modules[start : start + at_once]

@@ -1,7 +1,7 @@
 """Fitting one attention to outputs recorded on text: by Adam in whitened coordinates, and by linear regression."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
-from ..projections import ROLES, AttentionTensors
+from ..projections import AttentionTensors
 from .recording import AttentionInputs, attend
 
 __all__ = ["fit", "refit_output", "relative_error", "rounded"]
@@ -108,19 +108,29 @@ def rounded(error: float | None) -> float | None:
 
 
 class _Whitened:
-    """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back."""
+    """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back.
+
+    C is of what each reads: of inputs that are recorded, `whitened` gives them whitened; of what is computed on the
+    way, the latent and the heads' outputs, W itself is handed out.
+    """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
         self._original = tensors
         contexts = (attend(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
         memories = (batch.memory[batch.memory_valid()] for batch in inputs)
+        self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
+        has_bias = tensors.key_bias is not None
         self._maps = {
             "states": _whitening(states, tensors.query_bias is not None),
-            "memory": _whitening(memories, tensors.key_bias is not None),
             "context": _whitening(contexts, tensors.output_bias is not None),
         }
-        self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
+        if tensors.latent_weight is None:
+            self._maps["memory"] = _whitening(memories, has_bias)
+        else:
+            self._reads |= {"key": "latent", "value": "latent", "latent": "memory"}
+            latents = (tensors.latent(batch.memory[batch.memory_valid()]) for batch in inputs)
+            self._maps |= {"memory": _whitening(memories, False), "latent": _whitening(latents, has_bias)}
         self._weights = {
             role: (tensors.joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
         }
@@ -129,20 +139,24 @@ class _Whitened:
     def whitened(self, batch: AttentionInputs) -> AttentionInputs:
         """Return a batch as `tensors` read it."""
         states = self._whiten(batch.states, "states")
-        memory = states if batch.memory is batch.states else self._whiten(batch.memory, "memory")
+        is_self = batch.memory is batch.states and "latent" not in self._reads
+        memory = states if is_self else self._whiten(batch.memory, "memory")
         return replace(batch, states=states, memory=memory)
 
     def tensors(self) -> AttentionTensors:
-        """Return the projections of `whitened` inputs, and the output projection of plain ones."""
-        changed: dict[str, Any] = self._plain("output")
-        for role in ("query", "key", "value"):
-            changed |= {f"{role}_weight": self._weights[role], f"{role}_bias": None}
+        """Return the projections of `whitened` inputs, and plain ones of what is computed from them."""
+        changed: dict[str, Any] = {}
+        for role, what in self._reads.items():
+            if what in ("states", "memory"):
+                changed |= {name: None for name in self._plain_names(role)} | {f"{role}_weight": self._weights[role]}
+            else:
+                changed |= self._plain(role)
         return replace(self._original, **changed)
 
     @torch.no_grad()
     def unwhitened(self) -> AttentionTensors:
         """Return the projections of plain inputs."""
-        plain = {name: tensor for role in ROLES for name, tensor in self._plain(role).items()}
+        plain = {name: tensor for role in self._reads for name, tensor in self._plain(role).items()}
         return replace(self._original, **{name: tensor.contiguous() for name, tensor in plain.items()})
 
     def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
@@ -151,6 +165,9 @@ class _Whitened:
 
     def _plain(self, role: str) -> dict[str, torch.Tensor]:
         return self._original.parted(role, self._weights[role] @ self._maps[self._reads[role]][0].T)
+
+    def _plain_names(self, role: str) -> Iterable[str]:
+        return self._original.mapped(role, torch.detach)
 
 
 def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:

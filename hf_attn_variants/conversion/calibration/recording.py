@@ -29,7 +29,8 @@ class AttentionInputs:
 
     Args:
         states: the inputs x of the queries, [b, n, D_x].
-        memory: the inputs y of the keys and values, [b, m, D_y]; in self-attention `states` itself.
+        memory: the inputs y of the keys and values, [b, m, D_y]; in self-attention `states` itself, and the latent
+            where the model has one.
         mask: additive, broadcastable to [b, h, n, m], or None.
         position_bias: [1, h, n, m] or None.
         valid: which queries are tokens and not padding, [b, n].
@@ -81,7 +82,8 @@ def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_
 def _projected(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
     """Return queries [b, h, n, d], keys and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    reads = (("query", inputs.states), ("key", inputs.memory), ("value", inputs.memory))
+    memory = tensors.latent(inputs.memory)
+    reads = (("query", inputs.states), ("key", memory), ("value", memory))
     return [tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in reads]
 
 

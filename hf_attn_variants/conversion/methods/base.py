@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from ..calibration.recording import AttentionInputs
 from ..calibration_settings import Calibration
 from ..grouping import HeadCounts
-from ..projections import ROLES, AttentionTensors
+from ..latents import LatentForms, on_latent
+from ..projections import AttentionTensors
 
-__all__ = ["CalibratedMethod", "ConversionMethod", "LayerContext"]
+__all__ = ["CalibratedMethod", "ConversionMethod", "LatentInText", "LayerContext"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,26 @@ class LayerContext:
     on_step: Callable[[], Any] = lambda: None
 
 
+@dataclass(frozen=True)
+class LatentInText:
+    """A latent that was found for an attention on text.
+
+    Args:
+        weight: A [r, D], float64.
+        forms: what the attention loses by it.
+        is_shared: whether other attentions read it too: then it stays as it is.
+    """
+
+    weight: torch.Tensor
+    forms: LatentForms
+    is_shared: bool
+
+
 class ConversionMethod(Protocol):
     """One way of merging heads. A new method is one file with such a class and one row in `methods/__init__.py`.
 
-    `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`.
+    `convert(..., method=instance)` takes instances as well as names. One that looks at text is a `CalibratedMethod`;
+    with another, a latent is found from the weights (`latents.weight_forms`).
     """
 
     name: str
@@ -76,8 +93,7 @@ class CalibratedMethod(ABC):
 
     def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
         """Keep what a calibration made of an attention, and of which one."""
-        on_cpu = {name: tensor for role in ROLES for name, tensor in converted.mapped(role, torch.Tensor.cpu).items()}
-        self.converted[module], self._sources[module] = replace(converted, **on_cpu), _digest(source)
+        self.converted[module], self._sources[module] = converted.to("cpu"), _digest(source)
 
     def steps(self, calibration: Calibration) -> int:
         """Return how many steps of one attention's work `LayerContext.on_step` tells of."""
@@ -96,6 +112,25 @@ class CalibratedMethod(ABC):
 
         A method that has measured their `layer.held_out_error` says it as "output_relative_error" of the `details`.
         """
+
+    def with_latent(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+        latent: LatentInText,
+    ) -> AttentionTensors:
+        """Return an attention, its heads new already, with keys and values that are made from a latent.
+
+        Args:
+            tensors, heads, layer, inputs, calibration: as for `convert_module`.
+            targets: the source's outputs on the inputs, [b, n, D] each.
+            latent: the latent.
+        """
+        return on_latent(tensors, latent.weight, latent.forms)
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return what the calibration made of this layer.

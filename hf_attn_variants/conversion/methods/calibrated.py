@@ -27,8 +27,9 @@ from ..calibration.moments import head_moments, pseudo_inverse, square_root
 from ..calibration.recording import AttentionInputs, attend
 from ..calibration_settings import FIT_DEFAULTS, Calibration
 from ..grouping import HeadCounts, repeat_heads, split_heads
+from ..latents import on_latent
 from ..projections import AttentionTensors
-from .base import CalibratedMethod, LayerContext
+from .base import CalibratedMethod, LatentInText, LayerContext
 
 __all__ = ["Calibrated", "closed_form"]
 
@@ -64,9 +65,46 @@ class Calibrated(CalibratedMethod):
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
         closed = closed_form(tensors, heads, inputs, targets)
+        return self._fitted(closed, heads, layer, inputs, targets, calibration)
+
+    def with_latent(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+        latent: LatentInText,
+    ) -> AttentionTensors:
+        """Return keys and values by regression on the latent, the output refitted, then all fitted.
+
+        A latent of this attention alone is fitted with it.
+        """
+        tensors = refit_output(on_latent(tensors, latent.weight, latent.forms), heads, inputs, targets)
+        fixed = tensors.latent_weight if latent.is_shared else None
+        return self._fitted(tensors, heads, layer, inputs, targets, calibration, fixed)
+
+    def _fitted(
+        self,
+        closed: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+        fixed_latent: torch.Tensor | None = None,
+    ) -> AttentionTensors:
+        """Return the closed form or what the fit makes of it, whichever is better on held-out text."""
         if not self.steps(calibration):
             return closed
-        fitted = fit(closed, heads, inputs, targets, calibration, layer.generator, layer.on_step)
+        begun = closed
+        if fixed_latent is not None:
+            begun = replace(closed, latent_weight=None)
+            inputs = [replace(batch, memory=closed.latent(batch.memory)) for batch in inputs]
+        fitted = fit(begun, heads, inputs, targets, calibration, layer.generator, layer.on_step)
+        if fixed_latent is not None:
+            fitted = replace(fitted, latent_weight=fixed_latent)
         before, after = errors = [layer.held_out_error(which) for which in (closed, fitted)]
         better = before is not None and after is not None and after < before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")

@@ -1,0 +1,194 @@
+"""The attention modules of a checkpoint: what each one's tensors are called, and their shapes before and after."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..modeling.attention_sites import AttentionSite
+from .checkpoint.entries import TensorEntry
+from .grouping import HeadCounts
+from .projections import LATENT, AttentionTensors
+
+__all__ = ["AttentionModule", "attention_modules"]
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """One attention module of the checkpoint.
+
+    Args:
+        name: its path inside the base model, e.g. "encoder.layer.0.attention".
+        site: which kind of attention it is.
+        heads: its head counts, and the rank of its latent, before and after.
+        tensors: for each field of `AttentionTensors` that it has, the tensor's name in the checkpoint.
+        new_tensors: the same after the conversion. A latent that attentions share is named by each of them.
+        shapes: for each field of `new_tensors`, its shape.
+        projections: the talking-heads parameters to add, {name in the checkpoint: shape}.
+    """
+
+    name: str
+    site: AttentionSite
+    heads: HeadCounts
+    tensors: dict[str, str]
+    new_tensors: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    projections: dict[str, tuple[int, ...]]
+
+    @property
+    def new_latent(self) -> str | None:
+        """The name of the new latent that it reads, if it gets one and others read it too."""
+        shared = self.heads.rank_relation == "compress" and self.site.shares_latent
+        return self.new_tensors[LATENT] if shared else None
+
+    def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+        """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
+        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()})
+
+    def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+        """Return its projections after the conversion, from where these are."""
+        return AttentionTensors(**{part: read(name) for part, name in self.new_tensors.items()})
+
+
+def attention_modules(
+    target: PreTrainedModel, source_config: Any, entries: Mapping[str, TensorEntry]
+) -> list[AttentionModule]:
+    """Return every attention module of a checkpoint that is to become `target`, its tensors found and checked.
+
+    Args:
+        target: the converted model, without memory.
+        source_config: the source, described by a variant configuration.
+        entries: every tensor of the source with its dtype and shape.
+
+    Raises:
+        ValueError: for impossible head counts or ranks, or attention tensors that are missing, too many, or of other
+            shapes than the configuration says.
+    """
+    modules = [
+        _attention_module(site, path, module, target, source_config, entries)
+        for site, path, module in target.named_attentions()
+    ]
+    _check_nothing_unclaimed(target, modules, entries)
+    return modules
+
+
+def _attention_module(
+    site: AttentionSite,
+    path: str,
+    module: nn.Module,
+    target: PreTrainedModel,
+    source_config: Any,
+    entries: Mapping[str, TensorEntry],
+) -> AttentionModule:
+    heads = _head_counts(site, path, source_config, target.config)
+    prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
+    tensors, shapes = {}, {}
+    width = target.config.hidden_size
+    for role, linear_path in site.projections.items():
+        for part, parameter in module.get_submodule(linear_path).named_parameters():
+            name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
+            expected = list(parameter.shape)
+            if role in ("key", "value"):
+                # The input's size too: both are made from the latent.
+                expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
+            _check_tensor(name, entries, expected)
+            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
+    new_tensors = dict(tensors)
+    for rank, named in zip(heads.rank, (tensors, new_tensors), strict=True):
+        if rank is not None:
+            named[LATENT] = f"{prefix}{site.latent_path(path)}.weight"
+    if LATENT in tensors:
+        _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
+    if LATENT in new_tensors:
+        shapes[LATENT] = (heads.rank[1], width)
+    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
+    parameters = module.get_submodule(site.core).named_parameters(recurse=False)
+    projections = {f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters}
+    if source_config.talking_heads is not None:
+        for name, shape in projections.items():
+            _check_tensor(name, entries, list(shape))
+        projections = {}
+    return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections)
+
+
+def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
+    """Return the counts and ranks of one attention before and after.
+
+    Raises:
+        ValueError: if what it has cannot become what it is to have.
+    """
+    before, after = site.heads(source, path), site.heads(target, path)
+    # A latent as wide as its input is that.
+    ranks = tuple(None if rank == target.hidden_size else rank for rank in (before.rank, after.rank))
+    heads = HeadCounts(
+        after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, ranks
+    )
+    for field, check in ((site.kv_heads_field, "relation"), (site.rank_field, "rank_relation")):
+        try:
+            getattr(heads, check)
+        except ValueError as error:
+            raise ValueError(f"`{field}`: {error}") from None
+    if site.shares_latent and heads.rank_relation != "same":
+        _check_memory_terms(site, source, target)
+    return heads
+
+
+def _check_memory_terms(site: AttentionSite, *configs: Any) -> None:
+    # They are made from the memory as the attention gets it, which is another with another latent.
+    terms = {name for config in configs for name in config.talking_heads_dynamic if name.startswith("m")}
+    if terms:
+        raise ValueError(
+            f"`{site.rank_field}` cannot change where `talking_heads_dynamic` has {' and '.join(sorted(terms))}: such "
+            "terms are made from the latent that all layers share, and would be of another one."
+        )
+
+
+def _check_nothing_unclaimed(
+    target: PreTrainedModel, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
+) -> None:
+    # They would stay as they are, and the converted model would silently be without their layers.
+    claimed = {name for module in modules for name in module.tensors.values()}
+    sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_patterns(site))
+    pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
+    unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]
+    if unclaimed:
+        shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
+        raise ValueError(
+            f"the checkpoint holds {len(unclaimed)} attention tensors that {type(target).__name__} with its "
+            f"config.json does not have: {shown}; check the number of layers and `architectures`."
+        )
+
+
+def _linear_patterns(site: AttentionSite) -> Iterable[str]:
+    """Yield regular expressions for the paths of a site's linear maps inside the base model."""
+    inside = list(site.projections.values())
+    if site.rank_field is not None and not site.shares_latent:
+        inside.append(site.latent)
+    yield rf"{site.module}\.(?:{'|'.join(map(re.escape, inside))})"
+    if site.shares_latent:
+        yield re.escape(site.latent)
+
+
+def _stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
+    for prefix in (f"{target.base_model_prefix}.", ""):
+        if f"{prefix}{name}" in entries:
+            return prefix
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
+    similar = next((stored for stored in entries if pattern.search(stored)), next(iter(entries), None))
+    raise ValueError(f"the checkpoint has no tensor {name!r}; it has {similar!r}, for example.")
+
+
+def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[int]) -> None:
+    if name not in entries:
+        raise ValueError(f"the checkpoint has no tensor {name!r}.")
+    entry = entries[name]
+    if list(entry.shape) != expected:
+        raise ValueError(
+            f"{name!r} has shape {list(entry.shape)}; with the heads that config.json gives it must be {expected}."
+        )
+    if not entry.is_floating:
+        raise ValueError(f"{name!r} has dtype {entry.dtype}; convert the unquantized checkpoint.")
