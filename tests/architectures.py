@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_value_heads": 8,
     },
     "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
+    "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
 }
 
 
@@ -49,11 +50,13 @@ class Architecture:
     tiny: dict[str, Any]
     heads: dict[str, Head]
     inputs: Callable[[], dict[str, torch.Tensor]]
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # what its own fields add to a variant
 
     def config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
         """Return a tiny configuration of a variant, for one head where that needs something of its own."""
         extra = self.heads[head].config if head else {}
-        return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **fields})
+        own = self.variants.get(variant, {})
+        return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **own, **fields})
 
     def model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
         """Return a tiny model in evaluation mode, each parameter of its attention moved off its initial value."""
@@ -202,6 +205,7 @@ T5 = Architecture(
         "initializer_factor": 0.5,
     },
     inputs=text_inputs,
+    variants={"latent": {"cross_kv_lora_rank": 24, "encoder_kv_lora_rank": 20}},
     heads={
         "T5Model": Head(inputs=_source_and_target),
         "T5ForConditionalGeneration": Head(_tokens, inputs=_source_and_target),

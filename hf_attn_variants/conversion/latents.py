@@ -1,8 +1,8 @@
 """Latents: the few numbers of a memory that keys and values are made from, and what they lose.
 
-Of the memory y a latent c = A y [r] keeps R c, and the maps W of keys or values then lose W (y - R A y). What that does
-to an attention's output is a quadratic form of the lost part: with G [D, D] for what the output makes of an error of
-the memory through all heads' maps, and S [D, D] for the second moment of the memory as it is read,
+Of the memory y a latent c = A y [r] keeps R c, and the maps W of keys or values then lose W (y - R A y). What that
+does to an attention's output is a quadratic form of the lost part: with G [D, D] for what the output makes of an error
+of the memory through all heads' maps, and S [D, D] for the second moment of the memory as it is read,
 
     lost energy = tr( G (1 - R A) S (1 - R A)^T ),   all energy = tr( G S )
 

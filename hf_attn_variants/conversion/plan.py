@@ -255,9 +255,9 @@ def _check_all_used(
 ) -> None:
     # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
-    fields = _key_value_fields(config_class)
-    if useless := [each for each in fields if each in given and each not in used]:
-        known = " or ".join(f"`{each}`" for each in fields if each in used)
-        raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
+    for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
+        if useless := [each for each in fields if each in given and each not in used]:
+            known = " or ".join(f"`{each}`" for each in fields if each in used)
+            raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
     if config.talking_heads is None and (useless := [each for each in _talking_fields(config_class) if each in given]):
         raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")

@@ -107,7 +107,7 @@ def _attention_flops(
         nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
     )
     stays = site.is_cross_attention and is_short(latent)
-    if not stays and absorbs(module.get_submodule(site.core), query, latent, maps):
+    if not stays and absorbs(module.get_submodule(site.core), query, latent, maps, {}):
         yield "query", 2 * heads.rank * (heads.query + heads.output) * (heads.head_dim + attended)
         return
     # Made once of each token of a memory that stays or is read in one pass; anew in each step of a decoder.

@@ -150,10 +150,10 @@ def fused_attention(
     length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
     shared = query.shape[0] // memories * (query.shape[1] // kv_heads)  # query heads that read one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # An exported graph must serve every batch size: it may not depend on one.
     # Of a latent, which is key and value at once, the fused kernel reads each block once, with a thread a memory.
-    one_read = key is value and memories >= torch.get_num_threads()
-    if length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE and not one_read:
+    # An exported graph must serve every batch size: it may not depend on one.
+    by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
+    if by_matmul and not (key is value and memories >= _threads()):
         options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
@@ -298,6 +298,11 @@ def _flash_serves(query: torch.Tensor) -> bool:
     # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
     halves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= MAX_FLASH_HEAD_DIM
     return not query.is_cuda or (halves and _has_flash(query.device))
+
+
+@torch.compiler.assume_constant_result
+def _threads() -> int:
+    return torch.get_num_threads()
 
 
 @torch.compiler.assume_constant_result

@@ -59,6 +59,7 @@ class LatentLayer(DynamicLayer):
         """Let go of the latent; upstream's releases before 5.23 write zeros over it."""
         self.keys = self.values = None
         self.is_initialized = False
+        vars(self).pop(EXPANDED, None)
 
 
 def attend_to_latent(
@@ -88,7 +89,7 @@ def attend_to_latent(
     attend = attention_function(module.implementation)
     if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
         key, value = _kept_expanded(module, latent, maps, layer, query.shape[-1])
-    elif module.is_own and absorbs(module, query, latent, maps):
+    elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
     else:
         key, value = _expanded(latent, maps, query.shape[-1])
@@ -111,20 +112,15 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
     repeated and selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's; another kind than this has no place for cross-attention.
+        cache: the decoder's, or None.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
-
-    Raises:
-        ValueError: for a cache that has no part for the memory.
     """
-    if not isinstance(cache, EncoderDecoderCache):
+    if cache is None:
         return memory[:, None], None
-    if not isinstance(cache, EncoderDecoderCache):
-        raise ValueError(f"A cross-attention's latent needs an EncoderDecoderCache; got {type(cache).__name__}.")
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
         latent = memory[:, None]
@@ -160,7 +156,13 @@ def _kept_expanded(
     return found[1:]
 
 
-def absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear]) -> bool:
+def absorbs(
+    module: nn.Module,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    maps: tuple[nn.Linear, nn.Linear],
+    options: dict[str, Any],
+) -> bool:
     """Say whether the absorbed form serves a call and takes fewer multiplications; arguments: `attend_to_latent`'s."""
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
     if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
@@ -169,7 +171,7 @@ def absorbs(module: nn.Module, query: torch.Tensor, latent: torch.Tensor, maps: 
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # a graph should serve every length of the memory
     memories, _, memory_length, rank = latent.shape
-    if maps[1].bias is not None and length > MAX_ROWS_WITH_WEIGHTS:
+    if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
@@ -197,16 +199,28 @@ def _absorbed(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     head_dim, (_, value_map) = query.shape[-1], maps
     query = _by_head(query, maps[0].weight, head_dim)
-    bias = value_map.bias
-    implementation = module.implementation if bias is None else EAGER
+    bias, sums_weights = value_map.bias, _sums_weights(module, value_map, options)
+    implementation = EAGER if sums_weights else module.implementation
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
     output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
-        sums = weights.sum(-1).transpose(1, 2)[..., None]  # [b, n, h_v, 1]
-        groups = output.shape[2] * head_dim // bias.shape[0]
-        output = output + sums * bias.view(-1, head_dim).repeat_interleave(groups, dim=0)
-        weights = weights if wants_weights(module, options) else None
-    return output, weights
+        bias = bias.view(-1, head_dim).repeat_interleave(output.shape[2] * head_dim // bias.shape[0], dim=0)
+        sums = weights.sum(-1) if sums_weights else _reads_anything(mask, query.shape[0])  # [b, h_v, n]
+        output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
+    return output, weights if wants_weights(module, options) else None
+
+
+def _sums_weights(module: nn.Module, value_map: nn.Linear, options: dict[str, Any]) -> bool:
+    """Say whether the row sums of the weights, which a value's bias counts with, are other numbers than 0 and 1."""
+    return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
+
+
+def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Return which queries may read anything, [b, 1 or h, 1 or n]; None: all. The others' weights are zeros."""
+    if mask is None:
+        return None
+    reads = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
+    return reads if reads.shape[0] in (1, batch) else reads.repeat_interleave(batch // reads.shape[0], dim=0)
 
 
 def _by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:

@@ -43,11 +43,12 @@ def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
     flops = flops_per_token(model, LENGTH, SOURCE)
     together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
-    # the encoder alone, and what the cross-attentions' keys and values make of its outputs
+    # the encoder alone, and what the cross-attentions' latent, keys and values make of its outputs
     encoder = counted(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
-    encoder += counted(lambda: [(m.k(memory), m.v(memory)) for m in cross])
+    latent = getattr(model.decoder, "cross_kv_a_proj", torch.nn.Identity())
+    encoder += counted(lambda: [(m.k(c), m.v(c)) for c in [latent(memory)] for m in cross])
     dynamic = [p for m in cross for name, p in m.named_parameters() if name in ("m2l_proj", "m2w_proj")]
     encoder += sum(2 * p.numel() * source.numel() for p in dynamic)
     assert flops["encoder"] * source.numel() == encoder

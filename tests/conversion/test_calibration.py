@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, error, t5, text
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertModel
 
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration import calibrate as calibrating
@@ -19,61 +20,6 @@ from hf_attn_variants.conversion.methods.aligned import Aligned
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_steps import step_sections
 from hf_attn_variants.model_history import read_history
-
-WORDS = 60
-
-
-class WordTokenizer:
-    """Numbers for text, by the character: what a calibration needs of a tokenizer."""
-
-    pad_token_id = 0
-
-    def __call__(self, texts=None, text_target=None, truncation=True, max_length=64, return_token_type_ids=None):
-        rows = texts if texts is not None else text_target
-        return {"input_ids": [[2 + ord(letter) % (WORDS - 2) for letter in row][: max_length - 1] for row in rows]}
-
-
-def text(count: int = 512, seed: int = 0) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(8, 24, (count,), generator=generator).tolist()
-    return ["".join(chr(97 + i) for i in torch.randint(0, 26, (n,), generator=generator).tolist()) for n in lengths]
-
-
-def calibration(**changes) -> Calibration:
-    return Calibration(
-        text(), **{"tokenizer": WordTokenizer(), "fit_steps": 0, "batch_size": 16, "fit_batch_size": 16} | changes
-    )
-
-
-def bert() -> BertModel:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
-    return BertModel(BertConfig(vocab_size=WORDS, initializer_range=0.3, **sizes)).eval()
-
-
-def t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2}
-    fields = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, initializer_factor=1.0, **sizes, **fields)).eval()
-
-
-def inputs() -> dict[str, torch.Tensor]:
-    rows = [torch.tensor(row) for row in WordTokenizer()(text(64, seed=7))["input_ids"]]
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "attention_mask": mask}
-
-
-@torch.no_grad()
-def error(model, original) -> float:
-    batch = inputs()
-    if original.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = batch["input_ids"][:, :9]
-        outputs = (model(**batch).logits, original(**batch).logits)
-    else:
-        keep = batch["attention_mask"].bool()
-        outputs = (model(**batch).last_hidden_state[keep], original(**batch).last_hidden_state[keep])
-    return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
 
 
 @pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])

@@ -78,7 +78,10 @@ def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
         ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'; it has"),
         ({"hidden_size": "wide"}, "configuration is wrong"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
-        ({"per_layer_config": {"0": {"num_key_value_heads": 2}}}, "per_layer_config"),
+        (
+            {"per_layer_config": {"0": {"num_key_value_heads": 2}}},
+            r"has shape \[48, 48\]; with the heads that config.json gives it must be \[8, 48\]",
+        ),
     ],
 )
 def test_sources_that_cannot_be_converted(make_source, edit_config, tmp_path, fields, message):

@@ -84,7 +84,11 @@ def save_one(architecture, variant, saved, folder):
     base = next(iter(architecture.heads))
     heads = {"base": base, "language_model": architecture.config_class.auto_classes["AutoModelForPreTraining"]}
     head = heads[saved].removeprefix("AttnVariant")
-    architecture.model(head, variant).save_pretrained(folder / "repo")
+    fields = {}
+    if variant == "by layer":
+        count = architecture.config().layer_count("kv_lora_rank")
+        variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
+    architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)
     with torch.no_grad():
@@ -99,6 +103,7 @@ def save_one(architecture, variant, saved, folder):
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_every_auto_class_loads_elsewhere(architecture, tmp_path):
     kinds = [(variant, saved) for variant in ("gqa", "gqa_talking") for saved in ("base", "language_model")]
+    kinds += [("latent", "language_model"), ("by layer", "language_model")]
     made = [save_one(architecture, *kind, tmp_path / "-".join(kind)) for kind in kinds]
     (tmp_path / "cwd").mkdir()
     arguments = [path for paths in made for path in paths]
@@ -138,7 +143,7 @@ def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
     standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "functools", "math"}
-    standard |= {"re", "sys", "typing"}
+    standard |= {"json", "re", "sys", "typing"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]

@@ -17,7 +17,7 @@ def _fresh():
     counters.clear()
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mqa", "talking"])
+@pytest.mark.parametrize("variant", ["gqa", "mqa", "talking", "latent"])
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
 def test_encoders_are_one_graph(architecture, variant):
@@ -29,12 +29,13 @@ def test_encoders_are_one_graph(architecture, variant):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mqa", "talking"])
+@pytest.mark.parametrize("variant", ["gqa", "mqa", "talking", "latent"])
 @torch.no_grad()
 def test_t5_decodes_with_a_static_cache_without_compiling_each_step_anew(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
     model.generation_config.eos_token_id = None
-    batch = T5.batch("T5EncoderModel")
+    # As many as are attended to by matrix products.
+    batch = {name: tensor.repeat(3, 1) for name, tensor in T5.batch("T5EncoderModel").items()}
     options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(**batch, **options)
     assert torch.equal(expected, model.generate(**batch, **(options | {"cache_implementation": "dynamic"})))

@@ -46,7 +46,9 @@ def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, m
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         leaf = name.rpartition(".")[2]
-        if leaf.endswith("_proj"):
+        if name.endswith("kv_a_proj.weight"):
+            deviation = parameter.shape[0] ** -0.5
+        elif leaf.endswith("_proj"):
             deviation = projection_std(leaf, parameter.shape, ours.config.talking_heads_init)
         else:
             deviation = expected[name].std(correction=0).item()
@@ -99,6 +101,45 @@ def test_initial_projections(architecture, init):
         for projection in (core.x2l_proj, core.m2w_proj):
             expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
             assert 0.9 < projection.std() / expected < 1.1
+
+
+@EVERY_ARCHITECTURE
+@BOTH_WAYS
+def test_keys_and_values_of_a_latent_have_upstreams_spread(architecture, make):
+    head = next(iter(architecture.heads))
+    spreads = []
+    for variant in ("gqa", "latent"):
+        config = architecture.config(variant, num_attention_heads=12, vocab_size=2000)
+        model = make(getattr(hf_attn_variants, f"AttnVariant{head}"), config).eval()
+        made = []
+        for site, _, module in model.named_attentions():
+            for path in (site.key, site.value):
+                linear = module.get_submodule(path)
+                linear.register_forward_hook(lambda _, __, output, made=made: made.append(output.std().item()))
+        ids = torch.arange(5, 1925).view(64, 30)
+        model(ids, **({"decoder_input_ids": ids} if architecture is T5 else {}))
+        spreads.append(made)
+    assert len(spreads[0]) == len(spreads[1]) >= 4
+    for latent, plain in zip(*reversed(spreads), strict=True):
+        assert latent == pytest.approx(plain, rel=0.35)
+
+
+@EVERY_ARCHITECTURE
+def test_a_model_with_latents_learns_from_the_start(architecture):
+    """As fast as one without."""
+    heads = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+    batch, losses = architecture.batch(heads[architecture.name], labels=True), []
+    for variant in ("gqa", "latent"):
+        model_class = getattr(hf_attn_variants, f"AttnVariant{heads[architecture.name]}")
+        model = by_a_seed(model_class, architecture.config(variant))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] < 1.2 * losses[0] + 0.1
 
 
 @EVERY_ARCHITECTURE

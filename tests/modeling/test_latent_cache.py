@@ -254,8 +254,6 @@ def test_a_handed_over_cache_serves_generation(rank):
 def test_a_cache_that_cannot_hold_it_is_a_clear_error():
     batch, first, _ = pieces()
     model = t5(WIDTH)
-    with pytest.raises(ValueError, match=r"needs an EncoderDecoderCache.*got DynamicCache"):
-        model(**batch, decoder_input_ids=first, past_key_values=DynamicCache())
     others = start(T5.model("T5ForConditionalGeneration"), batch, first)
     others = EncoderDecoderCache(others.self_attention_cache, DynamicCache())
     with pytest.raises(ValueError, match=f"keeps {OWN} numbers a token.*`kv_lora_rank`.*has 12 heads of 8"):
@@ -274,12 +272,15 @@ def test_keys_and_values_of_a_short_memory_stay_beside_it(monkeypatch):
     go_on(model, batch, last, cache)
 
 
-def test_the_decoder_alone_has_a_plain_cache():
+@pytest.mark.parametrize("crosses", [False, True])
+def test_the_decoder_alone_has_a_plain_cache(crosses):
+    """It has no place for a memory, whose latent is then made in every step."""
     model = t5(24)
     ids = torch.randint(5, VOCABULARY, (2, 6))
+    memory = {"encoder_hidden_states": torch.randn(2, LENGTH, WIDTH)} if crosses else {}
     with torch.no_grad():
-        expected = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model.decoder(input_ids=ids, use_cache=False, **memory).last_hidden_state
         cache = DynamicCache()
-        model.decoder(input_ids=ids[:, :4], past_key_values=cache)
-        found = model.decoder(input_ids=ids[:, 4:], past_key_values=cache).last_hidden_state
+        model.decoder(input_ids=ids[:, :4], past_key_values=cache, **memory)
+        found = model.decoder(input_ids=ids[:, 4:], past_key_values=cache, **memory).last_hidden_state
     torch.testing.assert_close(found, expected[:, 4:], atol=1e-5, rtol=0)

@@ -180,16 +180,20 @@ def test_half_precision(architecture, variant, dtype):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 def test_number_of_parameters(architecture, variant):
-    """Exactly what the heads say: k key and value heads, h_v output heads, and the projections across heads."""
+    """Exactly what heads and ranks say: k key and value heads, h_v output heads, latents, projections across heads."""
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
-    config, difference = model.config, 0
+    config, difference, latents = model.config, 0, {}
     for (site, path, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
         heads = site.heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
-        key_inputs = module.get_submodule(site.key).in_features
-        per_head = config.attention_head_dim * (key_inputs + (query.bias is not None))
-        difference += (2 * config.num_attention_heads - heads.key - heads.value) * per_head
+        key_inputs, has_bias = whole.get_submodule(site.key).in_features, query.bias is not None
+        rank = key_inputs if heads.rank is None else heads.rank
+        sizes = (2 * config.num_attention_heads, key_inputs), (heads.key + heads.value, rank)
+        before, after = (count * config.attention_head_dim * (inputs + has_bias) for count, inputs in sizes)
+        difference += before - after
+        if rank < key_inputs:
+            latents[site.latent_path(path)] = rank * key_inputs
         unread_heads = config.num_attention_heads - config.num_value_heads
         difference += unread_heads * config.attention_head_dim * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
@@ -199,7 +203,8 @@ def test_number_of_parameters(architecture, variant):
         inputs = {"x": query.in_features, "m": key_inputs}
         difference -= sum(inputs[name[0]] * sizes[name[2]] for name in config.talking_heads_dynamic)
         assert whole.get_submodule(site.query).weight.shape == query.weight.shape
-    assert plain.num_parameters() - model.num_parameters() == difference + position_bias_difference(plain, model)
+    difference += position_bias_difference(plain, model) - sum(latents.values())
+    assert plain.num_parameters() - model.num_parameters() == difference
 
 
 def test_a_site_reads_its_own_query_heads():

@@ -2,7 +2,7 @@
 
 A lost part E y of a key changes the logits of query q by q^T E y_j, and so the output, to first order, by
 
-    W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j
+    W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i with the scaling of the logits)
 
 which is linear in E: its square, for a random direction e of the output, is (q_i^T E a_i)^2 with the memory as the
 keys' errors meet it,
@@ -110,5 +110,6 @@ def _query_moments(tensors: AttentionTensors, heads: HeadCounts, inputs: Sequenc
     moments = 0.0
     for batch in inputs:
         query = tensors.project("query", batch.states).unflatten(-1, (heads.query, -1))[batch.valid]  # [rows, h, d]
+        query = query * batch.scaling
         moments = moments + torch.einsum("rhd,rhe->hde", query, query).double()
     return moments / sum(int(batch.valid.sum()) for batch in inputs)

@@ -35,6 +35,8 @@ __all__ = ["Calibrated", "closed_form"]
 
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
+# The relative error below which the fit of a latent takes no smaller steps.
+LEAST_ERROR = 1e-3
 
 
 class Calibrated(CalibratedMethod):
@@ -79,7 +81,8 @@ class Calibrated(CalibratedMethod):
     ) -> AttentionTensors:
         """Return keys and values by regression on the latent, the output refitted, then all fitted.
 
-        A latent of this attention alone is fitted with it.
+        A latent of this attention alone is fitted with it. The default learning rate is multiplied by the relative
+        error of the closed form.
         """
         tensors = refit_output(on_latent(tensors, latent.weight, latent.forms), heads, inputs, targets)
         fixed = tensors.latent_weight if latent.is_shared else None
@@ -98,17 +101,21 @@ class Calibrated(CalibratedMethod):
         """Return the closed form or what the fit makes of it, whichever is better on held-out text."""
         if not self.steps(calibration):
             return closed
-        begun = closed
+        before, begun = layer.held_out_error(closed), closed
+        if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
+            # The closed form of a latent is near its best already: large steps lead away from it.
+            rate = max(before, LEAST_ERROR) * calibration.fit_option("fit_learning_rate")
+            calibration = replace(calibration, fit_learning_rate=rate)
         if fixed_latent is not None:
             begun = replace(closed, latent_weight=None)
             inputs = [replace(batch, memory=closed.latent(batch.memory)) for batch in inputs]
         fitted = fit(begun, heads, inputs, targets, calibration, layer.generator, layer.on_step)
         if fixed_latent is not None:
             fitted = replace(fitted, latent_weight=fixed_latent)
-        before, after = errors = [layer.held_out_error(which) for which in (closed, fitted)]
+        after = layer.held_out_error(fitted)
         better = before is not None and after is not None and after < before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
-        details = dict(zip(names, map(rounded, (*errors, after if better else before)), strict=True))
+        details = dict(zip(names, map(rounded, (before, after, after if better else before)), strict=True))
         return replace(fitted if better else closed, details=closed.details | details | {"fit_kept": better})
 
 

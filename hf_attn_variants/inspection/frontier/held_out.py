@@ -73,6 +73,9 @@ def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
         model: the source, in evaluation mode; an encoder-decoder answers texts without targets greedily.
         tokenizer: its tokenizer.
         text: the texts, their targets, and how they are cut and batched.
+
+    Raises:
+        ValueError: for a model that plain text does not measure, a multiple choice for example.
     """
     measure = _measure(model)
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
@@ -93,6 +96,8 @@ def _measure(model: PreTrainedModel) -> str:
         return "masked words"
     if name.endswith("LMHeadModel"):
         return "next words"
+    if name.endswith(("ForMultipleChoice", "T5Model")):
+        raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
 
@@ -119,7 +124,7 @@ def _batch(
     return batch
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _targets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -137,7 +142,7 @@ def _targets(
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _said(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
     for batch in held.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})

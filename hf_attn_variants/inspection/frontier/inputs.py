@@ -56,7 +56,7 @@ def variants_to_try(model: PreTrainedModel, given: Mapping[str, Sequence[int] | 
     if useless := sorted(set(asked) - used):
         raise ValueError(f"`{useless[0]}` is of attentions that {type(model).__name__} does not have.")
     if asked:
-        return options_of(asked, config.hidden_size)
+        return options_of(asked)
     field = kv_heads_field(type(model), config)
     decodes = any(site.kv_heads_field == field and site.stack_of(config) == "decoder" for site in sites)
     if options := default_options(config, field, decodes):

@@ -1,7 +1,7 @@
 """Which variants of a checkpoint are worth trying: fewer key/value heads, latents, and both sizes of them together."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..costs import has_latents, kv_head_counts, values_by_layer
@@ -27,6 +27,10 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
     width, heads = config.hidden_size, max(values_by_layer(config, field), default=config.query_heads(field))
     multi_query = 2 * config.attention_head_dim  # numbers a token and layer
     counts = [count for count in kv_head_counts(config, field) if count < heads]
+
+    def fits(value: int | None) -> bool:
+        return value is None or 1 <= value <= width
+
     options: list[Fields] = []
     if has_latents(config, field):
         pass  # what they are made from is not there any more: smaller ones are what a user asks for by name
@@ -40,20 +44,19 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         exact = [width] if decodes else []  # an encoder would compute more, and store as much
         options += [{name: rank} for rank in (*exact, width // 2, 3 * width // 8, width // 4, width // 8)]
     options += [{field: count} for count in _spread(counts)]
-    return _distinct(options, width)
+    return _distinct(option for option in options if all(fits(value) for value in option.values()))
 
 
-def options_of(given: Mapping[str, Sequence[int] | None], width: int) -> list[Fields]:
+def options_of(given: Mapping[str, Sequence[int] | None]) -> list[Fields]:
     """Return the variants of the values that a user names: heads alone, and ranks in all their combinations.
 
     Args:
         given: {field: values}; None = not given.
-        width: of the model, the largest rank.
     """
     heads = [(name, values) for name, values in given.items() if "heads" in name and values]
     ranks = {name: values for name, values in given.items() if "rank" in name and values}
     options = [dict(zip(ranks, chosen, strict=True)) for chosen in itertools.product(*ranks.values())] if ranks else []
-    return _distinct([*options, *({name: value} for name, values in heads for value in values)], width)
+    return _distinct([*options, *({name: value} for name, values in heads for value in values)])
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
@@ -64,15 +67,11 @@ def _spread(counts: Sequence[int]) -> list[int]:
     return [counts[round(i * step)] for i in range(MOST_COUNTS)]
 
 
-def _distinct(options: Sequence[Fields], width: int) -> list[Fields]:
-    return list(_without_repeats(options, width))
-
-
-def _without_repeats(options: Sequence[Fields], width: int) -> Iterator[Fields]:
-    seen = []
+def _distinct(options: Iterable[Fields]) -> list[Fields]:
+    """Return options without what is not given and without repeats, in their order."""
+    found: list[Fields] = []
     for option in options:
         fields = {name: value for name, value in option.items() if value is not None}
-        fits = all("rank" not in name or 1 <= value <= width for name, value in fields.items())
-        if fields and fits and fields not in seen:
-            seen.append(fields)
-            yield fields
+        if fields and fields not in found:
+            found.append(fields)
+    return found

@@ -1,0 +1,394 @@
+"""Conversion into latents: what loses nothing, from weights alone and on text, alone and together with other heads."""
+
+import json
+import logging
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, T5
+from fixtures.calibrations import bert, calibration, error, inputs, t5, text
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel, AutoModelForSeq2SeqLM
+
+from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
+from hf_attn_variants.conversion.calibration.latent_forms import latent_forms
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend, attention_weights
+from hf_attn_variants.conversion.grouping import HeadCounts, rank_relation
+from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, on_latent, weight_forms
+from hf_attn_variants.conversion.projections import AttentionTensors
+
+MAPS = ("key", "value", "k", "v")
+
+
+def of_low_rank(model, rank: int):
+    """Give the keys and values of all attentions maps that read the same `rank` directions of their input alone."""
+    directions = torch.randn(rank, model.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.rsplit(".", 2)[-2] in MAPS and weight.ndim == 2:
+                weight.copy_(weight @ torch.linalg.pinv(directions) @ directions)
+    return model
+
+
+def on_text(**changes):
+    """A calibration; of random weights greedy outputs repeat one token."""
+    return calibration(**{"target_texts": text(seed=1)} | changes)
+
+
+RANKS = {"kv_lora_rank": 32, "encoder_kv_lora_rank": 32, "cross_kv_lora_rank": 32}
+
+
+@pytest.mark.parametrize(("build", "fields"), [(bert, {"kv_lora_rank": 32}), (t5, RANKS)])
+def test_a_latent_as_wide_as_the_input_is_the_input(build, fields):
+    model = build()
+    converted = convert_model(model, **fields)
+    assert {name: getattr(converted.config, name) for name in fields} == fields
+    stored = model.state_dict()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in converted.state_dict().items())
+    assert error(converted, model) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("build", "rank", "fields"),
+    [
+        (bert, 8, {"kv_lora_rank": 8}),
+        (t5, 8, {"cross_kv_lora_rank": 8}),
+        (t5, 8, {"kv_lora_rank": 8, "encoder_kv_lora_rank": 8, "cross_kv_lora_rank": 8}),
+    ],
+)
+@pytest.mark.parametrize("knows_text", [False, True])
+def test_a_latent_of_the_maps_own_rank_loses_nothing(build, rank, fields, knows_text):
+    model = of_low_rank(build(), rank)
+    given = None
+    if knows_text:
+        given = on_text() if model.config.is_encoder_decoder else calibration()
+    assert error(convert_model(model, calibration=given, **fields), model) < 1e-4
+    fewer = {name: value - 2 for name, value in fields.items()}
+    assert error(convert_model(model, calibration=given, **fewer), model) > 1e-2
+
+
+@torch.no_grad()
+def test_layers_that_share_an_attention_share_its_latent():
+    model = of_low_rank(ALBERT.upstream_model("AlbertModel"), 6)
+    converted = convert_model(model, kv_lora_rank=6)
+    batch = ALBERT.batch("AlbertModel")
+    names = [name for name in converted.state_dict() if "kv_a_proj" in name]
+    assert len(names) == 1 and names[0].endswith("attention.kv_a_proj.weight")
+    torch.testing.assert_close(converted(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
+
+
+def test_heads_are_pooled_before_the_latent_is_found():
+    model = t5()
+    fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12}
+    at_once = convert_model(model, 2, "mean", **fields)
+    in_turn = convert_model(convert_model(model, 2, "mean"), method="mean", **fields)
+    for name, tensor in in_turn.state_dict().items():
+        torch.testing.assert_close(at_once.state_dict()[name], tensor, msg=name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in at_once.state_dict().items()}
+    assert shapes["decoder.block.1.layer.0.SelfAttention.k.weight"] == (16, 8)
+    assert shapes["decoder.block.0.layer.1.EncDecAttention.v.weight"] == (16, 12)
+    assert shapes["decoder.cross_kv_a_proj.weight"] == (12, 32)
+
+
+@pytest.mark.parametrize(("build", "rank"), [(bert, "kv_lora_rank"), (t5, "cross_kv_lora_rank"), (t5, "kv_lora_rank")])
+def test_the_fit_is_nearer_than_the_closed_form_and_that_than_the_weights_alone(build, rank):
+    model = build()
+    given = on_text if model.config.is_encoder_decoder else calibration
+    errors = [
+        error(convert_model(model, calibration=text, **{rank: 8}), model)
+        for text in (None, given(fit_steps=0), given(fit_steps=100))
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[1] < 0.97 * errors[0]
+
+
+def test_a_shared_latent_is_one_and_stays_as_it_was_found_in_the_fit():
+    model = t5()
+    closed, fitted = (
+        convert_model(model, cross_kv_lora_rank=8, calibration=on_text(fit_steps=steps)).state_dict()
+        for steps in (0, 20)
+    )
+    assert torch.equal(closed["decoder.cross_kv_a_proj.weight"], fitted["decoder.cross_kv_a_proj.weight"])
+    assert not torch.equal(*(each["decoder.block.1.layer.1.EncDecAttention.k.weight"] for each in (closed, fitted)))
+    rows = closed["decoder.cross_kv_a_proj.weight"]
+    torch.testing.assert_close(rows @ rows.T, torch.eye(8), atol=1e-5, rtol=0)
+
+
+def test_a_latent_of_one_attention_is_fitted_with_it():
+    model = bert()
+    closed, fitted = (
+        convert_model(model, kv_lora_rank=8, calibration=calibration(fit_steps=steps)).state_dict()
+        for steps in (0, 100)
+    )
+    name = "encoder.layer.1.attention.self.kv_a_proj.weight"
+    assert closed[name].shape == (8, 32) and not torch.equal(closed[name], fitted[name])
+
+
+def test_more_tokens_than_are_recorded_at_once_change_nothing(monkeypatch):
+    from hf_attn_variants.conversion.calibration import calibrate
+
+    fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
+    expected = convert_model(t5(), 2, **fields).state_dict()
+    monkeypatch.setattr(calibrate, "MAX_RECORDED_BYTES", 1)
+    found = convert_model(t5(), 2, **fields).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class TestLatentsOfASourceWithLatents:
+    """From rank r to a smaller one, to the full width, to none."""
+
+    fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
+
+    def test_the_input_again_loses_nothing(self, tmp_path):
+        source = convert_model(t5(), method="mean", **self.fields)
+        source.save_pretrained(tmp_path / "source")
+        asked = dict.fromkeys(self.fields, 32)
+        whole = convert_checkpoint(tmp_path / "source", tmp_path / "out", **asked)
+        assert {row.change for row in whole.layers} == {"same", "expand"}
+        assert whole.mean_logits_relative_error < 1e-6
+        stored = load_file(tmp_path / "out" / "model.safetensors")
+        assert not any("kv_a_proj" in name for name in stored)
+        assert error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
+
+    @pytest.mark.parametrize("knows_text", [False, True])
+    def test_a_smaller_one_of_maps_of_that_rank_loses_nothing(self, knows_text):
+        model = of_low_rank(t5(), 8)
+        source = convert_model(model, method="mean", **self.fields)
+        given = on_text(fit_steps=3) if knows_text else None
+        smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=given)
+        assert smaller.config.kv_lora_rank == 8
+        assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
+        assert error(smaller, model) < 1e-4
+
+    def test_other_heads_of_the_same_latent(self):
+        source = convert_model(t5(), method="mean", **self.fields)
+        grouped = convert_model(source, 2, calibration=on_text())
+        latent = "decoder.cross_kv_a_proj.weight"
+        assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
+        assert error(grouped, source) < error(convert_model(source, 2, "mean"), source)
+
+    def test_a_larger_one_is_refused(self):
+        source = convert_model(t5(), method="mean", **self.fields)
+        with pytest.raises(ValueError, match=r"`kv_lora_rank`: a latent of rank 12 cannot become one of rank 20"):
+            convert_model(source, kv_lora_rank=20)
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same")])
+def test_rank_relation(before, after, expected):
+    assert rank_relation(before, after) == expected
+    assert rank_relation(4, None) == "expand"
+
+
+@pytest.mark.parametrize("shards", ["1GB", "12KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_gets_what_a_model_in_memory_gets(tmp_path, shards, dtype):
+    model = t5().to(dtype)
+    model.save_pretrained(tmp_path / "source", max_shard_size=shards)
+    fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12, "calibration": on_text(fit_steps=3)}
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, **fields)
+    stored = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        stored |= load_file(path)
+    in_memory = convert_model(model, 2, **fields).state_dict()
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    assert {name for name in stored if "kv_a_proj" in name} == {
+        "decoder.cross_kv_a_proj.weight",
+        *(f"decoder.block.{layer}.layer.0.SelfAttention.kv_a_proj.weight" for layer in range(2)),
+    }
+    assert all(torch.equal(tensor, in_memory[name]) for name, tensor in stored.items())
+    again = load_converted(tmp_path / "source", 2, **fields).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in stored.items())
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in stored.items())
+    assert report.parameters["after"] == sum(tensor.numel() for tensor in stored.values())
+
+
+def test_the_report_has_ranks_cache_errors_and_the_energy_kept(tmp_path):
+    t5().save_pretrained(tmp_path / "source")
+    report = convert_checkpoint(
+        tmp_path / "source", tmp_path / "out", kv_lora_rank=32, cross_kv_lora_rank=8, calibration=on_text()
+    )
+    stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert stored["heads"]["cross_kv_lora_rank"] == [None, 8] and stored["heads"]["kv_lora_rank"] == [None, 32]
+    assert "encoder_kv_lora_rank" not in stored["heads"]
+    assert "cross_kv_lora_rank          none -> 8" in report.summary()
+    # Two layers of 4 key and 4 value heads of 8 before; then the input of each layer, and one latent for all.
+    before = 2 * 2 * 4 * 8 * 4
+    assert stored["kv_cache_bytes_per_token"] == {
+        "decoder": {"before": before, "after": 2 * 32 * 4},
+        "cross": {"before": before, "after": 8 * 4},
+    }
+    by_site = {row["site"]: row for row in stored["layers"]}
+    assert (by_site["cross"]["change"], by_site["cross"]["rank"]) == ("compress", [None, 8])
+    assert by_site["decoder"]["change"] == "same" and by_site["decoder"]["logits_relative_error"] == 0.0
+    details = by_site["cross"]["details"]
+    assert 0 < details["latent_key_energy"] < 1 and 0 < details["latent_value_energy"] < 1
+    assert 0 < details["output_relative_error"] < 1 and "output_relative_error_averaged" not in details
+    assert 0 < by_site["cross"]["logits_relative_error"] < 1
+    assert "averaged" not in report.summary() and report.reduced()
+
+
+def test_weights_alone_are_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        convert_model(bert(), kv_lora_rank=8)
+    assert "a latent is found from the weights alone" in caplog.text and "--calibration_file" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        convert_model(bert(), kv_lora_rank=8, method="mean")
+        convert_model(bert(), kv_lora_rank=8, calibration=calibration())
+        convert_model(bert(), kv_lora_rank=32)
+    assert "latent" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cross_kv_lora_rank": 33}, "33"),
+        ({"cross_kv_lora_rank": 0}, "0"),
+        ({"cross_kv_lora_rnk": 4}, "did you mean `cross_kv_lora_rank`"),
+        (
+            {"cross_kv_lora_rank": 8, "talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "m2w"]},
+            "`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l and m2w",
+        ),
+    ],
+)
+def test_what_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        convert_model(t5(), **fields)
+
+
+def test_terms_of_the_memory_keep_its_latent(tmp_path):
+    fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
+    source = convert_model(t5(), **fields)
+    with pytest.raises(ValueError, match="`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l"):
+        convert_model(source, cross_kv_lora_rank=8)
+    assert convert_model(source, kv_lora_rank=8, method="mean").config.kv_lora_rank == 8
+
+
+@torch.no_grad()
+def test_heads_that_talk_get_a_latent_from_the_weights_alone():
+    source = T5.model("T5ForConditionalGeneration", "gqa_talking")
+    converted = convert_model(source, kv_lora_rank=40, cross_kv_lora_rank=39, method="mean")
+    batch = T5.batch("T5ForConditionalGeneration")
+    expected, found = source(**batch).logits, converted(**batch).logits
+    assert float((found - expected).norm() / expected.norm()) < 0.1
+    with pytest.raises(ValueError, match="the source has talking heads"):
+        convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
+
+
+def test_a_tensor_of_a_latent_that_the_config_does_not_mention(tmp_path):
+    convert_model(t5(), kv_lora_rank=8, cross_kv_lora_rank=8, method="mean").save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    for field in ("cross_kv_lora_rank", "kv_lora_rank"):
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {field: None}))
+        with pytest.raises(ValueError, match=r"has shape \[32, 8\]; with the heads that config.json gives it must be"):
+            convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
+        path.write_text(json.dumps(config))
+
+
+def test_ranks_by_layer(tmp_path):
+    model = bert()
+    model.save_pretrained(tmp_path / "source")
+    values = {"kv_lora_rank": [8, None], "num_key_value_heads": [4, 2]}
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "mixed", per_layer_values=values, method="mean")
+    assert [row.change for row in report.layers] == ["compress", "pool"]
+    assert report.heads["kv_lora_rank"] == (None, [8, None]) and report.heads["num_key_value_heads"] == (4, [4, 2])
+    stored = load_file(tmp_path / "mixed" / "model.safetensors")
+    assert stored["encoder.layer.0.attention.self.key.weight"].shape == (32, 8)
+    assert stored["encoder.layer.1.attention.self.key.weight"].shape == (16, 32)
+    mixed = AutoModel.from_pretrained(tmp_path / "mixed").eval()
+    again = convert_checkpoint(tmp_path / "mixed", tmp_path / "again", 1, method="mean")
+    assert again.heads["num_key_value_heads"] == ([4, 2], 1)
+    assert [row.rank for row in again.layers] == [(8, 8), (None, None)]
+    assert AutoModel.from_pretrained(tmp_path / "again").config.num_key_value_heads == 1
+    with torch.no_grad():
+        assert mixed(**inputs()).last_hidden_state.isfinite().all()
+
+
+def attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"query": (heads * d, width), "output": (width, heads * d)}
+    shapes |= dict.fromkeys(("key", "value"), (kv_heads * d, width))
+    tensors = {f"{role}_weight": torch.randn(shape, generator=generator) for role, shape in shapes.items()}
+    if bias:
+        tensors |= {f"{role}_bias": torch.randn(shape[0], generator=generator) for role, shape in shapes.items()}
+    counts = HeadCounts(heads, (kv_heads, kv_heads), (kv_heads, kv_heads), heads, d)
+    return AttentionTensors(**tensors), counts
+
+
+def calls(width=10, batch=64, length=7, seed=1, scaling=0.3):
+    states = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
+    valid = torch.ones(batch, length, dtype=torch.bool)
+    return [AttentionInputs(states, states, None, None, valid, scaling)]
+
+
+def test_the_best_latent_of_one_form_is_that_of_eckart_and_young():
+    generator = torch.Generator().manual_seed(0)
+    gram, metric = (torch.randn(8, 20, generator=generator).double() for _ in range(2))
+    form = LatentForm(gram @ gram.T, metric @ metric.T)
+    latent = best_latent([form], 3)
+    torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
+    singular = torch.linalg.svdvals(gram.T @ metric).square()
+    assert kept_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
+
+
+def test_without_text_the_form_is_the_error_of_the_weights_products():
+    tensors, heads = attention(kv_heads=2)
+    forms = weight_forms(tensors, heads)
+    new = on_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
+    from hf_attn_variants.conversion.weight_errors import attention_errors
+
+    logits, values = attention_errors(tensors, new.folded(), heads)
+    assert logits**2 == pytest.approx(1 - new.details["latent_key_energy"], abs=2e-4)
+    assert values**2 == pytest.approx(1 - new.details["latent_value_energy"], abs=2e-4)
+
+
+def test_a_lost_part_of_the_values_changes_the_output_by_its_energy():
+    tensors, heads = attention(heads=1, kv_heads=1)
+    text = calls()
+    forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    form = forms.value
+    latent = best_latent([form], 2)
+    new = on_latent(tensors, latent, forms)
+    changed = AttentionTensors(
+        tensors.query_weight, tensors.key_weight, new.folded(torch.float32).value_weight, tensors.output_weight
+    )
+    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
+    expected = (1 - kept_energy(form, latent)) * form.energy
+    # `UNSEEN` directions are in the form, and not in the text.
+    assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
+
+
+def test_a_lost_part_of_the_keys_changes_the_output_by_its_energy_to_first_order():
+    tensors, heads = attention(heads=1, kv_heads=1)
+    # One query for all: then nothing is taken as independent that is not.
+    states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
+    memory = torch.randn(400, 7, 10, generator=torch.Generator().manual_seed(3))
+    text = [AttentionInputs(states, memory, None, None, torch.ones(400, 1, dtype=torch.bool), 0.3)]
+    form = latent_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
+    lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
+    weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
+    changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
+    difference = attend(changed, text[0], 1)[0] - attend(tensors, text[0], 1)[0]
+    expected = ((form.gram @ lost @ form.metric) * lost).sum()
+    assert float(difference.double().square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.1)
+
+
+def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
+    tensors, heads = attention(kv_heads=2, bias=True)
+    states = calls()[0].states + 5.0
+    text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
+    forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    new = on_latent(tensors, best_latent([forms.value], 2), forms)
+    outputs = [attend(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
+    assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
+
+
+def test_bert_keeps_its_biases_shapes():
+    converted = convert_model(BERT.upstream_model("BertModel"), kv_lora_rank=7, method="mean").state_dict()
+    part = "encoder.layer.0.attention.self"
+    assert converted[f"{part}.key.weight"].shape == (48, 7) and converted[f"{part}.key.bias"].shape == (48,)
+    assert isinstance(converted[f"{part}.kv_a_proj.weight"], torch.Tensor | nn.Parameter)

@@ -1,0 +1,312 @@
+"""Heads and ranks that differ by layer: each attention has its layer's, in memory, on disk and elsewhere."""
+
+import json
+import re
+
+import pytest
+import torch
+from architectures import ALBERT, ARCHITECTURES, BERT, LENGTH, T5, token_ids
+from transformers import StaticCache
+
+import hf_attn_variants
+from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+
+# Four layers of BERT; two groups of two layers of ALBERT; three layers of T5's encoder, two of its decoder.
+MIXED = {
+    "bert": {
+        "num_hidden_layers": 4,
+        "per_layer_values": {"num_key_value_heads": [12, 4, 1, 4], "kv_lora_rank": [None, 16, 48, 20]},
+    },
+    "albert": {
+        "num_hidden_layers": 4,
+        "num_hidden_groups": 2,
+        "inner_group_num": 2,
+        "per_layer_values": {"num_key_value_heads": [12, 4, 1, 4], "kv_lora_rank": [None, 16, 48, 20]},
+    },
+    "t5": {
+        "num_layers": 3,
+        "num_decoder_layers": 2,
+        "cross_kv_lora_rank": 24,
+        "per_layer_values": {
+            "num_key_value_heads": [12, 1],
+            "kv_lora_rank": [16, None],
+            "encoder_num_key_value_heads": [3, 12, 12],
+            "encoder_kv_lora_rank": [None, 20, 40],
+        },
+    },
+}
+# (site, key/value heads, rank, width of the key's inputs) of each attention, in their order.
+FOUR = [("self", 12, None, 48), ("self", 4, 16, 16), ("self", 1, 48, 48), ("self", 4, 20, 20)]
+FOUND = {
+    "bert": FOUR,
+    "albert": FOUR,
+    "t5": [
+        ("encoder", 3, None, 40),
+        ("encoder", 12, 20, 20),
+        ("encoder", 12, 40, 40),
+        ("decoder", 12, 16, 16),
+        ("cross", 12, 24, 24),
+        ("decoder", 1, None, 40),
+        ("cross", 1, 24, 24),
+    ],
+}
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+BASES = {architecture.name: next(iter(architecture.heads)) for architecture in ARCHITECTURES}
+
+
+def mixed(architecture, head=None, **fields):
+    return architecture.model(head or BASES[architecture.name], **MIXED[architecture.name], **fields)
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch, use_cache=False).last_hidden_state
+
+
+@EVERY_ARCHITECTURE
+def test_each_attention_has_its_layers_values(architecture):
+    model, found = mixed(architecture), []
+    for site, path, module in model.named_attentions():
+        heads, (key, value) = site.heads(model.config, path), (module.get_submodule(p) for p in (site.key, site.value))
+        assert key.out_features == value.out_features == heads.key * heads.head_dim
+        assert module.get_submodule(site.core).heads == heads
+        own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
+        assert own_latent == (heads.rank in (16, 20)) and key.in_features == value.in_features
+        found.append((site.name, heads.key, heads.rank, key.in_features))
+    assert found == FOUND[architecture.name]
+
+
+@EVERY_ARCHITECTURE
+def test_saved_and_loaded(architecture, tmp_path):
+    model, batch = mixed(architecture), architecture.batch(BASES[architecture.name])
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["per_layer_values"] == MIXED[architecture.name]["per_layer_values"]
+    # Those who ask for one number get the largest.
+    assert saved["num_key_value_heads"] == 12 and saved["kv_lora_rank"] in (16, 48)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    torch.testing.assert_close(outputs(again.eval(), batch), outputs(model, batch), atol=1e-6, rtol=0)
+    both = [each.config.to_dict() | {"_name_or_path": ""} for each in (again, model)]
+    assert both[0] == both[1]
+    assert type(model.config)(**saved).per_layer_values == saved["per_layer_values"]
+
+
+@EVERY_ARCHITECTURE
+def test_equal_layers_are_a_model_with_one_value(architecture):
+    field = {"num_key_value_heads": 4, "kv_lora_rank": 16}
+    count = architecture.config().layer_count("kv_lora_rank")
+    config = architecture.config(per_layer_values={name: [value] * count for name, value in field.items()})
+    assert config.per_layer_values is None and (config.num_key_value_heads, config.kv_lora_rank) == (4, 16)
+    none = architecture.config(per_layer_values={"kv_lora_rank": [None] * count})
+    assert none.to_dict() == architecture.config().to_dict()
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_upstreams_per_layer_config_says_the_same(as_text, tmp_path):
+    by_layer = {0: {"num_key_value_heads": 4}, 2: {"num_key_value_heads": 1, "kv_lora_rank": 16}}
+    by_layer = {str(layer): fields for layer, fields in by_layer.items()} if as_text else by_layer
+    expected = {"num_key_value_heads": [4, 12, 1, 12], "kv_lora_rank": [None, None, 16, None]}
+    config = BERT.config(num_hidden_layers=4, per_layer_config=by_layer)
+    assert config.per_layer_values == expected
+    plain = BERT.upstream_config_class(**BERT.tiny | {"num_hidden_layers": 4})
+    plain.save_pretrained(tmp_path)
+    config_class = BERT.config_class
+    assert config_class.from_upstream(plain, per_layer_config=by_layer).per_layer_values == expected
+    assert config_class.from_pretrained(tmp_path, per_layer_config=by_layer).per_layer_values == expected
+    # Both together: the layers that it names, among the lists that there are.
+    lists = {"num_key_value_heads": [2, 2, 2, 6]}
+    both = BERT.config(num_hidden_layers=4, per_layer_values=lists, per_layer_config=by_layer)
+    assert both.per_layer_values == {**expected, "num_key_value_heads": [4, 2, 1, 6]}
+    assert lists == {"num_key_value_heads": [2, 2, 2, 6]}
+
+
+def test_a_value_for_all_layers_takes_the_place_of_those_by_layer(tmp_path):
+    config = T5.config(**MIXED["t5"])
+    config.save_pretrained(tmp_path)
+    for again in (
+        AttnVariantT5Config.from_pretrained(tmp_path, num_key_value_heads=2, kv_lora_rank=None),
+        AttnVariantT5Config.from_upstream(config, num_key_value_heads=2, kv_lora_rank=None),
+    ):
+        assert again.per_layer_values.keys() == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
+        assert (again.num_key_value_heads, again.kv_lora_rank, again.cross_kv_lora_rank) == (2, None, 24)
+
+
+# (fields, a part of the message)
+BAD = [
+    ({"num_key_value_heads": 3}, "`per_layer_values` needs a list of 2 values for `num_key_value_heads`; got 3"),
+    ({"num_key_value_heads": [3]}, "needs a list of 2 values for `num_key_value_heads`; got [3]"),
+    ({"num_key_value_heads": [3, 5]}, "`num_key_value_heads` must divide `num_attention_heads`: got 5 for 12"),
+    ({"num_key_value_heads": [3, "4"]}, "got '4'"),
+    ({"num_key_value_heads": [3, 0]}, "at least 1; got 0"),
+    ({"kv_lora_rank": [8, 49]}, "`kv_lora_rank` must be a whole number from 1 to "),
+    ({"kv_lora_rank": [8, 0]}, "got 0"),
+    ({"kv_lora_rank": [8, 2.0]}, "got 2.0"),
+    ({"kv_lora_rank": [8, True]}, "got True"),
+    ({"talking_heads": [None, "both"]}, "`talking_heads` cannot differ by layer; these can: num_key_value_heads, kv_"),
+    ({"hidden_size": [8, 8]}, "`hidden_size` cannot differ by layer"),
+    ([4, 2], "`per_layer_values` must be {field: [a value for each layer]}; got [4, 2]"),
+]
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("values, message", BAD, ids=lambda value: str(value)[:60])
+def test_a_bad_value_is_a_clear_error(architecture, values, message, tmp_path):
+    fields = {"num_hidden_groups": 2} if architecture is ALBERT else {}
+    architecture.upstream_config_class(**architecture.tiny, **fields).save_pretrained(tmp_path)
+    for make in (
+        lambda: architecture.config(**fields, per_layer_values=values),
+        lambda: architecture.config_class.from_pretrained(tmp_path, per_layer_values=values),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+
+
+@pytest.mark.parametrize(
+    "by_layer, message",
+    [
+        ({2: {"kv_lora_rank": 4}}, "`per_layer_config` has layer 2; `kv_lora_rank` has layers 0 to 1"),
+        ({-1: {"kv_lora_rank": 4}}, "has layer -1"),
+        ({"first": {"kv_lora_rank": 4}}, "has layer 'first'"),
+        ({0: {"hidden_act": "relu"}}, "`hidden_act` cannot differ by layer"),
+        ({0: 4}, "`per_layer_config` must be {layer: {field: value}}; got {0: 4}"),
+        ([4], "must be {layer: {field: value}}; got [4]"),
+    ],
+    ids=str,
+)
+def test_a_bad_layer_is_a_clear_error(by_layer, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BERT.config(per_layer_config=by_layer)
+
+
+def test_the_latent_of_all_layers_cannot_differ_by_layer():
+    with pytest.raises(ValueError, match="`cross_kv_lora_rank` cannot differ by layer"):
+        T5.config(per_layer_values={"cross_kv_lora_rank": [8, 16]})
+
+
+def test_value_heads_are_checked_in_each_layer():
+    fields = {"talking_heads": "both", "talking_heads_init": "random", "num_value_heads": 6}
+    with pytest.raises(ValueError, match="`num_key_value_heads` must divide `num_value_heads`: got 4 for 6"):
+        BERT.config(**fields, per_layer_values={"num_key_value_heads": [12, 4]})
+
+
+@pytest.mark.parametrize("variant", ["mha", "talking"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_mixed_t5_generates_with_a_cache_as_without(variant, beams, form):
+    model = T5.model("T5ForConditionalGeneration", variant, **MIXED["t5"])
+    inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 7, "num_beams": beams, "do_sample": False}
+    expected = model.generate(**inputs, use_cache=False)
+    for kind in ("dynamic", "static"):
+        result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
+        assert result.sequences.equal(expected)
+    # Upstream makes a layer for each of the encoder's.
+    own = [layer.keys.shape[1::2] for layer in result.past_key_values.self_attention_cache.layers[:2]]
+    assert own == [(1, 16), (1, 8)]
+
+
+def test_a_mixed_bert_decodes_with_a_cache_as_without():
+    model = mixed(BERT, "BertLMHeadModel", is_decoder=True)
+    ids = token_ids(3, LENGTH)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for cache in (None, StaticCache(config=model.config, max_cache_len=12)):
+            pieces = []
+            for piece in ids.split([4, 1, 1, 3], dim=1):
+                result = model(piece, past_key_values=cache)
+                cache, pieces = result.past_key_values, [*pieces, result.logits]
+            torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
+
+
+# (fields of the checkpoint, fields asked for, what the message says of both, the option of the convert command)
+T5_REFUSED = [
+    ({}, {"cross_kv_lora_rank": 24}, "has cross_kv_lora_rank=None, the configuration asks for 24", 24),
+    ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "cross_kv_lora_rank=40, .* asks for 24", 24),
+    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 16}, "cross_kv_lora_rank=24, .* asks for 16", 16),
+    ({"cross_kv_lora_rank": 24}, {"cross_kv_lora_rank": 40}, "cross_kv_lora_rank=24, .* asks for 40", 40),
+    ({}, {"kv_lora_rank": 16}, "kv_lora_rank=None, .* asks for 16", 16),
+    ({}, {"encoder_kv_lora_rank": 16}, "encoder_kv_lora_rank=None, .* asks for 16", 16),
+    ({}, {"per_layer_values": {"kv_lora_rank": [16, 40]}}, r"asks for \[16, 40\]", {"kv_lora_rank": [16, 40]}),
+    (
+        {},
+        {"per_layer_config": {1: {"num_key_value_heads": 4}}},
+        r"num_key_value_heads=12, .* asks for \[12, 4\]",
+        {"num_key_value_heads": [12, 4]},
+    ),
+    (
+        {"per_layer_values": {"num_key_value_heads": [4, 12]}},
+        {"num_key_value_heads": 12},
+        r"num_key_value_heads=\[4, 12\], .* asks for 12",
+        12,
+    ),
+    (
+        {"per_layer_values": {"num_key_value_heads": [4, 12]}},
+        {"per_layer_values": {"num_key_value_heads": [12, 4]}},
+        r"num_key_value_heads=\[4, 12\], .* asks for \[12, 4\]",
+        {"num_key_value_heads": [12, 4]},
+    ),
+]
+
+
+@pytest.mark.parametrize("held, asked, message, value", T5_REFUSED, ids=str)
+@pytest.mark.parametrize("as_config", [False, True], ids=["keywords", "configuration"])
+def test_another_rank_or_other_layers_name_the_conversion(held, asked, message, value, as_config, tmp_path):
+    T5.model("T5ForConditionalGeneration", **held).save_pretrained(tmp_path)
+    given = {"config": T5.config(**asked)} if as_config else asked
+    with pytest.raises(ValueError, match=message) as error:
+        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **given)
+    quoted = re.search(r"`attn-variants convert (.*?) --output_dir", str(error.value))[1]
+    option = f"--per_layer_values '{json.dumps(value)}'" if isinstance(value, dict) else str(value)
+    assert option in quoted and str(tmp_path) in quoted
+    code = re.search(r"`hf_attn_variants\.convert\((.*)\)`", str(error.value))[1]
+    assert repr(value) in code and repr(str(tmp_path)) in code
+
+
+@pytest.mark.parametrize("asked", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}])
+def test_a_rank_that_no_model_has_is_no_conversion(asked, tmp_path):
+    T5.model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must be a whole number from 1 to 40, the width"):
+        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked)
+
+
+@pytest.mark.parametrize("held", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
+def test_the_whole_width_is_no_conversion(held, tmp_path):
+    model = T5.model("T5ForConditionalGeneration", **held)
+    model.save_pretrained(tmp_path)
+    batch = T5.batch("T5ForConditionalGeneration")
+    with torch.no_grad():
+        expected = model(**batch).logits
+        for asked in (
+            {"cross_kv_lora_rank": 40},
+            {"cross_kv_lora_rank": None, "kv_lora_rank": None},
+            {"per_layer_values": {"kv_lora_rank": [40, None]}},
+            {"per_layer_config": {0: {"encoder_kv_lora_rank": 40}}},
+        ):
+            found = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
+            torch.testing.assert_close(found(**batch).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_the_layers_of_the_checkpoint_load_without_being_named(tmp_path):
+    model = mixed(BERT)
+    model.save_pretrained(tmp_path)
+    batch = BERT.batch("BertModel")
+    for given in (
+        {},
+        {"config": model.config},
+        {"num_labels": 3},
+        {"per_layer_values": model.config.per_layer_values},
+    ):
+        again = AttnVariantBertModel.from_pretrained(tmp_path, **given).eval()
+        torch.testing.assert_close(outputs(again, batch), outputs(model, batch), atol=1e-6, rtol=0)
+
+
+@EVERY_ARCHITECTURE
+def test_nothing_is_left_uninitialised(architecture):
+    """Weights that a checkpoint lacks come from memory that holds anything."""
+    config = architecture.config(**MIXED[architecture.name])
+    model_class = getattr(hf_attn_variants, f"AttnVariant{BASES[architecture.name]}")
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append(model_class.from_pretrained(None, config=config, state_dict={}).state_dict())
+    for name, tensor in drawn[0].items():
+        assert tensor.isfinite().all() and tensor.abs().max() < 10 and tensor.equal(drawn[1][name]), name
