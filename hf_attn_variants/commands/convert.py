@@ -20,7 +20,7 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
   %(prog)s --model_name_or_path runs/squad --num_key_value_heads 4 --max_length 256 \\
       --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
 a T5 whose decoder keeps 128 numbers a token of the source:
-  %(prog)s --model_name_or_path runs/translation --cross_kv_lora_rank 128 --calibration_file train.en \
+  %(prog)s --model_name_or_path runs/translation --cross_kv_lora_rank 128 --calibration_file train.en \\
       --calibration_target_file train.de --output_dir translation-r128
 """
 

@@ -60,7 +60,10 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
         steps.append("fine-tune it")
     if not commands:
         return []
-    reason = "what was merged without text needs training; " if merged and args.calibration_file is None else ""
+    reason = ""
+    if merged and args.calibration_file is None:
+        pools = any("pool" in layer.change for layer in report.layers)
+        reason = f"{'heads merged' if pools else 'latents found'} without text need training; "
     words = {word for command in commands for word in shlex.split(command)}
     if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
         commands.append("with yours in place of " + "; ".join(missing))

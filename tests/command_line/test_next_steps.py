@@ -198,4 +198,4 @@ def test_a_t5_that_answers_by_spans_is_fine_tuned_alone(converted, shelf):
     AutoModelForQuestionAnswering.from_pretrained("t5").save_pretrained("t5")
     lines, (tune,) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "out")
     assert tune[1] == "squad" and parsed(tune).model_name_or_path == "out"
-    assert lines[0] == "Next: what was merged without text needs training; fine-tune it:" and len(lines) == 2
+    assert lines[0] == "Next: heads merged without text need training; fine-tune it:" and len(lines) == 2

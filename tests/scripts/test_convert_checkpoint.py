@@ -85,8 +85,9 @@ def test_a_bad_flag_is_status_2(source, tmp_path, option):
 def test_help_ends_with_examples(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
-    last_lines = capsys.readouterr().out.strip().splitlines()[-5:]
+    last_lines = capsys.readouterr().out.strip().splitlines()[-8:]
     assert last_lines[0].startswith("examples") and "convert_checkpoint.py" in last_lines[1]
+    assert "--cross_kv_lora_rank" in last_lines[-2]
 
 
 def test_the_script_itself_exits_with_2(tmp_path):

@@ -73,7 +73,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None,
     calibration: Calibration | None,
 ) -> None:
-    """Give a method the new projections of every attention that the plan pools.
+    """Give a method the new projections of every attention that the plan reduces.
 
     Args:
         plan, method: the conversion and its method, as `method_to_calibrate` returned it.
@@ -212,8 +212,10 @@ class _Course:
             weight = best_latent([forms.key, forms.value], heads.rank[1])
         with torch.no_grad():
             targets = [attend(visit.tensors, batch, heads.query)[0] for batch in visit.inputs]
+        # That of its new heads alone is not what the report means.
+        details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
         tensors = self._method.with_latent(
-            tensors,
+            replace(tensors, details=details),
             heads,
             visit.layer,
             visit.inputs,
