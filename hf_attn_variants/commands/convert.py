@@ -1,6 +1,7 @@
 """The command `attn-variants convert`, which `scripts/convert_checkpoint.py` is too."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="T5: the same for cross-attention: one latent of the encoder's outputs for all layers of the decoder",
     )
     parser.add_argument(
+        "--per_layer_values",
+        type=_json,
+        help="values that differ by layer, as JSON: '{\"kv_lora_rank\": [64, 32]}'",
+    )
+    parser.add_argument(
+        "--kv_cache_bytes",
+        type=int,
+        nargs=2,
+        metavar=("SOURCE", "GENERATED"),
+        help="T5: what the decoder's cache may take, in bytes a source token and bytes a generated token over all "
+        "layers; ranks that lose least are chosen, those of self-attention by layer",
+    )
+    parser.add_argument(
         "--method",
         choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
@@ -94,6 +108,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
     return parse_with_checkpoint(parser, argv)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
 def add_calibration_arguments(group: argparse._ActionsContainer) -> None:

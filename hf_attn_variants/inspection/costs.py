@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.grouping import relation
+from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
@@ -274,17 +274,18 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _convertible(source: Any, target: Any) -> bool:
+    width = source.hidden_size
     try:
-        for field in source.kv_heads_fields():
-            for before, after in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
-                relation(before, after)
+        for field, check in (
+            *((name, relation) for name in source.kv_heads_fields()),
+            *((name, rank_relation) for name in source.rank_fields()),
+        ):
+            for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
+                # A latent as wide as its input is that.
+                check(*(None if value == width and check is rank_relation else value for value in pair))
     except ValueError:
         return False
-    return all(
-        before is None or after is None or after <= before or after == source.hidden_size
-        for field in source.rank_fields()
-        for before, after in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True)
-    )
+    return True
 
 
 def _itemsize(dtype: str) -> int:
