@@ -48,6 +48,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    _add_variant_arguments(parser)
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+    )
+    add_calibration_arguments(
+        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    return parse_with_checkpoint(parser, argv)
+
+
+def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
     parser.add_argument(
@@ -76,14 +95,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "layers; ranks that lose least are chosen, those of self-attention by layer",
     )
     parser.add_argument(
-        "--method",
-        choices=METHODS,
-        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
-    )
-    add_calibration_arguments(
-        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
-    )
-    parser.add_argument(
         "--talking_heads",
         choices=["logits", "weights", "both"],
         help="add projections across heads to a plain source",
@@ -101,13 +112,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=["identity", "random"],
         help="what new projections hold (default: identity, which changes no output)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
-    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    return parse_with_checkpoint(parser, argv)
 
 
 def _json(text: str) -> Any:

@@ -112,7 +112,7 @@ def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
         ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "chooses `kv_lora_rank`"),
         (
             {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
-            "chooses `num_key_value_h",
+            "chooses `num_key",
         ),
         ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "chooses `num_key_value_heads`"),
         ({"kv_cache_bytes": (3, 64)}, "room for 0 numbers a source token"),

@@ -205,7 +205,7 @@ def test_what_is_tried_by_default_fits_the_model():
     config = T5.config_class(d_model=512, d_kv=64, num_heads=8)
     options = default_options(config, "num_key_value_heads", decodes=True)
     assert options[0] == {"cross_kv_lora_rank": 512} and {"num_key_value_heads": 1} in options
-    assert {"cross_kv_lora_rank": 128, "kv_lora_rank": 128} in options
+    assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
     for fields in options:
         T5.config_class.from_upstream(config, **fields)
     # an encoder alone: no exact latent, which would save nothing there

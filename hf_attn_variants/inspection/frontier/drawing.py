@@ -67,8 +67,9 @@ def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> 
     axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.1f} M")
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.legend(loc="upper right", fontsize=9)
+    axes.yaxis.set_major_formatter("{x:g}")
     canvas.draw()
-    _label(axes, rows)
+    _label(axes, rows, loss)
     figure.savefig(path, dpi=130)
 
 
@@ -93,24 +94,27 @@ def _linear_until(rows: Sequence[FrontierRow]) -> float:
     return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
 
 
-def _label(axes: Axes, rows: Sequence[FrontierRow]) -> None:
-    """Write the names beside the points, each where it covers the least of points and other names."""
+def _label(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
+    """Write the names beside the points, each where it covers the least of points, other names and the limit."""
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
     width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
     taken = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
+    if loss is not None:
+        limit = transform.transform((rows[0].size, loss))[1]
+        taken.append((0.0, limit - 0.003, 1.0, limit + 0.003))
     for row, (x, y) in zip(rows, points, strict=True):
-        places = []
+        places, name = [], row.name.removeprefix("MHA + ")
         for dx, dy in PLACES:
-            left = x + dx / width - (len(row.name) * LETTER if dx < 0 else 0)
+            left = x + dx / width - (len(name) * LETTER if dx < 0 else 0)
             low = y + dy / height - LINE / 4
-            box = (left, low, left + len(row.name) * LETTER, low + LINE)
+            box = (left, low, left + len(name) * LETTER, low + LINE)
             outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
             places.append((sum(_overlap(box, each) for each in taken) + 10 * outside, len(places), box, (dx, dy)))
         _, _, box, place = min(places)
         taken.append(box)
         axes.annotate(
-            row.name,
+            name,
             (row.size, row.loss_above),
             xytext=place,
             textcoords="offset points",

@@ -137,8 +137,9 @@ def measure_frontier(
     losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     measured = _Measured(text.losses, losses, _timer(source, length, source_length), lengths)
-    # Those of most fields first: one conversion then makes the attentions of several options.
-    order = sorted(options, key=lambda fields: -len(fields))
+    # Those that change most attentions first: one conversion then makes those of several options.
+    width = source.config.hidden_size
+    order = sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
     conversions = 0
     rows = [measured.row(source, {}, 0.0)]
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:

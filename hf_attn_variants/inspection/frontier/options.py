@@ -35,9 +35,9 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
     if has_latents(config, field):
         pass  # what they are made from is not there any more: smaller ones are what a user asks for by name
     elif "cross_kv_lora_rank" in config.rank_fields() and decodes:
-        cross = [width, width // 2, width // 4, width // 8]
+        cross = [width, width // 2, 3 * width // 8, width // 4]
         own = [None, 2 * multi_query, multi_query, multi_query // 2]
-        pairs = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)]
+        pairs = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2), (2, 3), (3, 2), (3, 3)]
         options += [{"cross_kv_lora_rank": cross[i], "kv_lora_rank": own[j]} for i, j in pairs]
     else:
         name = "encoder_kv_lora_rank" if field.startswith("encoder_") else "kv_lora_rank"
