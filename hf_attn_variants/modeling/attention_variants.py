@@ -17,7 +17,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import EAGER, SDPA
-from .query_folding import QueryFold, repeated_for_beams
+from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .talking_heads import check_mask, talking_heads_attention
 
 __all__ = [
@@ -82,7 +82,7 @@ def attention_with_weights(
         ValueError: for a mask of whole numbers.
     """
     check_mask(mask)
-    if (beams := query.shape[0] // key.shape[0]) > 1:
+    if (beams := beams_of(query, key)) > 1:
         if logits_proj is None and weights_proj is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
@@ -109,7 +109,7 @@ def _attend_in_beams(
     is_causal: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fold = QueryFold(query, key)
+    fold = QueryFold(query, key, beams_of(query, key))
     if is_causal:
         mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
     mask, position_bias = fold.mask(mask), fold.mask(position_bias)
@@ -148,7 +148,8 @@ def fused_attention(
     """
     check_mask(mask)
     length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
-    shared = query.shape[0] // memories * (query.shape[1] // kv_heads)  # query heads that read one key/value head
+    beams = beams_of(query, key)
+    shared = beams * (query.shape[1] // kv_heads)  # query heads that read one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # Of a latent, which is key and value at once, the fused kernel reads each block once, with a thread a memory.
     # An exported graph must serve every batch size: it may not depend on one.
@@ -164,12 +165,13 @@ def fused_attention(
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    enable_gqa = shared > 1 and (on_cpu or (mask is None and _flash_serves(query)))
+    # A bool where sizes are symbols, too, as in an exported step of a decoder.
+    enable_gqa = bool(shared > 1) and (on_cpu or (mask is None and _flash_serves(query)))
     # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
     fold = None
-    if shared > 1 and (length == 1 or query.shape[0] != memories or not (enable_gqa or length > query.shape[-1])):
+    if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
-        fold, is_causal, enable_gqa = QueryFold(query, key), False, False
+        fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
         query, mask = fold.rows(query), fold.mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
@@ -267,13 +269,6 @@ def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | 
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
     return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
-
-
-def is_exporting() -> bool:
-    """Whether torch.export is at work."""
-    # By the flag behind torch's function: torch 2.6 has neither, and in 2.7 to 2.11 every compiled graph takes the
-    # function for true.
-    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def _options(

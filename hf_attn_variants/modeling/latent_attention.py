@@ -62,6 +62,31 @@ class LatentLayer(DynamicLayer):
         vars(self).pop(EXPANDED, None)
 
 
+class SharedLatentLayer(DynamicLayer):
+    """The layer of a cache that has the latent of another layer, the first: what happens to that happens once."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first  # upstream's constructor would set what is read from it
+
+    keys = property(lambda self: self.first.keys)
+    values = property(lambda self: self.first.values)
+    is_initialized = property(lambda self: self.first.is_initialized)
+    is_compileable = property(lambda self: self.first.is_compileable)
+    dtype = property(lambda self: self.first.dtype)
+    device = property(lambda self: self.first.device)
+
+    def get_seq_length(self) -> int:
+        """Return the length of the first layer."""
+        return self.first.get_seq_length()
+
+    def _left_to_the_first(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop = offload = prefetch = (
+        _left_to_the_first
+    )
+
+
 def attend_to_latent(
     module: nn.Module,
     query: torch.Tensor,
@@ -108,18 +133,18 @@ def is_short(latent: torch.Tensor) -> bool:
 def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, Any]:
     """Return the one latent of all cross-attentions, from the cache or, the first time, into it.
 
-    All layers read the first layer of the cross-attention's cache, which is its only one: so one tensor is reordered,
-    repeated and selected. Its keys are c, its values have no width.
+    The cache's first layer holds it, the others have it from that one: so one tensor is reordered, repeated and
+    selected. Its keys are c, its values have no width.
 
     Args:
-        cache: the decoder's, or None.
+        cache: the decoder's, if any; a plain one has no place for a memory.
         memory: c [b, m, r]; not looked at where the cache has it.
         layer: of the attention that asks.
 
     Returns:
         c [b, 1, m, r] and the cache's layer that holds it, if there is a cache.
     """
-    if cache is None:
+    if not isinstance(cache, EncoderDecoderCache):
         return memory[:, None], None
     cross = cache.cross_attention_cache
     if not holds_latent(cache):
@@ -129,8 +154,11 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
             del cross.layers[1:]
         else:
             cross.layers[:] = [LatentLayer(latent)]
+    first = cross.layers[0]
+    while len(cross.layers) <= layer:
+        cross.layers.append(SharedLatentLayer(first))
     cache.is_updated[0] = cache.is_updated[layer] = True
-    return cross.layers[0].keys, cross.layers[0]
+    return first.keys, first
 
 
 def holds_latent(cache: Any) -> bool:

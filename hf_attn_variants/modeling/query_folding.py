@@ -5,15 +5,30 @@ Letters as in `attention_variants`; B beams of each of b sentences.
 
 import torch
 
-__all__ = ["QueryFold", "repeated_for_beams"]
+__all__ = ["QueryFold", "beams_of", "is_exporting", "repeated_for_beams"]
+
+
+def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return B, how many batch rows of queries [b B, ...] read one of keys [b, ...]; an exported graph knows no beams.
+
+    Its batch sizes are no numbers, and must not decide anything.
+    """
+    return 1 if is_exporting() else query.shape[0] // key.shape[0]
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is at work."""
+    # By the flag behind torch's function: torch 2.6 has neither, and in 2.7 to 2.11 every compiled graph takes the
+    # function for true.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 class QueryFold:
     """What reads one key/value head, the heads of a group in the beams of a sentence, as rows of one attention."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor):
-        (batch, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
-        self.beams, self.groups = batch // self.memories, heads // self.kv_heads
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
+        (_, heads, self.length, _), (self.memories, self.kv_heads, *_) = query.shape, key.shape
+        self.beams, self.groups = beams, heads // self.kv_heads
 
     def rows(self, query: torch.Tensor) -> torch.Tensor:
         """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""

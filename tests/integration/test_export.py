@@ -10,11 +10,13 @@ import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
 from torch.export import Dim
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5EncoderModel"}
 CASES = [
-    *((BERT, variant) for variant in ("mha", "gqa", "mqa", "talking")),
-    *((architecture, variant) for architecture in (ALBERT, T5) for variant in ("gqa", "talking")),
+    *((BERT, variant) for variant in ("mha", "gqa", "mqa", "talking", "latent")),
+    *((architecture, variant) for architecture in (ALBERT, T5) for variant in ("gqa", "talking", "latent")),
 ]
 EVERY_CASE = pytest.mark.parametrize(
     "architecture, variant", CASES, ids=[f"{architecture.name}-{variant}" for architecture, variant in CASES]
@@ -81,3 +83,82 @@ def test_onnx_with_any_batch_and_length(architecture, variant, opset):
         found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
         expected = model(**inputs).last_hidden_state
         torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=0)
+
+
+# The inputs of a decoding step's graph.
+NAMES = ["token", "source_mask", "own.0", "own.1", "source"]
+
+
+class DecodingStep(torch.nn.Module):
+    """A step of T5 whose memory is the latents alone, as plain tensors: [b, 1, n, r] a layer, [b, 1, m, r] in all."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, token, source_mask, own, source):
+        cache = EncoderDecoderCache(*(DynamicCache([(c, c[..., :0]) for c in part]) for part in (own, [source])))
+        # Only the length of the encoder's outputs is looked at.
+        nothing = BaseModelOutput(last_hidden_state=torch.zeros(*source_mask.shape, self.model.config.d_model))
+        output = self.model(
+            encoder_outputs=nothing,
+            attention_mask=source_mask,
+            decoder_input_ids=token,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1], [layer.keys for layer in output.past_key_values.self_attention_cache.layers]
+
+
+def latent_model(cross_rank, variant="mha"):
+    return T5.model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=cross_rank, kv_lora_rank=16)
+
+
+def decoding_step(model, batch, source, past):
+    """Return what the step after `past` tokens gets, and the logits that it has to give."""
+    torch.manual_seed(batch)
+    tokens, ids = token_ids(batch, past + 1), token_ids(batch, source)
+    mask = torch.ones(batch, source, dtype=torch.long)
+    mask[0, source - 2 :] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected = model(**inputs, decoder_input_ids=tokens, use_cache=False).logits[:, -1]
+    cache = model(**inputs, decoder_input_ids=tokens[:, :-1]).past_key_values
+    own = [layer.keys for layer in cache.self_attention_cache.layers]
+    memory = cache.cross_attention_cache.layers[0].keys
+    return {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": memory}, expected
+
+
+def step_sizes():
+    batch, past, source = Dim("batch"), Dim("past", min=2, max=32), Dim("source", min=3, max=32)
+    own = [{0: batch, 2: past} for _ in range(T5.tiny["num_layers"])]
+    return {"token": {0: batch}, "source_mask": {0: batch, 1: source}, "own": own, "source": {0: batch, 2: source}}
+
+
+@pytest.mark.parametrize("cross_rank, variant", [(40, "mha"), (24, "gqa")])
+@torch.no_grad()
+def test_a_decoding_step_whose_memory_is_a_latent(cross_rank, variant):
+    model = latent_model(cross_rank, variant)
+    inputs, _ = decoding_step(model, 2, 9, 5)
+    program = torch.export.export(DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes())
+    for size in ((1, 4, 2), (10, 30, 7)):
+        inputs, expected = decoding_step(model, *size)
+        logits, own = program.module()(**inputs)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+        assert [c.shape for c in own] == [(size[0], 1, size[2] + 1, 16)] * 2
+
+
+@pytest.mark.parametrize("opset", [18, pytest.param(23, marks=SLOW)])
+@torch.no_grad()
+def test_onnx_of_a_decoding_step_whose_memory_is_a_latent(opset):
+    model = latent_model(40)
+    inputs, _ = decoding_step(model, 2, 9, 5)
+    options = {"opset_version": opset, "dynamo": True, "verbose": False}
+    program = torch.onnx.export(
+        DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes(), input_names=NAMES, **options
+    )
+    session = onnx_session(program)
+    for size in ((1, 4, 2), (10, 30, 7)):
+        inputs, expected = decoding_step(model, *size)
+        given = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
+        found = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
+        torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-4, rtol=0)

@@ -52,6 +52,44 @@ def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
         torch.testing.assert_close(again(**batch).logits, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("target", [["q", "v"], ["k", "v"], ["kv_a_proj", "cross_kv_a_proj"]], ids=str)
+@pytest.mark.parametrize("rank", [40, 24], ids=["exact", "low rank"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded"], indirect=True)
+def test_lora_on_maps_of_a_latent_is_not_passed_by(target, rank, form):
+    """A step that folded a weight into the query, and not what LoRA adds to it, would give the base model's."""
+    ranks = {"cross_kv_lora_rank": rank, "kv_lora_rank": 16, "encoder_kv_lora_rank": 16}
+    model = T5.model("T5ForConditionalGeneration", "gqa", **ranks)
+    inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 8, "do_sample": False}
+    scores = {"output_scores": True, "return_dict_in_generate": True}
+    plain = torch.stack(model.generate(**inputs, **scores).scores)
+    if rank == 40 and "kv_a_proj" in target:
+        target = ["kv_a_proj"]  # there is none of the memory
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=16, target_modules=target)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    found = torch.stack(adapted.generate(**inputs, **scores).scores)
+    assert (found - plain[: len(found)]).abs().max() > 0.1
+    merged = torch.stack(adapted.merge_and_unload().generate(**inputs, **scores).scores)
+    torch.testing.assert_close(found, merged, atol=1e-4, rtol=0)
+
+
+def test_a_prefix_meets_the_latent_of_a_memory():
+    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    sizes = {"num_attention_heads": 12, "token_dim": 12 * model.config.d_kv}
+    config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, **sizes)
+    tuned = peft.get_peft_model(model, config).eval()
+    inputs = T5.batch("T5EncoderModel")
+    for beams in (1, 3):
+        tokens = tuned.generate(**inputs, max_new_tokens=4, num_beams=beams, do_sample=False)
+        assert tokens.shape[0] == len(inputs["input_ids"])
+    # A prefix is keys and values, which self-attention with a latent does not keep.
+    latent = T5.model("T5ForConditionalGeneration", kv_lora_rank=16)
+    with pytest.raises(ValueError, match=r"keeps 16 numbers a token, its latent \(`kv_lora_rank`\)"):
+        peft.get_peft_model(latent, config).eval().generate(**inputs, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("variant, heads", [("mha", 12), ("gqa", 4), ("mqa", 1)])
 def test_a_prefix_of_t5_has_the_key_value_heads(variant, heads, tmp_path):
     model = T5.model("T5ForConditionalGeneration", variant)

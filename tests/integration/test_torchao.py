@@ -7,10 +7,17 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
-from hf_attn_variants import AttnVariantBertModel, convert
+from hf_attn_variants import (
+    AttnVariantBertModel,
+    AttnVariantT5Config,
+    AttnVariantT5ForConditionalGeneration,
+    convert,
+)
 
 quantization = pytest.importorskip("torchao.quantization")
 
+SHAPE = {"d_model": 256, "d_kv": 32, "d_ff": 64, "num_layers": 2, "num_heads": 8, "vocab_size": 60}
+SHAPE |= {"decoder_start_token_id": 0}
 SENTENCES = ["Two dogs run in the snow.", "The stock market fell sharply on Monday."]
 
 
@@ -38,3 +45,28 @@ def test_int8_weights(talking_heads, minilm, tmp_path):
     inputs = AutoTokenizer.from_pretrained(tmp_path / "gqa4")(SENTENCES, padding=True, return_tensors="pt")
     of_the_original = error(AutoModel.from_pretrained(minilm).eval(), in_int8(minilm), inputs)
     assert 0 < error(model, quantized, inputs) < 1.5 * of_the_original < 0.1
+
+
+@pytest.mark.parametrize("rank", [256, 64], ids=["exact", "low rank"])
+@torch.no_grad()
+def test_int8_maps_of_a_latent_are_not_passed_by(rank, tmp_path):
+    """A step cannot fold an int8 weight into the query: keys and values are made by it."""
+    ranks = {"cross_kv_lora_rank": rank, "kv_lora_rank": 64}
+    config = AttnVariantT5Config(**SHAPE, **ranks)
+    torch.manual_seed(0)
+    model = AttnVariantT5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "latent")
+    settings = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    quantized = type(model).from_pretrained(tmp_path / "latent", quantization_config=settings, device_map="cpu").eval()
+    key = quantized.decoder.block[0].layer[1].EncDecAttention.k
+    assert "Int8" in type(key.weight.data).__name__ and key.weight.shape == (256, rank)
+    source, target = torch.randint(5, 60, (2, 2, 20))
+    memory = quantized.encoder(source)
+    full = quantized(encoder_outputs=memory, decoder_input_ids=target, use_cache=False).logits
+    cache, pieces = None, []
+    for token in target.split(1, dim=1):
+        result = quantized(encoder_outputs=memory, decoder_input_ids=token, past_key_values=cache)
+        cache, pieces = result.past_key_values, [*pieces, result.logits]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-4 * full.abs().max().item(), rtol=0)
+    expected = model(input_ids=source, decoder_input_ids=target).logits
+    assert 0 < (full - expected).norm() / expected.norm() < 0.05

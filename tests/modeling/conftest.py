@@ -23,20 +23,3 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.fixture(params=["chosen", "absorbed", "expanded", "kept"])
-def form(request, monkeypatch):
-    """The form in which latents are attended to, whatever it costs: the inputs of tests are too small to meet all."""
-    from hf_attn_variants.modeling import latent_attention
-
-    forced = request.param
-
-    def absorbs(module, query, latent, maps, options):
-        plain = all(latent_attention._is_plain(each, latent) for each in maps)
-        return forced == "absorbed" and plain and not ("m2l" in module.dynamic_names and maps[0].bias is not None)
-
-    if forced != "chosen":
-        monkeypatch.setattr(latent_attention, "_absorbs", absorbs)
-        monkeypatch.setattr(latent_attention, "is_short", lambda latent: forced == "kept")
-    return forced

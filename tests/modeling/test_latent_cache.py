@@ -61,8 +61,8 @@ def rows(batch, indices):
 def assert_holds(cache, sentences, rank, beams=1, length=5):
     cross = cache.cross_attention_cache
     assert stored(cross) == 4 * sentences * LENGTH * rank
-    assert [layer.keys.shape for layer in cross.layers] == [(sentences, 1, LENGTH, rank)]
-    assert [layer.values.shape for layer in cross.layers] == [(sentences, 1, LENGTH, 0)]
+    assert {layer.keys.shape for layer in cross.layers} == {(sentences, 1, LENGTH, rank)}
+    assert {layer.values.shape for layer in cross.layers} == {(sentences, 1, LENGTH, 0)}
     own = cache.self_attention_cache
     assert [layer.keys.shape for layer in own.layers] == [(sentences * beams, 1, length, OWN)] * 2
     assert [layer.values.shape for layer in own.layers] == [(sentences * beams, 1, length, 0)] * 2

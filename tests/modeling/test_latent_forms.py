@@ -114,6 +114,21 @@ def test_both_forms_are_the_formula(form, implementation, key, value, output, bi
         torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
 
 
+def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
+    """One query of a long memory, which the absorbed form would attend to for less; it has no key's bias."""
+    torch.manual_seed(0)
+    projections = {"logits_proj": torch.randn(4, 4, dtype=torch.float64)}
+    module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
+    query, latent = torch.randn(2, 4, 1, DIM).double(), torch.randn(2, 1, 50, RANK).double()
+    m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
+    assert latent_attention._absorbs(module, query, latent, maps)
+    module.dynamic_names = ("m2l",)
+    found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
+    keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    expected, _ = reference.attention_core(query, keys, values, scale=0.7, P_l=projections["logits_proj"], m2l=m2l)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
 @pytest.mark.parametrize("implementation", [EAGER, SDPA])
 @pytest.mark.parametrize("talking", [False, True])
