@@ -33,8 +33,9 @@ examples (a T5 that translates, on its pairs; an encoder on lines of text):
 
 No checkpoint is written: variants are made in memory, each attention once, by the closed form alone unless --fit_steps
 says more, and tried on text of the file that was not drawn for the calibration (on its held-out tenth where nothing is
-left). The command that is named at the end makes the variant that was measured; without its --fit_steps 0 it is fitted
-as well, takes longer and loses less."""
+left). Text that the checkpoint was trained on shows larger losses than new text does: --held_out_file takes such. The
+command that is named at the end makes the variant that was measured; without its --fit_steps 0 it is fitted as well,
+which takes longer and loses less."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,6 +56,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="name the command of the smallest variant that loses at most so much more than the checkpoint (nats a "
         "token; an encoder without a head: 1 - cosine of embeddings)",
     )
+    parser.add_argument(
+        "--held_out_file", help="text to measure on, as --calibration_file (default: what is left of that file)"
+    )
+    parser.add_argument("--held_out_target_file", help="T5: the target of each of its lines")
     parser.add_argument("--held_out_size", type=int, default=512, help="texts to measure on (default: %(default)s)")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="heads to try (default: several)")
     parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of self-attention to try")
@@ -74,6 +79,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse_with_checkpoint(parser, argv)
     if args.calibration_file is None:
         parser.error("--calibration_file is needed: what is lost is measured on text")
+    if args.held_out_target_file is not None and args.held_out_file is None:
+        parser.error("--held_out_target_file needs --held_out_file")
     if args.loss is not None and not args.loss >= 0:
         parser.error(f"--loss must be at least 0; got {args.loss}")
     return args
@@ -97,13 +104,11 @@ def main(args: argparse.Namespace) -> Any:
 
     output_dir = check_output_dir(args.output_dir)
     calibration = read_calibration_arguments(args)
-    everything = read_calibration(
-        args.calibration_file,
-        columns=args.calibration_columns,
-        target_file=args.calibration_target_file,
-        target_column=args.calibration_target_column,
-        size=sys.maxsize,
-    )
+    files = (args.calibration_file, args.calibration_target_file)
+    if args.held_out_file is not None:
+        files = (args.held_out_file, args.held_out_target_file)
+    texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
+    everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
     held_out = split_text(calibration, everything, args.held_out_size, args.seed)
     model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
     options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})

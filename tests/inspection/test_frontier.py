@@ -297,9 +297,26 @@ def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
         assert each["parameters"] == AttnVariantBertModel(config).num_parameters()
 
 
+def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
+    folder = make_tiny_bert(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
+    (tmp_path / "other.txt").write_text("\n".join(lines_of_words(9, seed=5)) + "\n")
+    flags = ("--json", "--num_key_value_heads", "2", "--held_out_file", str(tmp_path / "other.txt"))
+    status, _ = frontier_of(folder, tmp_path, *flags)
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0 and found["held_out_texts"] == 9
+    model, tokenizer = load_source(str(folder))
+    drawn = sorted(random.Random(0).sample(range(300), 160))
+    used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
+    text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
+    converted = convert_model(model, 2, calibration=used)
+    assert found["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
+        (["--held_out_target_file", "x"], "--held_out_target_file needs --held_out_file"),
         (["--loss", "-1"], "--loss must be at least 0"),
         (["--kv_lora_rank", "33"], "from 1 to 32"),
         (["--held_out_size", "1"], "`held_out_size` must be at least 2"),

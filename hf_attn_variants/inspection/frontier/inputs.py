@@ -69,7 +69,7 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
 
     Args:
         calibration: the examples that a conversion reads.
-        everything: all there are.
+        everything: all there are, or other text.
         size: the most to take.
         seed: of the calibration; it draws these too.
 
@@ -80,7 +80,7 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
         raise ValueError(f"`held_out_size` must be at least 2; got {size}.")
     used, examples = set(_examples(calibration)), list(dict.fromkeys(_examples(everything)))
     rest = [example for example in examples if example not in used]
-    if len(rest) >= calibration.held_out_count:
+    if len(rest) >= min(calibration.held_out_count, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
         # As `calibration.batches` draws those that nothing is fitted to.
@@ -88,7 +88,7 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
         chosen = [_examples(calibration)[i] for i in drawn[:size]]
     texts, targets = zip(*chosen, strict=True)
-    return replace(calibration, texts=texts, target_texts=None if calibration.target_texts is None else list(targets))
+    return replace(calibration, texts=texts, target_texts=None if targets[0] is None else list(targets))
 
 
 def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
