@@ -17,6 +17,7 @@ __all__ = ["COMMANDS", "main", "run"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("hf_attn_variants.commands.inspect", "what a checkpoint costs with fewer key/value heads"),
     "benchmark": ("hf_attn_variants.commands.benchmark", "how fast it runs here with fewer key/value heads"),
+    "frontier": ("hf_attn_variants.commands.frontier", "what it loses with a smaller cache: variants tried on text"),
     "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
     "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT or ALBERT as a masked language model"),

@@ -25,14 +25,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog="attn-variants benchmark",
-        description="Time a checkpoint's architecture on this machine with fewer key/value heads and with talking "
-        "heads, beside transformers' own class.",
+        description="Time a checkpoint's architecture on this machine with fewer key/value heads, with latents and "
+        "with talking heads, beside transformers' own class.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")
     parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
+    parser.add_argument("--no_latents", action="store_true", help="do not time latents")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="tokens of each; T5: of the source (%(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=32, help="T5: tokens to generate (%(default)s)")
@@ -73,6 +74,7 @@ def main(args: argparse.Namespace) -> Any:
         checkpoint=args.model_name_or_path,
         kv_heads=args.num_key_value_heads,
         talking_heads=not args.no_talking_heads,
+        latents=not args.no_latents,
         batch_size=args.batch_size,
         length=args.length,
         max_new_tokens=args.max_new_tokens,
@@ -94,8 +96,26 @@ def main(args: argparse.Namespace) -> Any:
         for row in table.rows
     ]
     header = ["variant", f"ms a {measured}", "tokens/s", "speed"]
+    if table.rows[0].step_milliseconds is not None:
+        header += ["ms to the first token", "ms a further one"]
+        for cells, row in zip(rows, table.rows, strict=True):
+            cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
     print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
     threads, load = table.machine["threads"], table.machine["load_average"]
     ended = f", load {load[0]:.1f} at the end" if load else ""
     print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
+    if table.break_even is not None:
+        print_text(_break_even(table))
     return table
+
+
+def _break_even(table: Any) -> str:
+    found, what = table.break_even, f"at batch {table.batch_size} and a source of {table.length:,}"
+    if found.new_tokens is None:
+        return f"A step of {found.exact} is not slower than one of {found.multi_head}, {what}."
+    if found.new_tokens == 1:
+        return f"{found.exact} is slower than {found.multi_head} from the first token on, {what}."
+    return (
+        f"{found.exact} is slower than {found.multi_head} from {found.new_tokens:,} new tokens on, {what}: it saves "
+        "the projection of the source and takes longer for a step."
+    )

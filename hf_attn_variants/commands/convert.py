@@ -1,13 +1,14 @@
 """The command `attn-variants convert`, which `scripts/convert_checkpoint.py` is too."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
 
-__all__ = ["main", "parse_args"]
+__all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
@@ -47,6 +48,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    _add_variant_arguments(parser)
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+    )
+    add_calibration_arguments(
+        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    return parse_with_checkpoint(parser, argv)
+
+
+def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
     parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
     parser.add_argument(
@@ -62,12 +82,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="T5: the same for cross-attention: one latent of the encoder's outputs for all layers of the decoder",
     )
     parser.add_argument(
-        "--method",
-        choices=METHODS,
-        help="how heads are merged (default: calibrated with --calibration_file, else mean)",
+        "--per_layer_values",
+        type=_json,
+        help="values that differ by layer, as JSON: '{\"kv_lora_rank\": [64, 32]}'",
     )
-    _add_calibration_arguments(
-        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    parser.add_argument(
+        "--kv_cache_bytes",
+        type=int,
+        nargs=2,
+        metavar=("SOURCE", "GENERATED"),
+        help="T5: what the decoder's cache may take, in bytes a source token and bytes a generated token over all "
+        "layers; ranks that lose least are chosen, those of self-attention by layer",
     )
     parser.add_argument(
         "--talking_heads",
@@ -87,16 +112,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=["identity", "random"],
         help="what new projections hold (default: identity, which changes no output)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
-    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    return parse_with_checkpoint(parser, argv)
 
 
-def _add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+
+
+def add_calibration_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the flags of calibration text and of how closely it is fitted to."""
     group.add_argument(
         "--calibration_file",
         help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
@@ -141,7 +167,7 @@ def main(args: argparse.Namespace) -> Any:
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
         options.pop(name)
-    calibration = _calibration(args)
+    calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary())
@@ -150,7 +176,7 @@ def main(args: argparse.Namespace) -> Any:
     return report
 
 
-def _calibration(args: argparse.Namespace) -> Calibration | None:
+def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     """Read the calibration text and draw its examples."""
     from ..conversion.calibration.texts import read_calibration
     from ..conversion.methods import METHODS

@@ -4,8 +4,10 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,14 +21,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..model_history import read_history, write_history
-from .calibration.calibrate import calibrate, method_to_calibrate, why_not_calibrated
+from .attention_modules import AttentionModule
+from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
+from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
 from .calibration.texts import CalibrationLike, as_calibration
 from .calibration_settings import Calibration
-from .checkpoint.entries import TensorEntry
-from .checkpoint.in_memory import ModelReader, assemble
+from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.reading import CheckpointReader, open_checkpoint
 from .checkpoint.source import copy_side_files, learned_tokens, read_config, resolve_source, side_files
 from .converted_tensors import converted_tensors, planned_entries, write_weights
+from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
 from .methods.base import CalibratedMethod, ConversionMethod
 from .plan import ConversionPlan, make_plan
@@ -49,6 +53,8 @@ COMPRESSED = (
     "With text, `calibration=` (--calibration_file), it keeps more.",
     'If weights alone are meant, say method="mean" (--method mean).',
 )
+# Loads a plan's source, in float32, with the tokenizer beside it.
+SourceModel = Callable[[ConversionPlan], tuple[PreTrainedModel, PreTrainedTokenizerBase | None]]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -90,9 +96,10 @@ def convert(
             the path of a text file or table, or a `Calibration`; for a model in memory `Calibration(texts,
             tokenizer=tokenizer)`), `encoder_num_key_value_heads`, the ranks of latents `kv_lora_rank`,
             `encoder_kv_lora_rank`, `cross_kv_lora_rank` (the input's width: the input itself, which loses nothing),
-            `per_layer_values`, `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`,
-            `talking_heads_init`, `dtype`, `seed`, and for a model in memory `copy`, for a path `allow_pickle`,
-            `revision`, `token`.
+            `per_layer_values`, or `kv_cache_bytes` (an encoder-decoder's: bytes a source token and bytes a generated
+            token, for which ranks are chosen that lose least), `talking_heads`, `num_softmax_heads`,
+            `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and for a model in
+            memory `copy`, for a path `allow_pickle`, `revision`, `token`.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -154,11 +161,14 @@ def convert_model(
             "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
         )
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
-    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader.entries)
+
+    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, None]:
+        tensors = {name: reader.read(name).float() for name in reader.entries}
+        return assemble(plan.model_class, plan.source_config, tensors, model), None
+
+    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
     if to_calibrate := method_to_calibrate(plan, calibration):
-        source = {name: reader.read(name).float() for name in reader.entries}
-        calibrated_on = assemble(plan.model_class, plan.source_config, source, model)
-        calibrate(plan, to_calibrate, reader, calibrated_on, None, calibration)
+        calibrate(plan, to_calibrate, reader, *source(plan), calibration)
     return assemble(plan.model_class, plan.config, converted_tensors(plan, reader), model, copy)
 
 
@@ -184,8 +194,9 @@ def load_converted(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
-        _calibrate_from_folder(plan, reader, folder, request.calibration)
+        source = _source_of_folder(reader, folder, request.calibration)
+        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
+        _calibrate_from_folder(plan, reader, source, request.calibration)
         tensors = converted_tensors(plan, reader)
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
     if (generation := _generation_config(plan, folder)) is not None:
@@ -225,12 +236,13 @@ def convert_checkpoint(
     for problem in history.problems:
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
+        source = _source_of_folder(reader, folder, request.calibration)
+        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
         entries = planned_entries(plan, reader)
         size = sum(entry.nbytes for entry in entries.values())
         check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
-        calibrated = _calibrate_from_folder(plan, reader, folder, request.calibration)
+        calibrated = _calibrate_from_folder(plan, reader, source, request.calibration)
         with staged_folder(output) as stage:
             copy_side_files(folder, stage, copied)
             layers = write_weights(plan, reader, entries, stage, size)
@@ -265,6 +277,10 @@ class _Request:
     fields: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
+        if self.kv_cache_bytes is not None:
+            asked = self.fields | {"num_key_value_heads": self.num_key_value_heads}
+            self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
         self.calibration = as_calibration(self.calibration, self.seed)
         self.method = resolve_method(self.asked_method, self.calibration)
         asked = self.dtype
@@ -273,10 +289,18 @@ class _Request:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {asked!r}.")
 
     def plan(
-        self, config: dict[str, Any], entries: dict[str, TensorEntry], config_file: Path | None = None
+        self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
     ) -> ConversionPlan:
         """Return the checked plan; warn where heads are averaged and nobody asked for that."""
         fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
+        entries = reader.entries
+        if self.kv_cache_bytes is not None:
+            check_has_cache(config)
+            probe = make_plan(config, entries, self.method, fields | PROBE, self.seed, self.dtype, config_file)
+            losses = partial(self._losses, probe, reader, source)
+            chosen = fields_within(probe, self.kv_cache_bytes, entries, losses)
+            by_layer = {**(fields.get("per_layer_values") or {}), **chosen.pop("per_layer_values", {})}
+            fields |= chosen | {"per_layer_values": by_layer or None}
         plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
         if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
             pools = any(module.heads.relation == "pool" for module in plan.reduced)
@@ -287,21 +311,42 @@ class _Request:
                 logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
 
+    def _losses(
+        self, plan: ConversionPlan, reader: TensorSource, source: SourceModel, modules: list[AttentionModule]
+    ) -> list[torch.Tensor]:
+        """Return what latents of these attentions lose by rank, on the text where the method looks at it."""
+        method = method_to_calibrate(plan, self.calibration)
+        if method is None:
+            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
+            forms = [weight_forms(each, module.heads) for each, module in zip(tensors, modules, strict=True)]
+        else:
+            forms = forms_on_text(plan, method, modules, reader, *source(plan), self.calibration)
+        return [lost_by_rank([each.key, each.value]) for each in forms]
+
+
+def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
+    """Return the function that loads the model in a folder, in float32, and its tokenizer where one is needed."""
+
+    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+        tensors = {name: reader.read(name) for name in reader.entries}
+        tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+        # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
+        config = deepcopy(plan.source_config)
+        model = plan.model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+        needs_tokenizer = calibration is None or calibration.tokenizer is None
+        return model, _load_tokenizer(folder) if needs_tokenizer else None
+
+    return source
+
 
 def _calibrate_from_folder(
-    plan: ConversionPlan, reader: CheckpointReader, folder: Path, calibration: Calibration | None
+    plan: ConversionPlan, reader: CheckpointReader, source: SourceModel, calibration: Calibration | None
 ) -> dict[str, Any] | None:
     """Calibrate on the model in a folder, where the method needs it; return what the report says of that."""
     method = method_to_calibrate(plan, calibration)
     if method is None:
         return None
-    source = {name: reader.read(name) for name in reader.entries}
-    source = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in source.items()}
-    # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
-    config = deepcopy(plan.source_config)
-    model = plan.model_class.from_pretrained(None, config=config, state_dict=source, dtype=torch.float32)
-    needs_tokenizer = calibration is None or calibration.tokenizer is None
-    calibrate(plan, method, reader, model, _load_tokenizer(folder) if needs_tokenizer else None, calibration)
+    calibrate(plan, method, reader, *source(plan), calibration)
     return None if calibration is None else calibration.settings(method)
 
 

@@ -24,7 +24,7 @@ import torch
 from .grouping import HeadCounts, repeat_heads, split_heads
 from .projections import AttentionTensors
 
-__all__ = ["LatentForm", "LatentForms", "best_latent", "kept_energy", "on_latent", "weight_forms"]
+__all__ = ["LatentForm", "LatentForms", "best_latent", "kept_energy", "lost_by_rank", "on_latent", "weight_forms"]
 
 
 class LatentForm(NamedTuple):
@@ -50,16 +50,28 @@ class LatentForms(NamedTuple):
 @torch.no_grad()
 def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
     """Return A [r, D], float64, of orthonormal rows: the latent of this rank that loses least by all the forms."""
+    _, found = _directions(forms)
+    # c is then no larger than the memory, whatever the dtype holds.
+    return torch.linalg.qr(found[:, -rank:])[0].T.contiguous()
+
+
+@torch.no_grad()
+def lost_by_rank(forms: Sequence[LatentForm]) -> torch.Tensor:
+    """Return the share of all the forms' energy that the best latent of each rank from 0 to D loses, [D + 1]."""
+    energies = _directions(forms)[0].clamp_min(0)  # ascending
+    return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
+
+
+def _directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the energies [D], ascending, of the directions that a latent may keep, and what reads them [D, D]."""
     metric = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
     gram = sum(form.gram * (form.energy / (form.gram * metric).sum().clamp_min(1e-300)) for form in forms)
     values, vectors = torch.linalg.eigh((metric + metric.T) / 2)
     sizes = values.clamp_min(1e-15 * values[-1]).sqrt()
     root = vectors * sizes  # S = root root^T
-    _, found = torch.linalg.eigh(root.T @ gram @ root)  # ascending
-    found = (vectors / sizes @ found[:, -rank:]).T
-    # c is then no larger than the memory, whatever the dtype holds.
-    return torch.linalg.qr(found.T)[0].T.contiguous()
+    energies, found = torch.linalg.eigh(root.T @ gram @ root)
+    return energies, vectors / sizes @ found
 
 
 def kept_energy(form: LatentForm, latent: torch.Tensor) -> float:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..files import REPORT_NAME
-from ..kv_cache import cache_bytes_per_token
-from ..modeling.attention_sites import AttentionSite
+from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .calibration.head_sharing import reorder_heads
@@ -233,18 +232,14 @@ def conversion_report(
 def _cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    sizes: list[list[tuple[AttentionSite, int]]] = [[], []]
-    for i, (config, entries) in enumerate(((plan.source_config, before), (plan.config, after))):
-        shared = set()
+    found = []
+    for config, entries in ((plan.source_config, before), (plan.config, after)):
+        sizes = []
         for module in plan.modules:
-            heads = module.site.heads(config, module.name)
-            numbers = (heads.key + heads.value) * heads.head_dim if heads.rank is None else heads.rank
-            if heads.rank is not None and module.site.shares_latent:
-                # One for all layers.
-                numbers, _ = (0 if module.site.latent in shared else numbers), shared.add(module.site.latent)
-            itemsize = element_size(entries[module.tensors["key_weight"]].dtype)
-            sizes[i].append((module.site, numbers * itemsize))
-    old, new = (cache_bytes_per_token(plan.config, each) for each in sizes)
+            numbers = cached_numbers(module.site.heads(config, module.name), config.hidden_size)
+            sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
+        found.append(cache_bytes_per_token(config, sizes))
+    old, new = found
     return old and new and {site: {"before": old[site], "after": new[site]} for site in old}
 
 

@@ -7,14 +7,15 @@ those, `model_history.json` say how it was made; the README.md of the source giv
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
-from ..inspection.costs import cost_table, used_kv_heads_fields, variant_config
+from ..inspection.costs import cost_table, used_fields, values_by_layer, variant_config
 from ..model_history import CARD_NAME, REPORT_NAME, ModelHistory, read_front_matter, read_history
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
@@ -35,7 +36,13 @@ SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
     ("test_", "test", ("test_file", "test_source_file")),
 )
-OWN_TAGS = ("attn-variants", "multi-query-attention", "grouped-query-attention", "talking-heads-attention")
+OWN_TAGS = (
+    "attn-variants",
+    "multi-query-attention",
+    "grouped-query-attention",
+    "multi-head-latent-attention",
+    "talking-heads-attention",
+)
 HELD_OUT = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
 # Tags of a source that are not true of what is made of it: formats of its files, and what else the Hub can do with it.
 FORMAT_TAGS = re.compile(
@@ -89,7 +96,7 @@ def model_card(
     options = options or CardOptions()
     config = read_config(folder)
     architecture = (config.get("architectures") or [""])[0]
-    variant, kv_heads, table = _variant(config)
+    variant, fields, table = _variant(config)
     if options.license is None:
         read_front_matter(folder / CARD_NAME)  # a licence must not be lost without a word
     history = history or read_history(folder)
@@ -106,7 +113,7 @@ def model_card(
     data = ModelCardData(
         library_name="sentence-transformers" if is_sentence_model else "transformers",
         pipeline_tag=task,
-        tags=_tags(variant, kv_heads) + _source_tags(history.metadata.get("tags", []), task, is_sentence_model),
+        tags=_tags(variant, fields) + _source_tags(history.metadata.get("tags", []), task, is_sentence_model),
         eval_results=scores or None,
         model_name=title if scores else None,
         **_origins(options, history, terms),
@@ -116,10 +123,10 @@ def model_card(
         data,
         template_path=str(TEMPLATE),
         title=title,
-        summary=summary(variant, kv_heads, architecture, origin, steps),
+        summary=summary(variant, fields, architecture, origin, steps),
         notes=options.notes,
-        diagram=heads_diagram(variant, kv_heads) if variant is not None else None,
-        sizes=size_rows(table, variant, kv_heads) if variant is not None else [],
+        diagram=heads_diagram(variant, fields) if variant is not None else None,
+        sizes=size_rows(table, variant, fields) if variant is not None else [],
         usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps)),
         needs_code=bool(config.get("auto_map")),
         steps=step_lines(steps, origin),
@@ -127,7 +134,7 @@ def model_card(
         metrics=scores,
         limits=limits(variant, table, steps),
         licence=licence_text(data.license, terms),
-        papers=papers(variant, kv_heads),
+        papers=papers(variant, fields),
     )
     return _signed(card.content)
 
@@ -190,18 +197,17 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
     return found
 
 
-def _variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, int], Any]:
+def _variant(config: Mapping[str, Any]) -> tuple[Any, tuple[str, ...], Any]:
     """Return what a card of an architecture here is about, upstream's multi-head models included.
 
     Returns:
-        The variant configuration, the key/value heads of each kind of attention that the model has, by the
-        configuration's field, and its `CostTable`; None, {} and None for other architectures.
+        The variant configuration, its fields of key/value heads and ranks that the model has attentions for, and its
+        `CostTable`; None, () and None for other architectures.
     """
     if config["model_type"] not in supported_model_types():
-        return None, {}, None
+        return None, (), None
     variant, table = variant_config(config), cost_table(config)
-    fields = used_kv_heads_fields(variant_model_class(table.architecture), variant)
-    return variant, {name: getattr(variant, name) for name in fields}, table
+    return variant, used_fields(variant_model_class(table.architecture), variant), table
 
 
 def _is_number(value: Any) -> bool:
@@ -213,7 +219,7 @@ def _digest(text: str) -> str:
 
 
 def _evaluation(row: Mapping[str, Any]) -> EvalResult:
-    known = {each.name for each in fields(EvalResult)}
+    known = {each.name for each in dataclass_fields(EvalResult)}
     if not isinstance(row, Mapping) or not set(row) <= known:
         wrong = sorted(set(row) - known) if isinstance(row, Mapping) else [repr(row)]
         raise ValueError(f"an evaluation has the fields of huggingface_hub.EvalResult; unknown: {', '.join(wrong)}.")
@@ -241,14 +247,16 @@ def _source_tags(tags: Sequence[str], task: str | None, is_sentence_model: bool)
     return [tag for tag in dict.fromkeys(tags) if tag not in gone and not FORMAT_TAGS.fullmatch(tag.lower())]
 
 
-def _tags(variant: Any, kv_heads: Mapping[str, int]) -> list[str]:
+def _tags(variant: Any, fields: Sequence[str]) -> list[str]:
     if variant is None:
         return [OWN_TAGS[0]]
-    counts = [(count, variant.query_heads(field)) for field, count in kv_heads.items()]
+    kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
+    counts = [(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)]
     are_true = (
         True,
         any(count == 1 < heads for count, heads in counts),
         any(1 < count < heads for count, heads in counts),
+        any(getattr(variant, name) is not None for name in variant.rank_fields() if name in fields),
         variant.talking_heads is not None,
     )
     return [tag for tag, is_true in zip(OWN_TAGS, are_true, strict=True) if is_true]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..glue_tasks import GlueTask
-from ..inspection.costs import CostTable
+from ..inspection.costs import CostTable, values_by_layer
 from ..registration import supported_model_types, variant_config_class
 from .card_steps import Step, chain_sentence, last_training
 
@@ -32,7 +32,15 @@ PAIRS = {
 PAPERS = {
     "MQA": ("Multi-query attention", "1911.02150"),
     "GQA": ("Grouped-query attention", "2305.13245"),
+    "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
+    "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
+}
+
+RANKS = {
+    "kv_lora_rank": "numbers a token that self-attention's keys and values are made from",
+    "encoder_kv_lora_rank": "numbers a token that the encoder's keys and values are made from",
+    "cross_kv_lora_rank": "numbers a source token that all cross-attentions' keys and values are made from",
 }
 
 # What a user should know before relying on a model; see `limits`.
@@ -42,8 +50,10 @@ LIMITS = {
     "trained": "The scores are of one run with one seed, on the data named above, and say nothing of other data.",
     "small cache": "What is saved is cache: it shows with long contexts, large batches and beams, hardly at batch 1 "
     "with short texts.",
-    "small encoder": "An encoder has no key/value cache: shared heads save parameters and projection work, hardly any "
-    "attention time.",
+    "small encoder": "An encoder has no key/value cache: shared heads and latents save parameters and projections, "
+    "hardly any attention time.",
+    "exact": "It keeps inputs instead of keys and values: the same outputs from a smaller cache, without projecting a "
+    "source, but more work a step. `attn-variants benchmark` says from how many new tokens on multi-head is faster.",
     "no cache": "It decodes without a cache, slowly: memory-side dynamic projections need all past inputs.",
     "talks": "Talking heads are slower than fused multi-head attention; flash and flex attention refuse to run them.",
     "data": "It knows what its training data knew, with the biases of that data.",
@@ -51,9 +61,9 @@ LIMITS = {
 
 
 def summary(
-    variant: Any, kv_heads: Mapping[str, int], architecture: str, base_model: str | None, steps: Sequence[Step]
+    variant: Any, fields: Sequence[str], architecture: str, base_model: str | None, steps: Sequence[Step]
 ) -> str:
-    """Return what the model is, in a sentence or two; `kv_heads` as for `heads_diagram`."""
+    """Return what the model is, in a sentence or two; `fields` as for `heads_diagram`."""
     made = "A checkpoint"
     if base_model:
         made = f"[{base_model}](https://huggingface.co/{base_model})"
@@ -61,19 +71,21 @@ def summary(
         made = f"`{steps[0]['source']}`"
     if variant is None:
         return f"{made}, as `{architecture}`."
-    text = f"{made} with {_attention(variant, kv_heads)}, as `{architecture}`."
+    text = f"{made} with {_attention(variant, fields)}, as `{architecture}`."
     return text + chain_sentence(steps) + " Made with hf_attn_variants."
 
 
-def size_rows(table: CostTable, variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the sizes of a checkpoint of an architecture here: heads, parameters and cache, with their units."""
+def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the sizes of a checkpoint of an architecture here, with their units: heads, ranks, parameters, cache."""
     now = table.current
-    absent = set(variant.kv_heads_fields()) - set(kv_heads)
+    absent = {*variant.kv_heads_fields(), *variant.rank_fields()} - set(fields)
     made = [
-        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), str(getattr(variant, name)))
+        (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), _by_layer(variant, name))
         for name in variant.head_fields()
         if name not in absent
     ]
+    ranks = [name for name in variant.rank_fields() if name not in absent and getattr(variant, name) is not None]
+    made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
@@ -144,12 +156,14 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
     """Return what a user should know before relying on the model; without a variant there is no table."""
     decodes = table is not None and "decoder" in table.current.flops_per_token
     caches = table is not None and table.current.kv_cache_bytes_per_token is not None
-    shares = table is not None and table.current.name.startswith(("MQA", "GQA"))
+    ranks = set() if variant is None else {getattr(variant, name) for name in variant.rank_fields()} - {None}
+    shares = table is not None and (table.current.name.startswith(("MQA", "GQA")) or bool(ranks))
     are_true = {
         "converted": steps and steps[-1]["kind"] == "conversion",
         "trained": last_training(steps),
         "small cache": shares and caches,
         "small encoder": shares and not caches and not decodes,
+        "exact": caches and variant.hidden_size in ranks,
         "no cache": decodes and not caches,
         "talks": variant is not None and variant.talking_heads is not None,
         "data": True,
@@ -174,14 +188,30 @@ def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) 
     return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
 
 
-def papers(variant: Any, kv_heads: Mapping[str, int]) -> list[tuple[str, str]]:
+def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     """Return the papers of what a variant does, (name, arXiv id)."""
     if variant is None:
         return []
-    counts = {count for field, count in kv_heads.items() if count != variant.query_heads(field)}
-    found = [PAPERS["MQA"]] if 1 in counts else []
-    found += [PAPERS["GQA"]] if counts else []
-    return found + ([PAPERS["talking"]] if variant.talking_heads is not None else [])
+    kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
+    counts = {(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)}
+    counts = {count for count, heads in counts if count != heads}
+    ranks = {rank for name in variant.rank_fields() if name in fields for rank in values_by_layer(variant, name)}
+    are_true = {
+        "MQA": 1 in counts,
+        "GQA": bool(counts),
+        "latent": bool(ranks - {None, variant.hidden_size}),
+        "exact": variant.hidden_size in ranks,
+        "talking": variant.talking_heads is not None,
+    }
+    return [PAPERS[name] for name, is_true in are_true.items() if is_true]
+
+
+def _by_layer(variant: Any, name: str) -> str:
+    """Return a field's value, or those of the layers in their order."""
+    values = (variant.per_layer_values or {}).get(name)
+    if values is None:
+        return str(getattr(variant, name))
+    return ", ".join("none" if value is None else str(value) for value in values) + " (by layer)"
 
 
 def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
@@ -193,18 +223,39 @@ def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
     return PAIRS.get((columns[0][0], columns[1][0]), PAIRS["sentence1", "sentence2"])
 
 
-def _attention(variant: Any, kv_heads: Mapping[str, int]) -> str:
+def _attention(variant: Any, fields: Sequence[str]) -> str:
     parts = []
-    for name, count in kv_heads.items():
+    kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
+    for name in kv_fields:
         heads = variant.query_heads(name)
+        counts = set(values_by_layer(variant, name)) or {getattr(variant, name)}
+        least, most = min(counts), max(counts)
         where = {"num_key_value_heads": " in the decoder", "encoder_num_key_value_heads": " in the encoder"}
-        kind = "multi-head" if count == heads else "multi-query" if count == 1 else "grouped-query"
-        shared = "" if count == heads else f" ({count} key/value head{'s' * (count > 1)} for {heads} query heads)"
-        parts.append(f"{kind} attention{shared}{where[name] if len(kv_heads) > 1 else ''}")
+        kind = "multi-head" if least == heads else "multi-query" if most == 1 else "grouped-query"
+        number = f"{most} key/value head{'s' * (most > 1)}"
+        if least < most:
+            number = f"{least} to {most} key/value heads, by layer,"
+        shared = "" if least == heads else f" ({number} for {heads} query heads)"
+        parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
+    parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
     if variant.talking_heads is not None:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
     return " and ".join(parts)
+
+
+def _latent(variant: Any, name: str) -> str:
+    """Return what the latent of one kind of attention is."""
+    ranks = {rank for rank in values_by_layer(variant, name) if rank is not None}
+    of = {
+        "kv_lora_rank": "token in self-attention",
+        "encoder_kv_lora_rank": "token in the encoder's attention",
+        "cross_kv_lora_rank": "source token for the cross-attention of all layers",
+    }[name]
+    if ranks == {variant.hidden_size}:
+        return f"the input itself kept instead of keys and values, {variant.hidden_size} numbers a {of}"
+    numbers = " to ".join(map(str, sorted({min(ranks), max(ranks)})))
+    return f"keys and values from a latent of {numbers} numbers a {of}"
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:

@@ -1,31 +1,61 @@
-"""Which query heads read which key/value heads, drawn in text."""
+"""Which query heads read which key/value heads, and the latents that these are made from, drawn in text."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["heads_diagram"]
+from ..inspection.costs import values_by_layer
+
+__all__ = ["heads_diagram", "layers_text"]
 
 MAX_WIDTH = 90
 SITES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
+LATENTS = {
+    "kv_lora_rank": "Keys and values of {where}self-attention are made from {what} of each token",
+    "encoder_kv_lora_rank": "Keys and values of the encoder are made from {what} of each token",
+    "cross_kv_lora_rank": "Keys and values of all cross-attentions are made from {what} of each source token",
+}
 
 
-def heads_diagram(config: Any, kv_heads: Mapping[str, int] | None = None) -> str:
+def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     """Return a drawing of a variant configuration's heads: groups side by side, talking heads as a chain.
 
     Args:
         config: a variant configuration.
-        kv_heads: the key/value heads of each kind of attention that the model has, by the configuration's field;
-            several (T5's) get a drawing each. None = all that the configuration speaks of.
+        fields: those of key/value heads and ranks that the model has attentions for; several (T5's) get a drawing
+            each. None = all.
     """
-    if kv_heads is None:
-        kv_heads = {field: getattr(config, field) for field in config.kv_heads_fields()}
+    fields = (*config.kv_heads_fields(), *config.rank_fields()) if fields is None else fields
+    kv_fields = [name for name in config.kv_heads_fields() if name in fields]
     blocks = []
-    for field, count in kv_heads.items():
-        title = [f"{SITES[field]}:"] if len(kv_heads) > 1 else []
-        blocks.append("\n".join([*title, *_groups(config.query_heads(field), count)]))
+    for field in kv_fields:
+        counts = values_by_layer(config, field) or [getattr(config, field)]
+        for count in dict.fromkeys(counts):
+            title = [SITES[field]] if len(kv_fields) > 1 else []
+            title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
+            head = [f"{', '.join(title)}:"] if title else []
+            blocks.append("\n".join([*head, *_groups(config.query_heads(field), count)]))
+    latents = [_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
+    if any(latents):
+        blocks.append("\n".join(filter(None, latents)))
     if config.talking_heads is not None:
         blocks.append(_chain(config))
     return "\n\n".join(blocks)
+
+
+def layers_text(values: Sequence[int | None], value: int | None) -> str:
+    """Return which layers have a value, counted from 0: "layers 0, 2"."""
+    layers = [str(layer) for layer, each in enumerate(values) if each == value]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+
+
+def _latent(config: Any, field: str, is_t5: bool) -> str:
+    """Return the line of one kind of latent; nothing where there is none."""
+    ranks, parts = values_by_layer(config, field), []
+    for rank in dict.fromkeys(each for each in ranks if each is not None):
+        numbers = "the input itself" if rank == config.hidden_size else f"{rank} numbers"
+        parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
+    where = "the decoder's " if is_t5 else ""
+    return f"{LATENTS[field].format(what=', '.join(parts), where=where)}." if parts else ""
 
 
 def _groups(heads: int, kv_heads: int) -> list[str]:

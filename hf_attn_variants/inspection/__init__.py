@@ -5,7 +5,7 @@ from typing import Any
 
 # Imported when it is first used: embeddings need scipy, which counting does without.
 _PLACES = {
-    "attention_projection_flops": "costs",
+    "attention_projection_flops": "counting",
     "cosine_similarities": "sentence_similarity",
     "mean_pooled": "sentence_similarity",
     "sentence_embeddings": "sentence_similarity",

@@ -1,11 +1,8 @@
-"""What a checkpoint costs with each possible number of key/value heads, and with talking heads, from its config alone.
+"""What a checkpoint costs as each variant that it could be, from its config alone.
 
-Letters: h_k query heads, h softmax heads, h_v value heads, k key/value heads, d head dim, m the tokens attended to.
-FLOPs count two for each multiplication and addition of a matrix product; softmax, norms and biases are left out.
+The variants: each possible number of key/value heads, latents of some ranks, talking heads.
 """
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,28 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.grouping import relation
+from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
-from ..kv_cache import cache_bytes_per_token
-from ..modeling.attention_sites import AttentionSite
-from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
+from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
+from .counting import attention_parameters, flops_per_token, kv_cache_bytes_per_token
 
 __all__ = [
     "CostTable",
     "VariantCost",
-    "attention_projection_flops",
     "cost_table",
-    "flops_per_token",
-    "kv_cache_bytes_per_token",
-    "used_kv_heads_fields",
+    "has_latents",
+    "used_fields",
+    "values_by_layer",
     "variant_config",
     "variant_name",
 ]
 
 WRONG_CONFIGURATION = "the configuration is wrong"
-# Linear maps that run once a sequence, whatever its length.
-ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class VariantCost:
         convertible: whether a conversion leads from the checkpoint to it (one head count must divide the other).
         parameters: elements of all parameters, tied ones once.
         attention_parameters: those of the attentions' projections among them.
-        flops_per_token: by `flops_per_token`.
+        flops_per_token: by `flops_per_token`; a decoder's token is the next one of a generation.
         kv_cache_bytes_per_token: by `kv_cache_bytes_per_token`.
         kv_cache_bytes: of the whole batch at the given lengths; None without a cache.
     """
@@ -112,21 +105,46 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
     """Return the variant configuration that a config.json describes, with `fields` on top.
 
     Raises:
-        ValueError: if it describes no model of an architecture here, or layers of unequal heads.
+        ValueError: if it describes no model of an architecture here, or upstream's own unequal layers.
     """
-    if config.get("per_layer_config"):
-        raise ValueError("a checkpoint with a `per_layer_config` (unequal layers) has no table of its own.")
+    config_class = variant_config_class(config.get("model_type", ""))
+    if config.get("per_layer_config") and config["model_type"] != config_class.model_type:
+        raise ValueError("a plain checkpoint with a `per_layer_config` (unequal layers) has no table of its own.")
     with as_value_error(WRONG_CONFIGURATION):
-        return variant_config_class(config.get("model_type", "")).from_upstream(dict(config), **fields)
+        return config_class.from_upstream(dict(config), **fields)
+
+
+def values_by_layer(config: Any, field: str) -> list[int | None]:
+    """Return the value that a field of a variant configuration has in each layer of its stack."""
+    return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
 
 def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
-    """Return what the attention of a variant configuration is called: "MHA", "GQA-4", "MQA + talking heads"..."""
-    heads, kv_heads = config.query_heads(field), getattr(config, field)
-    name = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
-    if config.talking_heads is None:
-        return name
-    return f"{name} + talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})")
+    """Return what the attention of a variant configuration is called, latents of the same stack with it.
+
+    For example "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64"; a
+    latent as wide as its input, which changes no output, is "exact".
+    """
+    heads, counts = config.query_heads(field), set(values_by_layer(config, field)) or {getattr(config, field)}
+    parts = [{heads: "MHA", 1: "MQA"}.get(max(counts), f"GQA-{max(counts)}")]
+    if len(counts) > 1:
+        parts = [f"GQA-{min(counts)}..{max(counts)} by layer"]
+    for name in _rank_fields(config, field):
+        ranks = values_by_layer(config, name)
+        if known := {rank for rank in ranks if rank is not None}:
+            text = "..".join(map(str, sorted({min(known), max(known)})))
+            text += " (exact)" if known == {config.hidden_size} else ""
+            layers = "" if None not in ranks else f" in {len(ranks) - ranks.count(None)} of {len(ranks)} layers"
+            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{layers}")
+    if config.talking_heads is not None:
+        parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
+    return " + ".join(parts)
+
+
+def _rank_fields(config: Any, field: str) -> list[str]:
+    """Return the fields of ranks of the stack that a field of key/value heads is of, cross-attention's first."""
+    found = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
+    return sorted(found, key=lambda name: not name.startswith("cross_"))
 
 
 def cost_table(
@@ -168,11 +186,11 @@ def cost_table(
             VariantCost(
                 name=variant_name(made, field),
                 fields=fields,
-                current=all(getattr(current, name) == value for name, value in fields.items()),
+                current=_values(made) == _values(current),
                 convertible=_convertible(current, made),
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
-                attention_parameters=_attention_parameters(model),
-                flops_per_token=flops_per_token(model, length, source_length),
+                attention_parameters=attention_parameters(model),
+                flops_per_token=flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
                 kv_cache_bytes_per_token=cache,
                 kv_cache_bytes=None if cache is None else batch_size * sum(lengths[s] * n for s, n in cache.items()),
             )
@@ -189,103 +207,59 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def variant_rows(
-    current: Any, field: str, counts: Iterable[int], talking_heads: bool = True
+    current: Any, field: str, counts: Iterable[int], talking_heads: bool = True, latents: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each variant: these counts of key/value heads and, for a plain model, talking heads."""
+    """Yield the fields of each variant, the multi-head one first.
+
+    They are these counts of key/value heads (with the latents that the model has), the model as it is where layers
+    differ in that, and, for one that has none, latents and talking heads.
+
+    Args:
+        current: the model's configuration.
+        field: the one of the heads.
+        counts: the numbers of them.
+        talking_heads, latents: whether these are among the variants.
+    """
+    ranks = _rank_fields(current, field)
+    if has_latents(current, field):
+        yield {field: current.query_heads(field)} | dict.fromkeys(ranks)
     yield from ({field: count} for count in counts)
+    if field in (current.per_layer_values or {}):
+        yield {"per_layer_values": current.per_layer_values}
+    if latents and can_cache(current) and not has_latents(current, field):
+        yield from latent_rows(current, ranks)
     if talking_heads and current.talking_heads is None:
-        yield {field: getattr(current, field), "talking_heads": "both"}
+        yield {"talking_heads": "both"}
 
 
-def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return `cache_bytes_per_token` of a variant model, on the meta device too, with `itemsize` bytes a number."""
-    sizes = (
-        (site, itemsize * sum(module.get_submodule(path).out_features for path in (site.key, site.value)))
-        for site, _, module in model.named_attentions()
-    )
-    return cache_bytes_per_token(model.config, sizes)
+def has_latents(config: Any, field: str) -> bool:
+    """Say whether a variant configuration has latents in the stack that a field of key/value heads is of."""
+    return any(getattr(config, name) is not None for name in _rank_fields(config, field))
 
 
-def flops_per_token(model: AttnVariantModelMixin, length: int, source_length: int) -> dict[str, int]:
-    """Return the floating-point operations that one token takes in the forward pass.
-
-    Args:
-        model: a variant model, on the meta device too.
-        length: tokens that each token attends to in an encoder-only or a decoder stack.
-        source_length: the same in the encoder of an encoder-decoder, and in cross-attention.
-
-    Returns:
-        {"encoder": ..., "decoder": ...}, the stacks that the model has. The encoder's includes what a token of it
-        costs in the cross-attentions' keys and values; a head that reads a sequence once is left out.
-    """
-    config, flops = model.config, Counter()
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
-    for site, path, module in model.named_attentions():
-        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
-        memory_stack = "encoder" if site.is_cross_attention else stack
-        for role, linear in site.projections.items():
-            where = memory_stack if role in ("key", "value") else stack
-            flops[where] += 2 * runs * linears.pop(f"{path}.{linear}").weight.numel()
-        attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        query_dim, memory_dim = (module.get_submodule(name).in_features for name in (site.query, site.key))
-        flops[stack] += 2 * runs * attended * heads.head_dim * (heads.query + heads.output)
-        for name, shape in projection_shapes(config, heads, query_dim, memory_dim).items():
-            flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
-            if len(shape) == 3:  # a dynamic one is first computed from each token of its side
-                flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
-    for name, linear in linears.items():
-        if not _once_a_sequence(model, name):
-            inside = name.split(".")[0] if config.is_encoder_decoder else None
-            where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
-    return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
+def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield some latents: of cross-attention the exact one, a quarter, and that beside a self-attention as MQA's."""
+    width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim
+    quarter = max(1, width // 4)
+    if "cross_kv_lora_rank" in ranks:
+        yield {"cross_kv_lora_rank": width}
+        yield {"cross_kv_lora_rank": quarter}
+        yield {"cross_kv_lora_rank": quarter, "kv_lora_rank": min(width, as_multi_query)}
+    else:
+        yield from ({name: quarter} for name in ranks)
 
 
-def attention_projection_flops(model: AttnVariantModelMixin) -> int:
-    """Return the floating-point operations a token that the query, key, value and output maps of all layers take.
-
-    What depends on the sequence length is not in it.
-
-    Args:
-        model: a variant model; the multi-head one counts as upstream's does.
-    """
-    return sum(
-        2 * model.module_runs(model.config, path) * linear.weight.numel()
-        for site, path, module in model.named_attentions()
-        for linear in _projections(site, module)
-    )
-
-
-def _projections(site: AttentionSite, module: nn.Module) -> list[Any]:
-    return [module.get_submodule(path) for path in site.projections.values()]
-
-
-def _once_a_sequence(model: nn.Module, name: str) -> bool:
-    if name == "classifier":
-        return not type(model).__name__.endswith("ForTokenClassification")
-    return ONCE_A_SEQUENCE.fullmatch(name) is not None
-
-
-def _attention_parameters(model: AttnVariantModelMixin) -> int:
-    total = 0
-    for site, _, module in model.named_attentions():
-        total += sum(parameter.numel() for each in _projections(site, module) for parameter in each.parameters())
-        total += sum(parameter.numel() for parameter in module.get_submodule(site.core).parameters(recurse=False))
-    return total
-
-
-def used_kv_heads_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
-    """Return the fields of key/value heads that a class has attentions for: of T5's two, an encoder alone has one."""
+def used_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
+    """Return the fields of key/value heads and ranks that a class has attentions for; of T5's, an encoder has two."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
-        used = {site.kv_heads_field for site, _, _ in model_class(config).named_attentions()}
-    return tuple(name for name in config.kv_heads_fields() if name in used)
+        sites = [site for site, _, _ in model_class(config).named_attentions()]
+    used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
+    return tuple(name for name in (*config.kv_heads_fields(), *config.rank_fields()) if name in used)
 
 
 def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
     """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
-    return next(iter(used_kv_heads_fields(model_class, config)), "num_key_value_heads")
+    return next(iter(used_fields(model_class, config)), "num_key_value_heads")
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
@@ -295,10 +269,20 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     return [k for k in divisors if k == heads or config.num_value_heads % k == 0]
 
 
+def _values(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.variant_fields()}
+
+
 def _convertible(source: Any, target: Any) -> bool:
+    width = source.hidden_size
     try:
-        for field in source.kv_heads_fields():
-            relation(getattr(source, field), getattr(target, field))
+        for field, check in (
+            *((name, relation) for name in source.kv_heads_fields()),
+            *((name, rank_relation) for name in source.rank_fields()),
+        ):
+            for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
+                # A latent as wide as its input is that.
+                check(*(None if value == width and check is rank_relation else value for value in pair))
     except ValueError:
         return False
     return True

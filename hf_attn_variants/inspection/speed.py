@@ -1,5 +1,6 @@
 """How fast a checkpoint would run on this machine as each variant that it could be: measured, not counted."""
 
+import math
 import os
 import platform
 import statistics
@@ -10,15 +11,23 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.configuration_attn_variants import can_cache
 from ..progress import progress_bar
 from ..registration import variant_model_class
-from .costs import check_sizes, kv_head_counts, kv_heads_field, variant_config, variant_name, variant_rows
+from .costs import (
+    check_sizes,
+    has_latents,
+    kv_head_counts,
+    kv_heads_field,
+    variant_config,
+    variant_name,
+    variant_rows,
+)
 
-__all__ = ["SpeedTable", "VariantSpeed", "measure_speed"]
+__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "decoding_or_pass", "measure_speed", "run_times"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,9 @@ class VariantSpeed:
         all_milliseconds: each round's.
         tokens_per_second: tokens read (generated) in it.
         speedup: over the first row.
+        first_milliseconds: of an encoder-decoder, median until the first token is there, with what is made of the
+            source for cross-attention.
+        step_milliseconds: median of a further token; None where but one was generated.
     """
 
     name: str
@@ -40,6 +52,25 @@ class VariantSpeed:
     all_milliseconds: list[float]
     tokens_per_second: float
     speedup: float
+    first_milliseconds: float | None = None
+    step_milliseconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """From how many new tokens on keeping the encoder's outputs instead of keys and values costs more than it saves.
+
+    It saves the projection of the source, once, and takes more work in each step; the caches of what was generated
+    are alike. Where the first token does not come sooner, it costs more from the first one on.
+
+    Args:
+        exact, multi_head: names of the rows that are compared.
+        new_tokens: the number; None = there is none, for its steps are not slower.
+    """
+
+    exact: str
+    multi_head: str
+    new_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -55,6 +86,7 @@ class SpeedTable:
         batch_size, length, max_new_tokens, dtype, device: as given.
         machine: processor, threads, load and versions.
         rows: the variants, the baseline first.
+        break_even: of the exact latent of cross-attention, where both were timed over two tokens or more.
     """
 
     checkpoint: str
@@ -68,6 +100,7 @@ class SpeedTable:
     device: str
     machine: dict[str, Any]
     rows: list[VariantSpeed]
+    break_even: BreakEven | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -79,6 +112,7 @@ def measure_speed(
     checkpoint: str = "",
     kv_heads: Sequence[int] | None = None,
     talking_heads: bool = True,
+    latents: bool = True,
     batch_size: int = 8,
     length: int = 128,
     max_new_tokens: int = 32,
@@ -96,7 +130,7 @@ def measure_speed(
         checkpoint: its name, for the table.
         kv_heads: numbers of key/value heads; None = all heads, 4, 2 and 1, as far as they divide. In a T5 they are the
             decoder's.
-        talking_heads: whether talking heads are timed too.
+        talking_heads, latents: whether talking heads and latents are timed too.
         batch_size: sequences at once.
         length: tokens of each (of the source, for an encoder-decoder).
         max_new_tokens: encoder-decoders: tokens to generate.
@@ -110,11 +144,9 @@ def measure_speed(
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
-    current = variant_config(config)
-    positions = getattr(current, "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
     _check_device(device)
+    current = variant_config(config)
+    _check_positions(current, length)
     # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
     encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
     decodes = current.is_encoder_decoder and not encoder_alone
@@ -125,36 +157,72 @@ def measure_speed(
             f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
         )
     work = (max_new_tokens, num_beams or 1) if decodes else None
-    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads))
+    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads, latents))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    runs = {name: _run(model, batch_size, length, work) for name, model in models.items()}
+    runs = {name: decoding_or_pass(model, batch_size, length, work) for name, model in models.items()}
     fields = {name: fields for name, (fields, _) in contestants.items()}
-    rows = _rows(fields, _timed(runs, rounds, device), batch_size * (max_new_tokens if decodes else length))
+    tokens = batch_size * (max_new_tokens if decodes else length)
+    rows = _rows(fields, _timed(runs, rounds, device), tokens, max_new_tokens if work else None)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        *(work or (None, None)), dtype, device, _machine(device), rows,
+        *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
     )  # fmt: skip
 
 
-def _rows(fields: dict[str, dict[str, Any]], times: dict[str, list[float]], tokens: int) -> list[VariantSpeed]:
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    baseline = next(iter(medians.values()))
-    return [
-        VariantSpeed(name, fields[name], median, times[name], tokens / median * 1e3, baseline / median)
-        for name, median in medians.items()
-    ]
+# Seconds until the first token was there, where there is one, and until the end.
+Times = tuple[float | None, float]
 
 
-def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Return the milliseconds of each round of each contestant."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def _rows(
+    fields: dict[str, dict[str, Any]], times: dict[str, list[Times]], tokens: int, max_new_tokens: int | None
+) -> list[VariantSpeed]:
+    made: list[VariantSpeed] = []
+    for name, found in times.items():
+        each = [end * 1e3 for _, end in found]
+        median, first, step = statistics.median(each), None, None
+        if max_new_tokens is not None:
+            first = statistics.median(begin * 1e3 for begin, _ in found)
+        if max_new_tokens is not None and max_new_tokens > 1:
+            step = statistics.median((end - begin) * 1e3 for begin, end in found) / (max_new_tokens - 1)
+        baseline = made[0].milliseconds if made else median
+        made.append(
+            VariantSpeed(name, fields[name], median, each, tokens / median * 1e3, baseline / median, first, step)
+        )
+    return made
+
+
+def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
+    exact = {"cross_kv_lora_rank": current.hidden_size}
+    plain = [row for row in rows if row.name in ("upstream", "MHA")]
+    pairs = [(row, other) for row in rows for other in plain if row.fields == exact]
+    if not pairs or pairs[-1][0].step_milliseconds is None:
+        return None
+    ours, multi_head = pairs[-1]  # our own class, where it is there: it is listed after upstream's
+    saved = multi_head.first_milliseconds - ours.first_milliseconds
+    lost = ours.step_milliseconds - multi_head.step_milliseconds
+    tokens = None
+    if lost > 0 or (lost == 0 and saved < 0):
+        # n tokens take n - 1 steps: the first n at which what was lost is more than what was saved.
+        tokens = 1 if saved < 0 else 2 + math.floor(saved / lost)
+    return BreakEven(ours.name, multi_head.name, tokens)
+
+
+def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
+    """Return the times of each round of each contestant."""
+    times: dict[str, list[Times]] = {name: [] for name in runs}
     names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-            seconds = _seconds(runs[name], device)
+            found = run_times(runs[name], device)
             if number >= 0:
-                times[name].append(seconds * 1e3)
+                times[name].append(found)
     return times
+
+
+def _check_positions(config: Any, length: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
 
 
 def _check_device(device: str) -> None:
@@ -173,6 +241,7 @@ def _contestants(
     model_class: type,
     kv_heads: Sequence[int] | None,
     talking_heads: bool,
+    latents: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield each name with the fields that make it and what builds it; the baseline first."""
     if config["model_type"] != current.model_type:
@@ -181,9 +250,9 @@ def _contestants(
     field = kv_heads_field(model_class, current)
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
-    if config["model_type"] == current.model_type:
+    if config["model_type"] == current.model_type and not has_latents(current, field):
         counts |= {heads}  # no class of transformers is the baseline then
-    for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads):
+    for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads, latents):
         made = variant_config(config, **fields)
         yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 
@@ -196,26 +265,61 @@ def _ready(model: Any, dtype: str, device: str) -> Any:
     return model
 
 
-def _run(model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None) -> Callable[[], Any]:
-    """Return what is timed: a pass, or the `decoding` of so many tokens with so many beams."""
+class _FirstToken(StoppingCriteria):
+    """Stops nothing; notes when the first token was there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.time: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.time is None:
+            _wait(self.device)
+            self.time = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def decoding_or_pass(
+    model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
+) -> Callable[[], StoppingCriteria | None]:
+    """Return what is timed, for `run_times`.
+
+    Args:
+        model: it must end no text by itself before its time (`eos_token_id`).
+        batch_size, length: of the text or, for an encoder-decoder, of the encoder's outputs; both random.
+        decoding: the tokens to generate and the beams; None = a pass over the text.
+    """
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
-        return lambda: model(input_ids=ids)
+        return lambda: (model(input_ids=ids), None)[1]
     states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
-    # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
-    return lambda: model.generate(encoder_outputs=BaseModelOutput(states), attention_mask=mask, **options)
+
+    def run() -> StoppingCriteria:
+        # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
+        given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
+        first = _FirstToken(str(model.device))
+        model.generate(**given, **options, stopping_criteria=[first])
+        return first
+
+    return run
 
 
 @torch.no_grad()
-def _seconds(run: Callable[[], Any], device: str) -> float:
-    wait = (lambda: torch.cuda.synchronize(device)) if torch.device(device).type == "cuda" else lambda: None
-    wait()
+def run_times(run: Callable[[], Any], device: str) -> Times:
+    """Return the seconds until the first token was there (None for a pass) and until the end."""
+    _wait(device)
     start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
+    first = run()
+    _wait(device)
+    end = time.perf_counter()
+    return None if first is None else first.time - start, end - start
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _machine(device: str) -> dict[str, Any]:

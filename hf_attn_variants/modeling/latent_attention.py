@@ -21,7 +21,15 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 
-__all__ = ["EXPANDED", "LatentProjection", "attend_to_latent", "holds_latent", "shared_latent"]
+__all__ = [
+    "EXPANDED",
+    "LatentProjection",
+    "absorbs",
+    "attend_to_latent",
+    "holds_latent",
+    "is_short",
+    "shared_latent",
+]
 
 # The attribute of a cache's layer that holds keys and values made once from a short latent, {layer: (c, K, V)}.
 EXPANDED = "_expanded_latents"
@@ -106,7 +114,7 @@ def attend_to_latent(
     attend = attention_function(module.implementation)
     if is_short(latent) and layer is not None and not getattr(layer, "is_compileable", False):
         key, value = _kept_expanded(module, latent, maps, layer, query.shape[-1])
-    elif module.is_own and _absorbs(module, query, latent, maps, options):
+    elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
     else:
         key, value = _expanded(latent, maps, query.shape[-1])
@@ -176,13 +184,14 @@ def _kept_expanded(
     return found[1:]
 
 
-def _absorbs(
+def absorbs(
     module: nn.Module,
     query: torch.Tensor,
     latent: torch.Tensor,
     maps: tuple[nn.Linear, nn.Linear],
     options: dict[str, Any],
 ) -> bool:
+    """Say whether the absorbed form serves a call and takes fewer multiplications; arguments: `attend_to_latent`'s."""
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
     if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
         return False

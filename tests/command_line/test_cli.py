@@ -271,6 +271,7 @@ def in_a_terminal(command, env, width):
 COMMAND_LINES = {
     "inspect": ["--length", "8"],
     "benchmark": ["--rounds", "2"],
+    "frontier": ["--output_dir", "out", "--calibration_file", "a.txt", "--kv_lora_rank", "8", "4", "--seed", "3"],
     "convert": ["--output_dir", "out", "--calibration_file", "a.jsonl", "--seed", "3"],
     "uptrain": ["--objective", "mlm", "--train_file", "a.txt", "--output_dir", "out"],
     "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],

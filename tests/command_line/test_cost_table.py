@@ -10,12 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
-from hf_attn_variants.inspection.costs import (
-    cost_table,
-    flops_per_token,
-    kv_cache_bytes_per_token,
-    variant_name,
-)
+from hf_attn_variants.inspection.costs import cost_table, variant_name
+from hf_attn_variants.inspection.counting import attention_parameters, flops_per_token, kv_cache_bytes_per_token
 
 LENGTH, SOURCE = 7, 5
 BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
@@ -47,14 +43,77 @@ def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
     flops = flops_per_token(model, LENGTH, SOURCE)
     together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
-    # the encoder alone, and what the cross-attentions' keys and values make of its outputs
+    # the encoder alone, and what the cross-attentions' latent, keys and values make of its outputs
     encoder = counted(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
-    encoder += counted(lambda: [(m.k(memory), m.v(memory)) for m in cross])
+    latent = getattr(model.decoder, "cross_kv_a_proj", torch.nn.Identity())
+    encoder += counted(lambda: [(m.k(c), m.v(c)) for c in [latent(memory)] for m in cross])
     dynamic = [p for m in cross for name, p in m.named_parameters() if name in ("m2l_proj", "m2w_proj")]
     encoder += sum(2 * p.numel() * source.numel() for p in dynamic)
     assert flops["encoder"] * source.numel() == encoder
+
+
+# Ranks below the heads' size, above it, and the input's own width.
+RANKS = (4, 24, 48)
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
+def test_an_encoders_flops_with_latents_are_what_torch_counts(architecture, rank, fields):
+    head = BASES[architecture.name]
+    model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
+    ids = torch.randint(5, 60, (2, LENGTH))
+    found = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
+    assert found == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+
+
+@pytest.mark.parametrize("ranks", [(None, 40), (None, 4), (None, 20), (6, None), (40, 4), (6, 20)], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
+def test_a_generated_tokens_flops_with_latents_are_what_torch_counts(ranks, fields):
+    """Of ten source tokens a latent of 20 is a short one, of which keys and values are kept; one of 4 is not."""
+    model = T5.model(
+        "T5ForConditionalGeneration",
+        kv_lora_rank=ranks[0],
+        cross_kv_lora_rank=ranks[1],
+        attn_implementation="eager",
+        **fields,
+    )
+    source, token = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, 1))
+    kept = {}
+
+    def step(**given):
+        kept.update(model(decoder_input_ids=token, use_cache=True, **given))
+
+    first = flops_per_token(model, 1, SOURCE, decodes=True, batch_size=2)
+    executed = counted(lambda: step(input_ids=source))
+    assert executed == first["encoder"] * source.numel() + first["decoder"] * 2
+    for length in range(2, 5):
+        flops = flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
+        states = (kept["encoder_last_hidden_state"],)
+        executed = counted(lambda: step(encoder_outputs=states, past_key_values=kept["past_key_values"]))  # noqa: B023
+        assert executed == flops["decoder"] * 2, length
+
+
+def test_whole_texts_of_latents_are_read_expanded():
+    model = model_of(T5, "T5ForConditionalGeneration", "mha")
+    latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
+    plain, found = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
+    width, kv, layers = 40, 2 * 12 * 8, 2
+    assert found["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
+    assert found["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
+
+
+def test_a_latents_parameters_are_the_attentions():
+    for model in (
+        T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, talking_heads="both"),
+        BERT.model("BertModel", kv_lora_rank=6, per_layer_values={"num_key_value_heads": [12, 2]}),
+    ):
+        own = (".attention.self.", ".attention.output.dense", "Attention.", "cross_kv_a_proj")
+        named = ((n, p) for n, p in model.named_parameters() if any(part in n for part in own))
+        expected = sum(p.numel() for n, p in named if "relative_attention_bias" not in n)
+        assert attention_parameters(model) == expected
 
 
 def test_a_decoder_only_model_counts_as_a_decoder():
@@ -77,15 +136,11 @@ def test_parameters_and_cache_are_those_of_the_models(architecture):
     config = architecture.config("mha", head)
     config.architectures = [f"AttnVariant{head}"]
     table = cost_table(json.loads(config.to_json_string(use_diff=False)), batch_size=3, length=10, source_length=4)
-    assert [row.name for row in table.rows] == [
-        "MHA",
-        "GQA-6",
-        "GQA-4",
-        "GQA-3",
-        "GQA-2",
-        "MQA",
-        "MHA + talking heads",
-    ]
+    grouped = ["MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA"]
+    latents = ["MHA + latent 12"]
+    if architecture is T5:
+        latents = [f"MHA + cross latent {text}" for text in ("40 (exact)", "10", "10 + latent 16")]
+    assert [row.name for row in table.rows] == [*grouped, *latents, "MHA + talking heads"]
     assert table.current.name == "MHA" and all(row.convertible for row in table.rows)
     for row in table.rows:
         model = architecture.model(head, **row.fields)
@@ -105,7 +160,8 @@ def generated_cache(model, steps, source, batch):
     output = model(input_ids=ids, decoder_input_ids=torch.randint(5, 60, (batch, steps)), use_cache=True)
     cache = output.past_key_values
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
+    storages = {t.data_ptr(): t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)}
+    return sum(storages.values())
 
 
 def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
@@ -125,11 +181,39 @@ def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
                 convert_checkpoint(tmp_path / "gqa4", output_dir=tmp_path / name, **row.fields)
 
 
+def test_a_latent_checkpoint_is_beside_the_multi_head_one():
+    config = T5.config(cross_kv_lora_rank=10, kv_lora_rank=6, num_key_value_heads=4)
+    table = cost_table(json.loads(config.to_json_string(use_diff=False)), length=1)
+    assert table.rows[0].name == "MHA" and table.current.name == "GQA-4 + cross latent 10 + latent 6"
+    assert table.rows[0].kv_cache_bytes_per_token == {"decoder": 4 * 2 * 2 * 96, "cross": 4 * 2 * 2 * 96}
+    assert table.current.kv_cache_bytes_per_token == {"decoder": 4 * 2 * 6, "cross": 4 * 10}
+    assert table.rows[0].convertible
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
+def test_layers_that_differ_have_a_row_and_count_as_they_are(architecture):
+    shape = {"num_hidden_groups": 2} if architecture is ALBERT else {}
+    heads = "decoder" if architecture is T5 else "self"
+    values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 8]}
+    head = BASES[architecture.name]
+    config = architecture.config(head=head, per_layer_values=values, **shape)
+    config.architectures = [f"AttnVariant{head}"]
+    table = cost_table(json.loads(config.to_json_string(use_diff=False)))
+    assert table.current.name == "GQA-1..4 by layer + latent 8 in 1 of 2 layers"
+    assert table.rows[0].name == "MHA" and [row.current for row in table.rows].count(True) == 1
+    model = architecture.model(head, per_layer_values=values, **shape)
+    assert table.current.parameters == sum(p.numel() for p in model.parameters())
+    if architecture is T5:
+        kept = table.current.kv_cache_bytes_per_token
+        assert kept == {heads: 4 * (2 * 4 * 8 + 8), "cross": 4 * (2 * 4 * 8 + 2 * 8)}
+
+
 def test_a_talking_heads_checkpoint_keeps_its_heads():
     config = json.loads(BERT.config("gqa_talking").to_json_string(use_diff=False))
     table = cost_table(config)
     # k must divide 12 query and 8 value heads
-    assert [row.fields["num_key_value_heads"] for row in table.rows] == [12, 4, 2, 1]
+    assert [row.fields for row in table.rows[:4]] == [{"num_key_value_heads": count} for count in (12, 4, 2, 1)]
+    assert [row.name for row in table.rows[4:]] == ["GQA-4 + latent 12 + talking heads"]
     assert table.current.fields == {"num_key_value_heads": 4} and "talking heads" in table.current.name
 
 
@@ -141,7 +225,8 @@ def test_a_talking_heads_checkpoint_keeps_its_heads():
         ({"num_attention_heads": "12"}, "configuration is wrong|whole number"),
         ({"num_hidden_layers": 10**9}, "at most 10000"),
         ({"num_attention_heads": -4}, "at least 1"),
-        ({"per_layer_config": {"0": {}}}, "unequal layers"),
+        ({"per_layer_config": {"0": {}}, "model_type": "bert"}, "unequal layers"),
+        ({"per_layer_values": {"num_key_value_heads": [4]}}, "list of 2 values"),
         ({"architectures": ["NoSuchModel"]}, "'NoSuchModel' is not supported"),
         ({"dtype": "int8"}, "floating-point"),
     ],

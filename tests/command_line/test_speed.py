@@ -6,7 +6,7 @@ import pytest
 from architectures import ALBERT, BERT, T5
 
 from hf_attn_variants import cli
-from hf_attn_variants.inspection.speed import measure_speed
+from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
 
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]
@@ -56,7 +56,47 @@ def test_a_decoder_that_refuses_a_cache_is_timed_without_one():
 def test_only_heads_that_divide_the_value_heads_are_timed():
     config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
     table = measure_speed(config.to_dict(), batch_size=2, length=8, rounds=1)
-    assert [row.fields["num_key_value_heads"] for row in table.rows] == [12, 2, 1]
+    heads = [row.fields["num_key_value_heads"] for row in table.rows if "num_key_value_heads" in row.fields]
+    assert heads == [12, 2, 1]
+
+
+def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsys):
+    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in table["rows"]}
+    names = [f"MHA + cross latent {text}" for text in ("40 (exact)", "10", "10 + latent 16")]
+    assert [name for name in rows if "latent" in name] == names
+    for row in rows.values():
+        assert 0 < row["first_milliseconds"] < row["milliseconds"] and row["step_milliseconds"] > 0
+    assert (table["break_even"]["exact"], table["break_even"]["multi_head"]) == (names[0], "MHA")
+    assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]) == 0
+    printed = capsys.readouterr().out
+    assert "latent" not in printed and "ms a further one" in printed
+    assert measure_speed(BERT.upstream_model("BertModel").config.to_dict(), length=8).break_even is None
+
+
+@pytest.mark.parametrize(
+    "exact, tokens",
+    [
+        ((10, 3), 7),  # 10 saved, 2 lost a step: alike after 5 steps, which are 6 tokens
+        ((11, 3), 6),
+        ((20, 3), 2),
+        ((21, 3), 1),
+        ((21, 1), 1),
+        ((20, 1), None),
+        ((21, 0.5), None),
+        ((10, 0.5), None),
+    ],
+)
+def test_the_break_even_is_where_steps_have_lost_what_the_first_token_saved(exact, tokens):
+    def row(name, fields, first, step):
+        return VariantSpeed(name, fields, 0, [], 0, 1, first, step)
+
+    rows = [row("upstream", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
+    rows.append(row("exact", {"cross_kv_lora_rank": 40}, *exact))
+    assert _break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
+    assert _break_even(T5.config(), rows[:2]) is None
 
 
 def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch):
@@ -77,8 +117,9 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
     assert table["num_beams"] == 3 and table["rows"][0]["name"] == "upstream"
     for row in table["rows"]:
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
-    # each call begins with the states of 2 texts, which the search repeats, and returns 2 texts of 1 + 3 tokens
-    assert set(found) == {(6, (2, 4))}
+    # Each call begins with the states of 2 texts and returns 2 texts of 1 + 3 tokens; upstream's search repeats the
+    # states, our beams share them.
+    assert set(found) == {(6, (2, 4)), (2, (2, 4))}
     assert cli.main(argv) == 0
     assert "3 new tokens, 3 beams" in capsys.readouterr().out
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0

@@ -263,3 +263,42 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
     text = str(model_card(folder, "me/x"))
     assert "mit, as the model it was made from." in text and front_matter(text)["language"] == "no"
+
+
+@pytest.mark.parametrize(
+    "fields, tags, papers, said",
+    [
+        (
+            {"cross_kv_lora_rank": 40},
+            ["multi-head-latent-attention"],
+            ["2503.05840"],
+            "the input itself kept instead of keys and values, 40 numbers a source token for the cross-attention",
+        ),
+        (
+            {"cross_kv_lora_rank": 10, "num_key_value_heads": 4},
+            ["grouped-query-attention", "multi-head-latent-attention"],
+            ["2305.13245", "2405.04434"],
+            "keys and values from a latent of 10 numbers a source token",
+        ),
+        (
+            {"per_layer_values": {"kv_lora_rank": [8, None], "num_key_value_heads": [4, 1]}},
+            ["multi-query-attention", "grouped-query-attention", "multi-head-latent-attention"],
+            ["1911.02150", "2305.13245", "2405.04434"],
+            "(1 to 4 key/value heads, by layer, for 12 query heads)",
+        ),
+    ],
+    ids=["exact", "low rank", "by layer"],
+)
+def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said):
+    T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/t5-latent"))
+    assert front_matter(text)["tags"] == ["attn-variants", *tags]
+    assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
+    assert said in text
+    if "cross_kv_lora_rank" in fields:
+        size, name = fields["cross_kv_lora_rank"], "bytes for a token of the encoder (float32, all layers)"
+        assert f"{name} | {4 * size} (multi-head: {4 * 2 * 2 * 96:,})" in text
+    else:
+        assert "key/value heads | 4, 1 (by layer)" in text
+        assert "self-attention's keys and values are made from | 8, none (by layer)" in text
+    assert ("benchmark" in text) is (fields == {"cross_kv_lora_rank": 40})

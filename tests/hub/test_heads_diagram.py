@@ -32,3 +32,22 @@ def test_t5_has_a_drawing_for_each_stack_and_talking_heads_a_chain():
     assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in drawn
     only = heads_diagram(BERT.config("weights"))
     assert "logits of 12 heads --> softmax of 12 heads --P_w [12 x 8]--> weights of 8 heads" in only
+
+
+def test_layers_that_differ_are_drawn_by_their_heads():
+    drawn = heads_diagram(BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]}))
+    first, second = drawn.split("\n\n")
+    assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
+    assert cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and cells(second.splitlines()[2]) == [
+        ["kv0"]
+    ]
+
+
+def test_latents_are_said_below_the_heads():
+    config = T5.config(cross_kv_lora_rank=40, per_layer_values={"kv_lora_rank": [None, 8]})
+    *_, latents = heads_diagram(config).split("\n\n")
+    assert latents.splitlines() == [
+        "Keys and values of the decoder's self-attention are made from 8 numbers (layer 1) of each token.",
+        "Keys and values of all cross-attentions are made from the input itself of each source token.",
+    ]
+    assert "latent" not in heads_diagram(T5.config()) and "made from" not in heads_diagram(T5.config())

@@ -22,7 +22,7 @@ from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
 from .recording import AttentionInputs, attend, recorded_inputs
 
-__all__ = ["calibrate", "method_to_calibrate", "why_not_calibrated"]
+__all__ = ["calibrate", "forms_on_text", "method_to_calibrate", "why_not_calibrated"]
 
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
@@ -73,7 +73,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None,
     calibration: Calibration | None,
 ) -> None:
-    """Give a method the new projections of every attention that the plan reduces.
+    """Give a method the new projections of every attention that the plan pools.
 
     Args:
         plan, method: the conversion and its method, as `method_to_calibrate` returned it.
@@ -85,6 +85,33 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
+    with _course(plan, method, reader, model, tokenizer, calibration) as course:
+        course.find_shared_latents()
+        course.convert()
+
+
+def forms_on_text(
+    plan: ConversionPlan,
+    method: CalibratedMethod,
+    modules: Sequence[AttentionModule],
+    reader: TensorSource,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: Calibration | None,
+) -> list[LatentForms]:
+    """Return what latents of some of the source's attentions lose on text; arguments and errors as for `calibrate`."""
+    with _course(plan, method, reader, model, tokenizer, calibration) as course:
+        return course.forms(modules)
+
+
+def _course(
+    plan: ConversionPlan,
+    method: CalibratedMethod,
+    reader: TensorSource,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: Calibration | None,
+) -> "_Course":
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
     tokenizer = calibration.tokenizer or tokenizer
@@ -95,9 +122,7 @@ def calibrate(
     if model.can_generate():  # its own settings, beams or penalties, are for its users
         model.generation_config = GenerationConfig.from_model_config(model.config)
     used, held_out = make_batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
-    with _Course(plan, method, reader, model, calibration, used, held_out) as course:
-        course.find_shared_latents()
-        course.convert()
+    return _Course(plan, method, reader, model, calibration, used, held_out)
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,11 @@ class _Course:
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
             self._latents[latent] = best_latent(forms, readers[0].heads.rank[1])
+
+    def forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
+        """Return what latents of these attentions, as they are in the source, lose."""
+        visits = self._visits(list(modules))
+        return [latent_forms(each.tensors, each.heads, each.inputs, each.layer.generator) for each in visits]
 
     def convert(self) -> None:
         """Give the method the new projections of every attention."""

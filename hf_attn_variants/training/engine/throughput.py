@@ -67,7 +67,8 @@ class TrainingCost:
 
 def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
     """Return of each stack the FLOPs a token, and those for each token attended to, its own and the source's."""
-    from ...inspection.costs import flops_per_token, variant_config
+    from ...inspection.costs import variant_config
+    from ...inspection.counting import flops_per_token
 
     if config is None:
         return {}

@@ -1,0 +1,195 @@
+"""The command behind `attn-variants frontier`."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_arguments
+
+__all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
+
+OPTIONS = (
+    "num_key_value_heads",
+    "kv_lora_rank",
+    "cross_kv_lora_rank",
+    "encoder_num_key_value_heads",
+    "encoder_kv_lora_rank",
+)
+
+JSON_FILE, PNG_FILE = "frontier.json", "frontier.png"
+
+EXAMPLE = """\
+examples (a T5 that translates, on its pairs; an encoder on lines of text):
+  attn-variants frontier ./t5-en-de --calibration_file train.en.gz --calibration_target_file train.de.gz \\
+      --loss 0.02 --output_dir t5-frontier
+  attn-variants frontier google-bert/bert-base-uncased --calibration_file wikipedia.txt --output_dir bert-frontier
+  attn-variants frontier ./t5-en-de --calibration_file train.en.gz --cross_kv_lora_rank 128 64 --kv_lora_rank 64 32 \\
+      --num_key_value_heads 2 1 --output_dir t5-frontier
+
+No checkpoint is written: variants are made in memory, each attention once, by the closed form alone unless --fit_steps
+says more, and tried on text of the file that was not drawn for the calibration (on its held-out tenth where nothing is
+left). Text that the checkpoint was trained on shows larger losses than new text does: --held_out_file takes such. The
+command that is named at the end makes the variant that was measured; without its --fit_steps 0 it is fitted as well,
+which takes longer and loses less."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog="attn-variants frontier",
+        description="Try fewer key/value heads and latents of several ranks on a checkpoint, and show what each takes "
+        "and what it loses on text: a table, a picture, and the command that makes the one to have.",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+    )
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--output_dir", required=True, help=f"a new or empty folder, for {PNG_FILE} and {JSON_FILE}")
+    add_calibration_arguments(parser.add_argument_group("text", "of the kind that the model is for"))
+    parser.add_argument(
+        "--loss",
+        type=float,
+        help="name the command of the smallest variant that loses at most so much more than the checkpoint (nats a "
+        "token; an encoder without a head: 1 - cosine of embeddings)",
+    )
+    parser.add_argument(
+        "--held_out_file", help="text to measure on, as --calibration_file (default: what is left of that file)"
+    )
+    parser.add_argument("--held_out_target_file", help="T5: the target of each of its lines")
+    parser.add_argument("--held_out_size", type=int, default=512, help="texts to measure on (default: %(default)s)")
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="heads to try (default: several)")
+    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of self-attention to try")
+    parser.add_argument("--cross_kv_lora_rank", type=int, nargs="+", help="T5: ranks of cross-attention to try")
+    parser.add_argument("--encoder_num_key_value_heads", type=int, nargs="+", help="T5: the encoder's heads to try")
+    parser.add_argument("--encoder_kv_lora_rank", type=int, nargs="+", help="T5: the encoder's ranks to try")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens in a decoder's cache, or of an encoder's text (%(default)s)"
+    )
+    parser.add_argument("--source_length", type=int, help="T5: tokens that the encoder reads (default: --length)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    parser.set_defaults(method=None, fit_steps=0)
+    args = parse_with_checkpoint(parser, argv)
+    if args.calibration_file is None:
+        parser.error("--calibration_file is needed: what is lost is measured on text")
+    if args.held_out_target_file is not None and args.held_out_file is None:
+        parser.error("--held_out_target_file needs --held_out_file")
+    if args.loss is not None and not args.loss >= 0:
+        parser.error(f"--loss must be at least 0; got {args.loss}")
+    return args
+
+
+def main(args: argparse.Namespace) -> Any:
+    """Measure, write the picture and the JSON, print the table, and return it (a `Frontier`).
+
+    Raises:
+        ValueError, OSError: for a checkpoint or text that cannot be read, or options that do not fit it.
+    """
+    import sys
+    from dataclasses import replace
+
+    from ..conversion.calibration.texts import read_calibration
+    from ..files import check_output_dir, staged_folder
+    from ..inspection.frontier.drawing import draw_frontier
+    from ..inspection.frontier.inputs import load_source, split_text, variants_to_try
+    from ..inspection.frontier.measure import measure_frontier
+    from ..progress import no_progress_bars
+
+    output_dir = check_output_dir(args.output_dir)
+    calibration = read_calibration_arguments(args)
+    files = (args.calibration_file, args.calibration_target_file)
+    if args.held_out_file is not None:
+        files = (args.held_out_file, args.held_out_target_file)
+    texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
+    everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
+    held_out = split_text(calibration, everything, args.held_out_size, args.seed)
+    model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
+    options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
+    with no_progress_bars(args.disable_tqdm):
+        frontier = measure_frontier(
+            model,
+            options,
+            replace(calibration, tokenizer=tokenizer),
+            held_out,
+            checkpoint=args.model_name_or_path,
+            length=args.length,
+            source_length=args.source_length,
+            seed=args.seed,
+        )
+    with staged_folder(output_dir) as stage:
+        draw_frontier(frontier, stage / PNG_FILE, args.loss)
+        chosen = None if args.loss is None else frontier.cheapest(args.loss)
+        found = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": _command(chosen, args)}}
+        (stage / JSON_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _print(frontier, chosen, args, output_dir)
+    return frontier
+
+
+def _print(frontier: Any, chosen: Any, args: argparse.Namespace, output_dir: Path) -> None:
+    from ..inspection.frontier.held_out import MEASURES
+    from ..inspection.tables import print_table, print_text
+
+    size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if _has_source(frontier) else "")
+    title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
+    header, rows = table_cells(frontier)
+    print_table(title, header, rows)
+    print_text(
+        f"* on the frontier: no other is smaller and better. Loss on {frontier.held_out_texts} held-out texts; above: "
+        "the source's subtracted, with its standard error."
+    )
+    print(f"Picture and numbers: {output_dir / PNG_FILE}, {output_dir / JSON_FILE}.")
+    if chosen is not None:
+        print_text(f"The smallest that loses at most {args.loss:g} more: {chosen.name}.")
+        print(f"  {_command(chosen, args)}")
+    elif args.loss is not None:
+        print_text(f"None loses at most {args.loss:g} more than the checkpoint.")
+
+
+def table_cells(frontier: Any) -> tuple[list[str], list[list[str]]]:
+    """Return a `Frontier` as text: the header, and the cells of each row."""
+    cache = frontier.source.kv_cache_bytes_per_token
+    header = ["variant"]
+    if cache is not None:
+        header += [f"cache bytes a token ({site})" for site in cache] + ["of the cache"]
+    header += ["loss", "above", "attention error", "parameters", "ms a " + ("token" if cache else "batch")]
+    rows = []
+    for row in frontier.rows:
+        cells = [row.name + (" *" if row.on_frontier else "")]
+        if cache is not None:
+            cells += [f"{row.kv_cache_bytes_per_token[site]:,}" for site in cache]
+            cells.append(f"{row.kv_cache_bytes / frontier.source.kv_cache_bytes:.1%}")
+        above = "" if not row.fields else f"{row.loss_above:+.4f} ± {row.loss_above_error:.4f}"
+        error = "not defined" if row.attention_error is None else f"{row.attention_error:.1%}"
+        cells += [f"{row.loss:.4f}", above, error if row.fields else ""]
+        rows.append([*cells, f"{row.parameters:,}", f"{row.milliseconds:,.2f}"])
+    return header, rows
+
+
+def _has_source(frontier: Any) -> bool:
+    return "cross" in (frontier.source.kv_cache_bytes_per_token or {})
+
+
+def _command(row: Any, args: argparse.Namespace) -> str:
+    """Return the command that makes what a row measured."""
+    words = ["attn-variants", "convert", "--model_name_or_path", args.model_name_or_path]
+    for name, value in row.fields.items():
+        words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    if row.attention_error != 0:  # else nothing is fitted: the source computes the same so
+        for name in CALIBRATION_OPTIONS:
+            value = getattr(args, name)
+            if value is not None:
+                words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+        words += ["--seed", str(args.seed)] if args.seed else []
+    words += ["--revision", args.revision] if args.revision else []
+    slug = re.sub(r"[^a-z0-9]+", "-", row.name.lower().replace("mha + ", "")).strip("-")
+    return shlex.join([*words, "--output_dir", f"{Path(args.model_name_or_path).name}-{slug}"])

@@ -1,0 +1,154 @@
+"""What a model has and does, counted on its modules, on the meta device too: parameters, operations, cache.
+
+FLOPs count two for each multiplication and addition of a matrix product; softmax, norms and biases are left out.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kv_cache import cache_bytes_per_token, cached_numbers
+from ..modeling.attention_sites import AttentionHeads, AttentionSite
+from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.latent_attention import absorbs, is_short
+from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
+
+__all__ = ["attention_parameters", "attention_projection_flops", "flops_per_token", "kv_cache_bytes_per_token"]
+
+# Linear maps that run once a sequence, whatever its length.
+ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
+
+
+def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
+    """Return `cache_bytes_per_token` of a variant model, with `itemsize` bytes a number."""
+    sizes = []
+    for site, path, _ in model.named_attentions():
+        heads = site.heads(model.config, path)
+        sizes.append((site, itemsize * cached_numbers(heads, model.config.hidden_size)))
+    return cache_bytes_per_token(model.config, sizes)
+
+
+def flops_per_token(
+    model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
+) -> dict[str, int]:
+    """Return the floating-point operations that one token takes in the forward pass.
+
+    Without latents they are the same whether a decoder reads a whole text or one token. With them they are not:
+    a pass over a whole text makes keys and values of each token's latent once; one token alone is multi-query
+    attention on the latents, where that costs less.
+
+    Args:
+        model: a variant model.
+        length: tokens that each token attends to in an encoder-only or a decoder stack.
+        source_length: the same in the encoder of an encoder-decoder, and in cross-attention.
+        decodes: count a decoder's token as the next one of a generation, and latents everywhere in the form that the
+            model takes (`latent_attention.absorbs`, `is_short`); otherwise all are tokens of whole texts, whose keys
+            and values are made from the latents.
+        batch_size: sequences at once, by which latents of few tokens are told (`is_short`).
+
+    Returns:
+        {"encoder": ..., "decoder": ...}, the stacks that the model has. The encoder's includes what a token of it
+        costs in the cross-attentions' keys, values or latent; a head that reads a sequence once is left out.
+    """
+    config, flops = model.config, Counter()
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
+    decodes = decodes and can_cache(config)
+    for site, path, module in model.named_attentions():
+        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
+        memory_stack = "encoder" if site.is_cross_attention else stack
+        maps = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
+        flops[stack] += 2 * runs * (maps["query"].weight.numel() + maps["output"].weight.numel())
+        latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
+        flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
+        attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
+        for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
+            flops[memory_stack if where == "memory" else stack] += runs * count
+        query_dim = maps["query"].in_features
+        memory_dim = maps["key"].in_features if site.is_cross_attention else query_dim
+        for name, shape in projection_shapes(config, heads, query_dim, memory_dim).items():
+            flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
+            if len(shape) == 3:  # a dynamic one is first computed from each token of its side
+                flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
+    for name, linear in linears.items():
+        if not _once_a_sequence(model, name):
+            inside = name.split(".")[0] if config.is_encoder_decoder else None
+            where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
+            flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
+    return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
+
+
+def _attention_flops(
+    site: AttentionSite,
+    heads: AttentionHeads,
+    module: nn.Module,
+    stack: str,
+    attended: int,
+    decodes: bool,
+    batch_size: int,
+) -> Iterator[tuple[str, int]]:
+    """Yield ("query" or "memory", FLOPs a token of that side): of dot products, weighted sums and what they read."""
+    attends = 2 * attended * heads.head_dim * (heads.query + heads.output)
+    key, value = (module.get_submodule(path) for path in (site.key, site.value))
+    made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
+    if heads.rank is None or not decodes:
+        yield "memory", made
+        yield "query", attends
+        return
+    length = 1 if stack == "decoder" else attended
+    query = torch.empty(batch_size, heads.query, length, heads.head_dim, device="meta")
+    latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
+    maps = tuple(
+        nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
+    )
+    stays = site.is_cross_attention and is_short(latent)
+    if not stays and absorbs(module.get_submodule(site.core), query, latent, maps, {}):
+        yield "query", 2 * heads.rank * (heads.query + heads.output) * (heads.head_dim + attended)
+        return
+    # Made once of each token of a memory that stays or is read in one pass; anew in each step of a decoder.
+    yield ("memory", made) if stays or stack == "encoder" else ("query", attended * made)
+    yield "query", attends
+
+
+def attention_projection_flops(model: AttnVariantModelMixin) -> int:
+    """Return the floating-point operations a token that the attentions' linear maps of all layers take.
+
+    What depends on the sequence length is not in it; keys and values of a latent are made of each token.
+
+    Args:
+        model: a variant model; the multi-head one counts as upstream's does.
+    """
+    found: dict[int, int] = {}
+    for site, path, module in model.named_attentions():
+        runs = model.module_runs(model.config, path)
+        found |= {id(each): 2 * runs * each.weight.numel() for each in _maps(model, site, path, module)}
+    return sum(found.values())
+
+
+def attention_parameters(model: AttnVariantModelMixin) -> int:
+    """Return the parameters of the attentions: linear maps, latents' maps (shared ones once), talking heads."""
+    found: dict[int, int] = {}
+    for site, path, module in model.named_attentions():
+        parameters = [parameter for each in _maps(model, site, path, module) for parameter in each.parameters()]
+        parameters += module.get_submodule(site.core).parameters(recurse=False)
+        found |= {id(parameter): parameter.numel() for parameter in parameters}
+    return sum(found.values())
+
+
+def _maps(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
+    """Return an attention's linear maps, that of its latent among them."""
+    parent, _, name = site.latent_path(path).rpartition(".")
+    latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
+    maps = [module.get_submodule(each) for each in site.projections.values()]
+    return maps if latent is None else [*maps, latent]
+
+
+def _once_a_sequence(model: nn.Module, name: str) -> bool:
+    if name == "classifier":
+        return not type(model).__name__.endswith("ForTokenClassification")
+    return ONCE_A_SEQUENCE.fullmatch(name) is not None

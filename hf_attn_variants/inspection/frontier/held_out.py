@@ -1,0 +1,188 @@
+"""What a variant loses, measured on text that no attention was fitted to, against the model that it is made of.
+
+The measure is what the model is for: the cross-entropy of an encoder-decoder's targets, of masked words, of the next
+word; the divergence from what a classifier predicts; and for an encoder without a head how far its sentence
+embeddings, the means of its last hidden states, turn: one minus their cosine to the source's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...conversion.calibration_settings import Calibration
+from ...progress import progress_bar
+from ..sentence_similarity import mean_pooled
+
+__all__ = ["MEASURES", "HeldOutText", "held_out_text"]
+
+IGNORED = -100
+MASKED_SHARE = 0.15
+# Each measure's name with what a number of it is.
+MEASURES = {
+    "targets": "cross-entropy of the targets, nats a token",
+    "masked words": "cross-entropy of masked words, nats a token",
+    "next words": "cross-entropy of the next word, nats a token",
+    "predictions": "divergence from the source's predictions, nats a prediction",
+    "embeddings": "1 - cosine to the source's sentence embeddings",
+}
+SCORES = ("logits", "prediction_logits", "start_logits", "end_logits")
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class HeldOutText:
+    """Batches of held-out text, and what the source makes of them where that is what a variant is compared with.
+
+    Args:
+        measure: one of `MEASURES`.
+        batches: the model's arguments, with "labels" where the measure has some.
+        source: of "predictions" and "embeddings", what the source says of each batch.
+    """
+
+    measure: str
+    batches: list[Batch]
+    source: list[list[torch.Tensor]] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def losses(self, model: PreTrainedModel) -> torch.Tensor:
+        """Return the summed loss of each text and over how many words or predictions, [texts, 2], in float64."""
+        found, device = [], next(model.parameters()).device
+        for i, batch in enumerate(progress_bar(self.batches, desc="held-out text", unit="batch", leave=False)):
+            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+            labels = inputs.pop("labels", None)
+            if self.measure == "targets":
+                inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+            output = model(**inputs)
+            if labels is not None:
+                found.append(_cross_entropy(_scores(output)[0], labels, self.measure == "next words"))
+            else:
+                source = [each.to(device) for each in self.source[i]]
+                found.append(_difference(self.measure, _answers(self.measure, output, batch), source, batch))
+        return torch.cat(found).double().cpu()
+
+
+def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration) -> HeldOutText:
+    """Make batches of text and note what the source says of them.
+
+    Args:
+        model: the source, in evaluation mode; an encoder-decoder answers texts without targets greedily.
+        tokenizer: its tokenizer.
+        text: the texts, their targets, and how they are cut and batched.
+
+    Raises:
+        ValueError: for a model that plain text does not measure, a multiple choice for example.
+    """
+    measure = _measure(model)
+    order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
+    chunks: Any = [order[start : start + text.batch_size] for start in range(0, len(order), text.batch_size)]
+    if measure == "targets" and text.target_texts is None:
+        chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
+    held = HeldOutText(measure, [_batch(model, tokenizer, text, rows, measure) for rows in chunks])
+    if measure in ("predictions", "embeddings"):
+        held.source = list(_said(model, held))
+    return held
+
+
+def _measure(model: PreTrainedModel) -> str:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder and model.can_generate():
+        return "targets"
+    if name.endswith(("ForMaskedLM", "ForPreTraining")):
+        return "masked words"
+    if name.endswith("LMHeadModel"):
+        return "next words"
+    if name.endswith(("ForMultipleChoice", "T5Model")):
+        raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
+    return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
+
+
+def _batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
+) -> Batch:
+    limit = {"truncation": True, "max_length": text.max_length, "padding": True, "return_tensors": "pt"}
+    chosen = [text.texts[i] for i in rows]
+    columns = [chosen] if isinstance(chosen[0], str) else zip(*chosen, strict=True)
+    found = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * (getattr(model.config, "type_vocab_size", 0) > 1)
+    batch = {name: found[name] for name in names if name in found}
+    if measure == "targets":
+        batch["labels"] = _targets(model, tokenizer, text, rows, batch, limit)
+    elif measure == "next words":
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    elif measure == "masked words":
+        ids, generator = batch["input_ids"], torch.Generator().manual_seed(rows[0])
+        drawn = torch.rand(ids.shape, generator=generator).masked_fill(found["special_tokens_mask"] == 1, 2.0)
+        # The words of the lowest numbers: of each text one at least.
+        hidden = (drawn < MASKED_SHARE) | (drawn == drawn.min(1, keepdim=True).values)
+        batch["labels"] = ids.masked_fill(~hidden, IGNORED)
+        batch["input_ids"] = ids.masked_fill(hidden, tokenizer.mask_token_id)
+    return batch
+
+
+@torch.no_grad()
+def _targets(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Calibration,
+    rows: Sequence[int],
+    batch: Batch,
+    limit: dict[str, Any],
+) -> torch.Tensor:
+    """Return the targets [b, t]: those given, or the model's own greedy outputs."""
+    if text.target_texts is not None:
+        found = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
+        return found["input_ids"].masked_fill(found["attention_mask"] == 0, IGNORED)
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.max_length)[:, 1:].cpu()
+    return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
+
+
+@torch.no_grad()
+def _said(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
+    for batch in held.batches:
+        output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
+        yield [each.cpu() for each in _answers(held.measure, output, batch)]
+
+
+def _scores(output: Any) -> list[torch.Tensor]:
+    return [output[name] for name in SCORES if output.get(name) is not None]
+
+
+def _answers(measure: str, output: Any, batch: Batch) -> list[torch.Tensor]:
+    """Return the log-probabilities that a model gives, or its embeddings [b, D]."""
+    if measure == "predictions":
+        return [scores.float().log_softmax(-1) for scores in _scores(output)]
+    states = output.last_hidden_state.float()
+    return [mean_pooled(states, batch["attention_mask"].to(states.device))]
+
+
+def _difference(
+    measure: str, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: Batch
+) -> torch.Tensor:
+    if measure == "embeddings":
+        turned = 1 - nn.functional.cosine_similarity(answers[0], source[0])
+        return torch.stack([turned, torch.ones_like(turned)], 1)
+    losses = []
+    for ours, theirs in zip(answers, source, strict=True):
+        divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b] or, of tokens, [b, n]
+        if divergence.ndim == 1:
+            losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
+            continue
+        mask = batch["attention_mask"].to(divergence)
+        losses.append(torch.stack([(divergence * mask).sum(1), mask.sum(1)], 1))
+    return torch.stack(losses).sum(0)
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> torch.Tensor:
+    """Return the sum and the number of labels of each text, [b, 2]; with `shifts` they are of the next position."""
+    if shifts:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = nn.functional.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+    )  # [b, t]
+    return torch.stack([losses.sum(1), (labels != IGNORED).sum(1).to(losses)], 1)

@@ -1,0 +1,96 @@
+"""What a frontier begins with: the checkpoint as a model, its options, and text for fitting and text for measuring."""
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...conversion.calibration_settings import Calibration
+from ...conversion.checkpoint.source import learned_tokens, read_config, resolve_source
+from ...conversion.plan import seeded_generator
+from ...registration import variant_model_class
+from ..costs import kv_heads_field, variant_config
+from .options import default_options, options_of
+
+__all__ = ["load_source", "split_text", "variants_to_try"]
+
+
+def load_source(
+    checkpoint: str, revision: str | None = None, token: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a checkpoint as this package's model of the same heads, in float32, and its tokenizer.
+
+    Raises:
+        OSError: if there is no checkpoint, or no tokenizer beside it.
+        ValueError: if it is of no architecture here.
+    """
+    folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
+    raw = read_config(folder)
+    config = variant_config(raw)
+    model_class = variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
+    model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not learned_tokens(tokenizer):
+        raise FileNotFoundError(f"{os.fspath(checkpoint)} has no tokenizer files, which its text needs.")
+    return model, tokenizer
+
+
+def variants_to_try(model: PreTrainedModel, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:
+    """Return the fields of the variants of a model that a frontier tries: those given, or the default ones.
+
+    Args:
+        model: the source.
+        given: values by field; None or nothing = not given.
+
+    Raises:
+        ValueError: if a field is given that this model has no attention for, or there is nothing to try.
+    """
+    config = model.config
+    sites = [site for site, _, _ in model.named_attentions()]
+    used = {name for site in sites for name in (site.kv_heads_field, site.rank_field) if name is not None}
+    asked = {name: values for name, values in given.items() if values}
+    if useless := sorted(set(asked) - used):
+        raise ValueError(f"`{useless[0]}` is of attentions that {type(model).__name__} does not have.")
+    if asked:
+        return options_of(asked)
+    field = kv_heads_field(type(model), config)
+    decodes = any(site.kv_heads_field == field and site.stack_of(config) == "decoder" for site in sites)
+    if options := default_options(config, field, decodes):
+        return options
+    raise ValueError("there is no variant to try: the checkpoint has a single key/value head, or latents already.")
+
+
+def split_text(calibration: Calibration, everything: Calibration, size: int, seed: int = 0) -> Calibration:
+    """Return text to measure on: examples that are not among the calibration's or, where few are left, its held-out.
+
+    Args:
+        calibration: the examples that a conversion reads.
+        everything: all there are, or other text.
+        size: the most to take.
+        seed: of the calibration; it draws these too.
+
+    Raises:
+        ValueError: if `size` is less than 2.
+    """
+    if size < 2:
+        raise ValueError(f"`held_out_size` must be at least 2; got {size}.")
+    used, examples = set(_examples(calibration)), list(dict.fromkeys(_examples(everything)))
+    rest = [example for example in examples if example not in used]
+    if len(rest) >= min(calibration.held_out_count, len(examples)):
+        chosen = random.Random(seed).sample(rest, min(size, len(rest)))
+    else:
+        # As `calibration.batches` draws those that nothing is fitted to.
+        count, generator = len(calibration.texts), seeded_generator(seed, "held-out texts")
+        drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
+        chosen = [_examples(calibration)[i] for i in drawn[:size]]
+    texts, targets = zip(*chosen, strict=True)
+    return replace(calibration, texts=texts, target_texts=None if targets[0] is None else list(targets))
+
+
+def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
+    targets = calibration.target_texts or [None] * len(calibration.texts)
+    return list(zip(calibration.texts, targets, strict=True))

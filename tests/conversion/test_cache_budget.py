@@ -1,0 +1,138 @@
+"""`kv_cache_bytes`: ranks that fit into a cache, and lose least of what fits."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from architectures import BERT, T5
+from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+from hf_attn_variants import cli, convert
+from hf_attn_variants.conversion import Calibration
+from hf_attn_variants.conversion.cache_budget import ranks_within
+from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, lost_by_rank
+
+
+def random_form(seed, size=12):
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
+    return LatentForm(*(part @ part.T for part in parts))
+
+
+def test_what_is_lost_by_rank_is_what_the_best_latent_loses():
+    form = random_form(0)
+    lost = lost_by_rank([form])
+    assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
+    for rank in range(1, 13):
+        assert float(lost[rank]) == pytest.approx(1 - kept_energy(form, best_latent([form], rank)), abs=1e-9)
+    gains = lost[:-1] - lost[1:]
+    assert (gains[:-1] >= gains[1:] - 1e-12).all()
+
+
+@pytest.mark.parametrize("total", range(3, 20))
+def test_no_other_ranks_of_as_many_numbers_lose_less(total):
+    lost, most = [lost_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
+    # A power of it falls by less and less too.
+    ranks = ranks_within(lost, total, most)
+    best = min(
+        sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True))
+        for ranks in itertools.product(range(1, 9), range(1, 9), range(1, 6))
+        if sum(ranks) <= total
+    )
+    assert sum(ranks) == min(total, 21) and all(1 <= rank <= top for rank, top in zip(ranks, most, strict=True))
+    assert sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True)) == pytest.approx(best)
+
+
+def test_ranks_are_multiples_of_eight_where_there_is_room():
+    lost = [lost_by_rank([random_form(seed, 64)]) for seed in range(2)]
+    ranks = ranks_within(lost, 53, [64, 20])
+    assert sum(ranks) <= 53 and all(rank % 8 == 0 or rank == 20 for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A tiny T5's folder: 32 wide, two layers, 4 heads of 8; 64 numbers of keys and values a layer."""
+    return make_tiny_t5(tmp_path_factory.mktemp("t5"))
+
+
+def cache_bytes(model):
+    ids = torch.randint(5, 60, (1, 40))
+    cache = model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True).past_key_values
+    found = []
+    for part, length in ((cache.cross_attention_cache, 40), (cache.self_attention_cache, 10)):
+        storages = {
+            t.data_ptr(): t.numel() * t.element_size() for each in part.layers for t in (each.keys, each.values)
+        }
+        found.append(sum(storages.values()) / length)
+    return found
+
+
+@pytest.mark.parametrize("text", [None, "text"])
+@pytest.mark.parametrize("budget", [(48, 64), (128, 4 * 50), (200, 4 * 60), (4096, 40)], ids=str)
+def test_a_converted_models_cache_takes_no_more(budget, text, source):
+    model = T5ForConditionalGeneration.from_pretrained(source).eval()
+    options = {"method": "mean"}
+    if text:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        options = {"calibration": Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer, fit_steps=0)}
+    converted = convert(model, kv_cache_bytes=budget, **options)
+    taken = cache_bytes(converted)
+    assert taken[0] <= budget[0] and taken[1] <= budget[1]
+    # and leaves no latent's number unused
+    now = 4 * 2 * 64
+    assert taken[0] == (now if budget[0] >= now else min(budget[0], 4 * 32))
+    assert taken[1] > budget[1] - 4 * 8 or taken[1] == now
+    assert (converted.config.cross_kv_lora_rank is None) is (budget[0] >= now)
+
+
+def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
+    argv = ["convert", str(source), "--kv_cache_bytes", "64", "160", "--method", "mean"]
+    assert cli.main([*argv, "--output_dir", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert {site: row["after"] for site, row in report["kv_cache_bytes_per_token"].items()}["cross"] == 64
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ranks = (config["per_layer_values"] or {}).get("kv_lora_rank") or [config["kv_lora_rank"]] * 2
+    assert config["cross_kv_lora_rank"] == 16 and 32 <= sum(ranks) <= 40
+    assert "cross_kv_lora_rank" in capsys.readouterr().out
+    # what was chosen, said by its name, is the same
+    named = ["convert", str(source), "--method", "mean", "--cross_kv_lora_rank", "16"]
+    named += ["--per_layer_values", json.dumps({"kv_lora_rank": ranks}), "--output_dir", str(tmp_path / "named")]
+    assert cli.main(named) == 0
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "named")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kv_cache_bytes": (0, 5)}, "two whole numbers from 1"),
+        ({"kv_cache_bytes": 64}, "two whole numbers from 1"),
+        ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "chooses `kv_lora_rank`"),
+        (
+            {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
+            "chooses `num_key",
+        ),
+        ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "chooses `num_key_value_heads`"),
+        ({"kv_cache_bytes": (3, 64)}, "room for 0 numbers a source token"),
+        ({"kv_cache_bytes": (64, 7)}, "room for 1 numbers a generated token: 2 are the fewest"),
+        ({"kv_cache_bytes": (9999, 9999)}, "nothing to convert"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(options, message, source):
+    with pytest.raises(ValueError, match=message):
+        convert(str(source), method="mean", **options)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (lambda: BERT.model("BertModel"), "is for encoder-decoders"),
+        (lambda: T5.model("T5EncoderModel"), "is for encoder-decoders"),
+    ],
+)
+def test_a_model_without_such_a_cache_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        convert(model(), kv_cache_bytes=(64, 64), method="mean")

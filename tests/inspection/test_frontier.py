@@ -1,0 +1,330 @@
+"""`attn-variants frontier`: what it tries, what it measures, and that the command it names makes what it measured."""
+
+import json
+import math
+import random
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+from architectures import BERT, T5
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from torch import nn
+from transformers import AutoTokenizer
+
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
+from hf_attn_variants.conversion import Calibration, convert_model
+from hf_attn_variants.conversion.calibration.batches import make_batches
+from hf_attn_variants.conversion.plan import seeded_generator
+from hf_attn_variants.inspection.frontier.held_out import IGNORED, held_out_text
+from hf_attn_variants.inspection.frontier.inputs import load_source, split_text, variants_to_try
+from hf_attn_variants.inspection.frontier.measure import Frontier, FrontierRow, _difference, _marked, measure_frontier
+from hf_attn_variants.inspection.frontier.options import default_options, options_of
+from hf_attn_variants.inspection.frontier.pieces import ConvertedAttentions
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    """A tiny T5's folder, never written to."""
+    return make_tiny_t5(tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def source(t5):
+    """The model of that folder, and text to fit to, with targets."""
+    model, tokenizer = load_source(str(t5))
+    return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
+
+
+def same_tensors(one, other):
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_models_put_together_are_those_converted_at_once(source):
+    model, calibration = source
+    pieces = ConvertedAttentions(model, calibration)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = {}
+    both = {"cross_kv_lora_rank": 12, "kv_lora_rank": 8}
+    for fields in ({"cross_kv_lora_rank": 12}, {"kv_lora_rank": 8}, {"kv_lora_rank": 4}, {"num_key_value_heads": 2}):
+        assert not pieces.is_at_hand(fields)
+        made[str(fields)] = pieces.model(fields)
+    by_layer = {"per_layer_values": {"kv_lora_rank": [8, 4]}}
+    exact = {"cross_kv_lora_rank": 32, "kv_lora_rank": 4}
+    for fields in (both, by_layer, exact):
+        assert pieces.is_at_hand(fields)
+        made[str(fields)] = pieces.model(fields)
+    for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
+        at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
+        assert same_tensors(made[str(fields)], at_once), fields
+        ours, theirs = (each.config.to_diff_dict() for each in (made[str(fields)], at_once))
+        assert ours == {name: value for name, value in theirs.items() if name != "architectures"}
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_exact_latent_takes_no_conversion_and_loses_nothing(source):
+    model, calibration = source
+    pieces = ConvertedAttentions(model, calibration)
+    fields = {"cross_kv_lora_rank": model.config.d_model}
+    assert pieces.is_at_hand(fields) and pieces.attention_error(fields) == 0
+    text = held_out_text(model, calibration.tokenizer, calibration)
+    above, error = _difference(text.losses(pieces.model(fields)), text.losses(model))
+    assert abs(above) < 1e-6 and error < 1e-6
+
+
+def test_the_loss_of_targets_is_the_models_own(source):
+    model, calibration = source
+    losses = held_out_text(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
+    assert losses.shape == (160, 2)
+    tokenizer, total = calibration.tokenizer, torch.zeros(2, dtype=torch.float64)
+    for text, target in zip(calibration.texts[:5], calibration.target_texts[:5], strict=True):
+        labels = tokenizer(text_target=target, return_tensors="pt").input_ids
+        with torch.no_grad():
+            loss = model(tokenizer(text, return_tensors="pt").input_ids, labels=labels).loss
+        total += torch.tensor([float(loss) * labels.numel(), labels.numel()])
+    five = replace(calibration, texts=calibration.texts[:5], target_texts=calibration.target_texts[:5])
+    assert held_out_text(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
+        total.tolist(), rel=1e-5
+    )
+
+
+def test_without_targets_they_are_the_sources_own(source):
+    model, calibration = source
+    few = replace(calibration, texts=calibration.texts[:4], target_texts=None, max_length=6)
+    text = held_out_text(model, calibration.tokenizer, few)
+    # the most probable token is the target at each position
+    for batch in text.batches:
+        logits = model(**batch).logits
+        assert torch.equal(logits.argmax(-1)[batch["labels"] != IGNORED], batch["labels"][batch["labels"] != IGNORED])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tiny_bert(tmp_path_factory.mktemp("bert")))
+
+
+@pytest.mark.parametrize(
+    "head, measure",
+    [
+        ("BertForMaskedLM", "masked words"),
+        ("BertLMHeadModel", "next words"),
+        ("BertForSequenceClassification", "predictions"),
+        ("BertForTokenClassification", "predictions"),
+        ("BertForQuestionAnswering", "predictions"),
+        ("BertModel", "embeddings"),
+    ],
+)
+def test_each_head_is_measured_by_what_it_is_for(head, measure, tokenizer):
+    size = {"vocab_size": len(tokenizer)}
+    model = BERT.model(head, **size)
+    text = held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
+    losses = text.losses(model)
+    assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
+    if measure in ("predictions", "embeddings"):
+        assert losses[:, 0].abs().max() < 1e-5
+        assert text.losses(BERT.model(head, seed=1, **size))[:, 0].min() > 1e-4
+    if measure == "masked words":
+        hidden = sum(int((batch["labels"] != IGNORED).sum()) for batch in text.batches)
+        shown = sum(int((batch["input_ids"] == tokenizer.mask_token_id).sum()) for batch in text.batches)
+        assert losses[:, 1].sum() == hidden == shown and hidden >= 12
+    if measure in ("masked words", "next words"):
+        expected = sum(
+            model(**batch).loss.item() * int((batch["labels"][:, measure == "next words" :] != IGNORED).sum())
+            for batch in text.batches
+        )
+        assert float(losses[:, 0].sum()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_divergence_is_kullback_and_leiblers(tokenizer):
+    models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
+    text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))
+    [batch] = text.batches
+    theirs, ours = (model(**batch).logits.log_softmax(-1) for model in models)
+    expected = nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+    assert text.losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("head", ["T5Model", "BertForMultipleChoice"])
+def test_a_head_that_no_text_measures_is_refused(head, tokenizer):
+    architecture = T5 if head == "T5Model" else BERT
+    with pytest.raises(ValueError, match=f"AttnVariant{head} has nothing that plain text measures"):
+        held_out_text(architecture.model(head), tokenizer, Calibration(lines_of_words(4)))
+
+
+def test_the_error_of_a_difference_is_that_of_texts():
+    # Of texts of one word each: the standard error of the mean.
+    losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
+    mean, error = _difference(losses, torch.zeros_like(losses))
+    assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
+
+
+def test_what_is_measured_on_is_never_fitted_to(source):
+    model, calibration = source
+    everything = Calibration(lines_of_words(400), lines_of_words(400, 1))
+    drawn = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
+    held_out = split_text(drawn, everything, size=100)
+    pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
+    assert len(pairs) == 100 and not pairs & set(zip(drawn.texts, drawn.target_texts, strict=True))
+    assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
+    # Where nothing is left it is what the conversion holds out.
+    held_out = split_text(drawn, drawn, size=100)
+    _, batches = make_batches(model, calibration.tokenizer, drawn, seeded_generator(0, "held-out texts"))
+    ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
+    assert ids == {tuple(calibration.tokenizer(text).input_ids) for text in held_out.texts} and len(ids) == 16
+
+
+def row(name, size, loss, **others):
+    return FrontierRow(name, {"kv_lora_rank": size}, loss, loss, 0.0, 0.1, 5, {}, size, 1.0, **others)
+
+
+def test_the_frontier_is_what_nothing_beats_and_the_cheapest_is_the_smallest_within_the_loss():
+    rows = [
+        row("source", 100, 0.0),
+        row("a", 50, 0.1),
+        row("beaten", 60, 0.2),
+        row("b", 10, 0.3),
+        row("twin", 10, 0.3),
+    ]
+    rows.append(row("worse", 10, 0.4))
+    marked = _marked(rows)
+    assert [each.name for each in marked if each.on_frontier] == ["source", "a", "b", "twin"]
+    frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
+    assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
+        None,
+        "a",
+        "b",
+        "b",
+    ]
+
+
+def test_what_is_tried_by_default_fits_the_model():
+    config = T5.config_class(d_model=512, d_kv=64, num_heads=8)
+    options = default_options(config, "num_key_value_heads", decodes=True)
+    assert options[0] == {"cross_kv_lora_rank": 512} and {"num_key_value_heads": 1} in options
+    assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
+    for fields in options:
+        T5.config_class.from_upstream(config, **fields)
+    # an encoder alone: no exact latent, which would save nothing there
+    encoder = default_options(config, "encoder_num_key_value_heads", decodes=False)
+    assert {each for fields in encoder for each in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
+    assert {"encoder_kv_lora_rank": 512} not in encoder
+    heads = [fields["encoder_num_key_value_heads"] for fields in encoder if "encoder_num_key_value_heads" in fields]
+    assert heads == [4, 2, 1]
+
+
+def test_given_values_are_combined():
+    given = {
+        "num_key_value_heads": [2, 1],
+        "kv_lora_rank": [8, 4],
+        "cross_kv_lora_rank": [16],
+        "encoder_kv_lora_rank": None,
+    }
+    assert options_of(given) == [
+        {"kv_lora_rank": 8, "cross_kv_lora_rank": 16},
+        {"kv_lora_rank": 4, "cross_kv_lora_rank": 16},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 1},
+    ]
+
+
+def test_an_option_that_does_not_fit_is_refused_before_any_work(source):
+    model, calibration = source
+    with pytest.raises(ValueError, match="`cross_kv_lora_rank` is of attentions that AttnVariantBertModel does not"):
+        variants_to_try(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
+    with pytest.raises(ValueError, match="must divide"):
+        measure_frontier(model, [{"num_key_value_heads": 3}], calibration, calibration)
+
+
+def frontier_of(folder, tmp_path, *flags):
+    out = tmp_path / "frontier"
+    argv = ["frontier", str(folder), "--calibration_file", str(tmp_path / "text.txt"), "--output_dir", str(out)]
+    try:
+        return cli.main([*argv, "--calibration_size", "160", "--length", "16", *flags]), out
+    except SystemExit as stopped:  # argparse's
+        return stopped.code, out
+
+
+def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
+    (tmp_path / "targets.txt").write_text("\n".join(lines_of_words(300, 1)) + "\n")
+    targets = ("--calibration_target_file", str(tmp_path / "targets.txt"), "--seed", "3")
+    ranks = ("--cross_kv_lora_rank", "32", "12", "--kv_lora_rank", "8", "4", "--num_key_value_heads", "2")
+    status, out = frontier_of(t5, tmp_path, *targets, *ranks, "--loss", "100")
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert (out / "frontier.png").stat().st_size > 10_000
+    found = json.loads((out / "frontier.json").read_text())
+    assert found["rows"][0]["fields"] == {} and len(found["rows"]) == 6
+    assert found["chosen"]["name"] == "MHA + cross latent 12 + latent 4" and found["chosen"]["command"] in printed
+    assert found["held_out_texts"] == 140
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(found["chosen"]["command"])
+    assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
+    converted, tokenizer = load_source(command[-1])
+    texts, answers = lines_of_words(300), lines_of_words(300, 1)
+    everything = Calibration(texts, answers)
+    drawn = sorted(random.Random(3).sample(range(300), 160))
+    used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
+    model, _ = load_source(str(t5))
+    text = held_out_text(model, tokenizer, split_text(used, everything, 512, seed=3))
+    above, error = _difference(text.losses(converted), text.losses(model))
+    [measured] = [each for each in found["rows"] if each["name"] == found["chosen"]["name"]]
+    assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
+    assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
+    report = json.loads((tmp_path / command[-1] / "conversion_report.json").read_text())
+    assert measured["attention_error"] == pytest.approx(report["mean_output_relative_error"], abs=1e-4)
+    cache = {site: row["after"] for site, row in report["kv_cache_bytes_per_token"].items()}
+    assert measured["kv_cache_bytes_per_token"] == cache
+
+
+def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
+    folder = make_tiny_bert(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
+    status, out = frontier_of(folder, tmp_path, "--json", "--kv_lora_rank", "16", "--num_key_value_heads", "2")
+    assert status == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((out / "frontier.json").read_text())
+    assert "cosine" in found["measure"] and found["chosen"] is None and found["held_out_texts"] == 16
+    source, *others = found["rows"]
+    assert source["kv_cache_bytes"] is None and {each["name"] for each in others} == {"MHA + latent 16", "GQA-2"}
+    for each in others:
+        assert 0 < each["loss_above"] < 1 and each["parameters"] < source["parameters"]
+        config = AttnVariantBertConfig.from_pretrained(folder, **each["fields"])
+        assert each["parameters"] == AttnVariantBertModel(config).num_parameters()
+
+
+def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
+    folder = make_tiny_bert(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
+    (tmp_path / "other.txt").write_text("\n".join(lines_of_words(9, seed=5)) + "\n")
+    flags = ("--json", "--num_key_value_heads", "2", "--held_out_file", str(tmp_path / "other.txt"))
+    status, _ = frontier_of(folder, tmp_path, *flags)
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0 and found["held_out_texts"] == 9
+    model, tokenizer = load_source(str(folder))
+    drawn = sorted(random.Random(0).sample(range(300), 160))
+    used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
+    text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
+    converted = convert_model(model, 2, calibration=used)
+    assert found["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--held_out_target_file", "x"], "--held_out_target_file needs --held_out_file"),
+        (["--loss", "-1"], "--loss must be at least 0"),
+        (["--kv_lora_rank", "33"], "from 1 to 32"),
+        (["--held_out_size", "1"], "`held_out_size` must be at least 2"),
+        (["--encoder_num_key_value_heads", "2"], "is of attentions that"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(flags, message, tmp_path, capsys):
+    folder = make_tiny_bert(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
+    status, out = frontier_of(folder, tmp_path, *flags)
+    assert status and message in capsys.readouterr().err and not out.exists()
