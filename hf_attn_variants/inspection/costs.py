@@ -239,7 +239,7 @@ def has_latents(config: Any, field: str) -> bool:
 
 def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield some latents: of cross-attention the exact one, a quarter, and that beside a self-attention as MQA's."""
-    width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim
+    width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim()
     quarter = max(1, width // 4)
     if "cross_kv_lora_rank" in ranks:
         yield {"cross_kv_lora_rank": width}

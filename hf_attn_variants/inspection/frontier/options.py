@@ -25,7 +25,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         decodes: whether the attention of these heads has a cache.
     """
     width, heads = config.hidden_size, max(values_by_layer(config, field), default=config.query_heads(field))
-    multi_query = 2 * config.attention_head_dim  # numbers a token and layer
+    multi_query = 2 * config.attention_head_dim()  # numbers a token and layer
     counts = [count for count in kv_head_counts(config, field) if count < heads]
 
     def fits(value: int | None) -> bool:
