@@ -56,6 +56,6 @@ def form(request, monkeypatch):
         return forced == "absorbed" and plain and not ("m2l" in module.dynamic_names and maps[0].bias is not None)
 
     if forced != "chosen":
-        monkeypatch.setattr(latent_attention, "_absorbs", absorbs)
+        monkeypatch.setattr(latent_attention, "absorbs", absorbs)
         monkeypatch.setattr(latent_attention, "is_short", lambda latent: forced == "kept")
     return forced

@@ -11,6 +11,9 @@ from .field_checks import checked_kv_heads, checked_rank
 
 __all__ = ["checked_layer_values", "from_per_layer_config", "without_layer_values"]
 
+# How the names of fields end that may differ by layer.
+DIFFERING = ("num_key_value_heads", "kv_lora_rank")
+
 
 def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
     """Return a configuration's `per_layer_values`, checked; fields that are equal in all layers are set as such.
@@ -18,8 +21,8 @@ def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
     The field of the whole model becomes the largest of its layers' values, for those who ask for one number.
 
     Raises:
-        ValueError: for an unknown field, a list of another length than there are layers, or a value that the field
-            cannot have.
+        ValueError: for an unknown field, a list of another length than there are layers, a value that the field
+            cannot have, or another one given for the whole model.
     """
     given = config.per_layer_values
     if given is None:
@@ -33,8 +36,12 @@ def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
         if not isinstance(values, list | tuple) or len(values) != layers:
             raise ValueError(f"`per_layer_values` needs a list of {layers} values for `{name}`; got {values!r}.")
         checked = [_checked(config, name, value) for value in values]
-        known = [value for value in checked if value is not None]
-        setattr(config, name, max(known) if known else None)
+        largest = max((value for value in checked if value is not None), default=None)
+        if getattr(config, name) not in (None, largest):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)} and `per_layer_values` gives its layers {checked}: leave it out."
+            )
+        setattr(config, name, largest)
         if len(set(checked)) > 1:
             kept[name] = checked
     return kept or None
@@ -62,9 +69,12 @@ def from_per_layer_config(
 
 
 def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without those by layer of `fields`, which are newly given for all layers."""
+    """Return a configuration's values without those that `fields`, newly given for all layers or by layer, replace."""
     by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
-    return {**values, "per_layer_values": by_layer or None}
+    new = fields.get("per_layer_values")
+    new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
+    kept = {name: value for name, value in values.items() if name not in new}
+    return {**kept, "per_layer_values": by_layer or None}
 
 
 def _check_differs_by_layer(config: Any, name: str) -> None:
