@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import sentence_embeddings
-from hf_attn_variants.inspection.costs import kv_cache_bytes_per_token
+from hf_attn_variants.inspection.counting import kv_cache_bytes_per_token
 from hf_attn_variants.registration import variant_model_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ class T5(Translator):
     options = T5_OPTIONS
     splits = {"val": "val", "test": "test_2016_flickr"}
 
-    def scores(self, folder: Path, split: str) -> Row:
+    def score(self, folder: Path, split: str) -> Row:
         """Return BLEU and loss on a split."""
         model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
         name = self.splits[split]
@@ -72,7 +72,7 @@ class MiniLM(SentenceEncoder):
 
     options = MINILM_OPTIONS
 
-    def scores(self, folder: Path, split: str) -> Row:
+    def score(self, folder: Path, split: str) -> Row:
         """Return Spearman's correlation, and cosines to the source on text of two kinds."""
         sentences = [sentence for pair in self.pairs[:256] for sentence in pair]
         theirs, ours = (
@@ -147,7 +147,7 @@ def measure(subject: Any, row: Row) -> Row:
         # Numbers, not bytes; an encoder keeps none, and its keys and values are counted as if it did.
         cache = kv_cache_bytes_per_token(model, 1) or {"self": _numbers(model)}
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return subject.scores(folder, row["split"]) | {
+        return subject.score(folder, row["split"]) | {
             "numbers_per_token": cache,
             "parameters": parameters,
             "conversion_seconds": round(seconds, 1),
