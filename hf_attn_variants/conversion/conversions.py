@@ -41,7 +41,8 @@ __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_con
 logger = logging.getLogger(__name__)
 # How the names of tokenizers' files begin.
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
-# What is lost without text, kept with it, and how to say that it is meant. The figures are those of docs/results.md.
+# What is lost without text, kept with it, and how to say that it is meant. The figures are those of docs/results.md
+# and, for latents, of docs/conversion_appendix.md.
 POOLED = (
     "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
     "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
@@ -49,8 +50,9 @@ POOLED = (
     'If averaging is meant, say method="mean" (--method mean).',
 )
 COMPRESSED = (
-    "a latent is found from the weights alone, and the model loses quality until it is trained again.",
-    "With text, `calibration=` (--calibration_file), it keeps more.",
+    "a latent is found from the weights alone, and the model loses quality until it is trained again. Measured: "
+    "Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
+    "With text, `calibration=` (--calibration_file), it keeps 0.868 and 35.3.",
     'If weights alone are meant, say method="mean" (--method mean).',
 )
 # Loads a plan's source, in float32, with the tokenizer beside it.

@@ -15,7 +15,7 @@ W_o,i^T W_o,i W_v,i with S of z_i; each head's S counts as much as its G. Both a
 nothing has to be chosen between keys and values, or between the layers that read one memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -42,20 +42,19 @@ def latent_forms(
         generator: draws the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
-    key, value = (_per_query_head(tensors, role, heads) for role in ("key", "value"))  # [h, d, D]
+    key, value = maps = [_per_query_head(tensors, role, heads) for role in ("key", "value")]  # [h, d, D]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
     products = (_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
     # How much of each head's S there is in that of all.
-    shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip((key, value), products, strict=True)]
-    width = key.shape[2]
-    met, read = (torch.zeros(width, width, dtype=key.dtype, device=key.device) for _ in range(2))
-    sums, energies, queries = key.new_zeros(count, width), [0.0, 0.0], 0
+    shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(maps, products, strict=True)]
+    moments = [key.new_zeros(key.shape[2], key.shape[2]) for _ in maps]  # the S of a, and of z
+    sums, energies, queries = key.new_zeros(count, key.shape[2]), [0.0, 0.0], 0
     for batch in inputs:
-        for head, (a, z) in enumerate(_memory_met_and_read(tensors, value, output, batch, generator)):
-            for role, (rows, weight, moment) in enumerate(((a, key[head], met), (z, value[head], read))):
-                moment += shares[role][head] * (rows.T @ rows).double()
-                energies[role] += _energy(rows @ weight.T.to(rows), products[role][head])
-            sums[head] += z.double().sum(0)
+        mixes = _mixes(tensors, value, output, batch, generator)
+        for role, mix in enumerate(mixes):
+            moments[role] += _moment(mix, batch.memory, shares[role])
+            energies[role] += _energy(mix, batch.memory, maps[role], products[role])
+        sums += torch.einsum("bhm,bmi->hi", mixes[1].sum(2), batch.memory).double()
         queries += int(batch.valid.sum())
     mean_read = None
     if tensors.value_bias is not None:
@@ -66,33 +65,42 @@ def latent_forms(
             # sum (z - c)(z - c)^T = sum z z^T - away
             away = torch.outer(sums[head], centre[head])
             away = away + away.T - queries * torch.outer(centre[head], centre[head])
-            read -= shares[1][head] * away
+            moments[1] -= shares[1][head] * away
             energies[1] -= (value[head] @ away @ value[head].T * products[1][head]).sum()
-    grams = [torch.einsum("hdi,hdj->ij", w, m @ w) for w, m in zip((key, value), products, strict=True)]
+    grams = [torch.einsum("hdi,hdj->ij", weight, m @ weight) for weight, m in zip(maps, products, strict=True)]
     energies = [total / queries for total in energies]
-    return LatentForms(*map(_form, grams, (met, read), energies), mean_read)
+    return LatentForms(*map(_form, grams, moments, energies), mean_read)
 
 
-def _memory_met_and_read(
+def _mixes(
     tensors: AttentionTensors,
     value: torch.Tensor,
     output: torch.Tensor,
     batch: AttentionInputs,
     generator: torch.Generator,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield a and z of each query head on one batch, [rows, D] each."""
-    memory = batch.memory
-    weights = attention_weights(tensors, batch, len(value))  # [b, h, n, m]
-    probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(memory)  # e
-    for head in range(len(value)):
-        through = (probe @ output[head].to(memory)) @ value[head].to(memory)  # [b, n, D]
-        z = weights[:, head] @ memory
-        slopes = through @ memory.mT - (through * z).sum(-1, keepdim=True)  # s, [b, n, m]
-        yield ((weights[:, head] * slopes) @ memory)[batch.valid], z[batch.valid]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a and z of each query head are made of: factors of the memory, [b, h, n, m] each."""
+    weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
+    probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.memory)  # e
+    through = torch.einsum("bno,hod->bhnd", probe, output.to(probe))
+    slopes = through @ _projected(batch.memory, value).mT
+    slopes = slopes - (weights * slopes).sum(-1, keepdim=True)  # s
+    return weights * slopes, weights
 
 
-def _energy(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    return ((rows.T @ rows).double() * metric).sum()
+def _projected(memory: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bmi,hdi->bhmd", memory, weight.to(memory))
+
+
+def _moment(mix: torch.Tensor, memory: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the second moment [D, D] of all heads' mixes of the memory, each head's by its share."""
+    rows = (mix * shares.sqrt().to(mix)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
+    return torch.einsum("bmi,bmj->ij", memory, (rows.mT @ rows) @ memory).double()
+
+
+def _energy(mix: torch.Tensor, memory: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+    mixed = mix @ _projected(memory, weight)  # [b, h, n, d]
+    return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
 def _form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> LatentForm:
