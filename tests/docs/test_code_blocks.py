@@ -264,7 +264,8 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         more |= {"--max_length": 8, "--layers": 1}  # what is drawn
     if hasattr(args, "held_out_size"):
         more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant, of a T5
-    if hasattr(args, "fit_steps") and args.fit_steps:
+    fits = getattr(args, "calibration_file", None) and args.method in (None, "calibrated")
+    if fits and args.fit_steps != 0:
         more["--fit_steps"] = 2
     return [str(part) for pair in more.items() for part in pair if part is not None]
 
