@@ -66,7 +66,7 @@ def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> 
     axes.set_title(f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out texts")
     axes.grid(alpha=0.25, which="both")
     axes.margins(x=0.12, y=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.1f} M")
+    axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.4g} M")
     axes.legend(loc="upper right", fontsize=9)
     axes.yaxis.set_major_formatter("{x:g}")
     canvas.draw()
