@@ -121,8 +121,8 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
-def add_calibration_arguments(group: argparse._ActionsContainer) -> None:
-    """Add the flags of calibration text and of how closely it is fitted to."""
+def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int = FIT_DEFAULTS["fit_steps"]) -> None:
+    """Add the flags of calibration text and of how closely it is fitted to; the default steps are for the help."""
     group.add_argument(
         "--calibration_file",
         help="examples of the kind of text the model is for: one a line, or a table (.csv, .tsv, .json, .jsonl); "
@@ -150,7 +150,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer) -> None:
         "--fit_steps",
         type=int,
         help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
-        f"(default: {FIT_DEFAULTS['fit_steps']})",
+        f"(default: {fit_steps})",
     )
 
 

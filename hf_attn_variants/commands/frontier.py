@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help=f"a new or empty folder, for {PNG_FILE} and {JSON_FILE}")
-    add_calibration_arguments(parser.add_argument_group("text", "of the kind that the model is for"))
+    add_calibration_arguments(parser.add_argument_group("text", "of the kind that the model is for"), fit_steps=0)
     parser.add_argument(
         "--loss",
         type=float,

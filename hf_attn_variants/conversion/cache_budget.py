@@ -6,9 +6,12 @@ and the best latent of as many numbers keeps at least as much.
 - Cross-attention has one latent for all layers, whose rank is what fits.
 - Of self-attention each layer has its own. What rank r loses in a layer is the sum of the energies of the directions
   beyond the first r, as a share of all energy of that layer: what one layer's output misses counts by how large the
-  output is, for a later layer's is larger in a residual stream and not more important. (On a T5 of four layers, shares
-  lost 0 to 5 % less than equal ranks in all layers; energies as they are lost 21 to 37 % more.) These shares fall by
-  less with each number, so taking the largest gain each time is best.
+  output is, for a later layer's is larger in a residual stream and not more important. These shares fall by less with
+  each number, so taking the largest gain each time is best.
+
+Measured on a T5 of four layers, closed form: 256 numbers of self-attention beside a cross-attention of 128 lose 0.041
+nats by shares and 0.043 in equal ranks. By energies as they are, self-attention alone of 64 to 256 numbers loses 21 to
+37 % more than in equal ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

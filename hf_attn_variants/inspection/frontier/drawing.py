@@ -56,16 +56,17 @@ def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> 
     axes.plot([row.size for row in best], [row.loss_above for row in best], color="0.6", linewidth=1, zorder=1)
     if loss is not None:
         axes.axhline(loss, color="0.3", linewidth=0.8, linestyle="--", label=f"--loss {loss:g}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=_linear_until(rows))
     has_cache = frontier.source.kv_cache_bytes is not None
+    if has_cache:  # of parameters, the largest number is less than twice the smallest
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.set_yscale("symlog", linthresh=_linear_until(rows))
     axes.set_xlabel(_size_label(frontier))
     axes.set_ylabel(f"above the checkpoint's {frontier.source.loss:.3f}: {MEASURES[frontier.measure]}")
     axes.set_title(f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out texts")
     axes.grid(alpha=0.25, which="both")
     axes.margins(x=0.12, y=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.1f} M")
-    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.4g} M")
     axes.legend(loc="upper right", fontsize=9)
     axes.yaxis.set_major_formatter("{x:g}")
     canvas.draw()
