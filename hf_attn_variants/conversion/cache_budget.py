@@ -110,8 +110,9 @@ def fields_within(
     if generated * itemsize < now["decoder"]:
         most = [min(numbers[module.name], width) for module in layers]
         ranks = ranks_within(losses(layers), generated, most)
-        # As many numbers as keys and values have: those are kept.
-        kept = [None if rank == numbers[module.name] else rank for rank, module in zip(ranks, layers, strict=True)]
+        # As many numbers as a layer keeps now: it stays as it is, with its latent or its keys and values.
+        now_kept = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
+        kept = [own if rank == count else rank for rank, (count, own) in zip(ranks, now_kept, strict=True)]
         fields["per_layer_values"] = {"kv_lora_rank": kept}
     if not fields:
         raise ValueError(

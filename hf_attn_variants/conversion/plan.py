@@ -234,7 +234,9 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
 
 
 def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]) -> Any:
-    by_layer = source_config.per_layer_values or {}
+    # Where layers differ, now or afterwards, no one number is kept.
+    asked = given.get("per_layer_values")
+    by_layer = {*(source_config.per_layer_values or ()), *(asked if isinstance(asked, Mapping) else ())}
     kept = {name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in by_layer}
     new_config = config_class.from_upstream(raw, **(kept | dict(given)))
     if new_config.num_value_heads != source_config.num_value_heads:

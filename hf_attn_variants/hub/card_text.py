@@ -137,7 +137,8 @@ def usage_snippet(
     else:
         text = ", ".join(f'"{each}"' for each in _example(auto_class, task))
         load.append(f'inputs = tokenizer({text}, return_tensors="pt")')
-        decoder = ', decoder_input_ids=inputs["input_ids"]' if architecture.endswith("T5Model") else ""
+        reads_both = auto_class == "AutoModel" and config.get("is_encoder_decoder")
+        decoder = ', decoder_input_ids=inputs["input_ids"]' if reads_both else ""
         load.append(f"outputs = model(**inputs{decoder})")
     if not is_sentence_model:
         return "\n".join(load)

@@ -228,7 +228,9 @@ def variant_rows(
         yield {"per_layer_values": current.per_layer_values}
     if latents and can_cache(current) and not has_latents(current, field):
         yield from latent_rows(current, ranks)
-    if talking_heads and current.talking_heads is None:
+    # Stacks of unequal numbers of heads cannot have them.
+    is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
+    if talking_heads and current.talking_heads is None and is_even:
         yield {"talking_heads": "both"}
 
 
@@ -265,8 +267,9 @@ def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
 def kv_head_counts(config: Any, field: str) -> list[int]:
     """Return the numbers of key/value heads that fit; fewer than query heads must divide the value heads as well."""
     heads = config.query_heads(field)
+    value_heads = heads if config.talking_heads is None else config.num_value_heads
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
-    return [k for k in divisors if k == heads or config.num_value_heads % k == 0]
+    return [k for k in divisors if k == heads or value_heads % k == 0]
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -147,10 +147,8 @@ def measure_speed(
     _check_device(device)
     current = variant_config(config)
     _check_positions(current, length)
-    # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
-    encoder_alone = (config.get("architectures") or [""])[0].endswith("EncoderModel")
-    decodes = current.is_encoder_decoder and not encoder_alone
-    auto_class = "AutoModelForSeq2SeqLM" if decodes else "AutoModelForTextEncoding" if encoder_alone else "AutoModel"
+    auto_class = _auto_class(config, current)
+    decodes = auto_class == "AutoModelForSeq2SeqLM"
     model_class = variant_model_class(current.auto_classes[auto_class])
     if num_beams is not None and not decodes:
         raise ValueError(
@@ -167,6 +165,17 @@ def measure_speed(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
     )  # fmt: skip
+
+
+def _auto_class(config: Mapping[str, Any], current: Any) -> str:
+    """Return the Auto class of what is timed: of one stack of an encoder-decoder, that stack alone."""
+    architecture = (config.get("architectures") or [""])[0]
+    # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
+    if architecture.endswith("EncoderModel"):
+        return "AutoModelForTextEncoding"
+    if architecture.endswith("ForCausalLM"):
+        return "AutoModelForCausalLM"
+    return "AutoModelForSeq2SeqLM" if current.is_encoder_decoder else "AutoModel"
 
 
 # Seconds until the first token was there, where there is one, and until the end.

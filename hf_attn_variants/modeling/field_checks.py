@@ -40,10 +40,9 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
 
     A word that stands in no field makes it another name ("num_cls_heads").
     """
-    found = {field: set(field.split("_")) for field in fields}
+    found = {field: set(_spelled(field)) for field in fields}
     known = sorted(set().union(*found.values()))
-    spelled = "_".join(OTHER_WORDS.get(word, word) for word in name.lower().split("_")).split("_")
-    words = {_word(word, known) for word in spelled if word in known or word not in FREE_WORDS} - {"num"}
+    words = {_word(word, known) for word in _spelled(name) if word in known or word not in FREE_WORDS} - {"num"}
 
     def shared(field: str) -> float:
         own = found[field] - {"num"}
@@ -55,6 +54,11 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
     squashed = {field.replace("_", ""): field for field in found}
     typed = difflib.get_close_matches(name.lower().replace("_", ""), squashed, n=1, cutoff=ALIKE_NAME)
     return squashed[typed[0]] if typed else None
+
+
+def _spelled(name: str) -> list[str]:
+    """Return the words of a name as `num_key_value_heads` writes them."""
+    return "_".join(OTHER_WORDS.get(word, word) for word in name.lower().split("_")).split("_")
 
 
 def _word(word: str, known: Sequence[str]) -> str | None:

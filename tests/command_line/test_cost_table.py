@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, VARIANTS
+from relatives import RELATIVES
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel
@@ -15,6 +16,14 @@ from hf_attn_variants.inspection.counting import attention_parameters, flops_per
 
 LENGTH, SOURCE = 7, 5
 BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
+
+
+def test_stacks_of_unequal_heads_have_a_table():
+    """Of four heads in the encoder and twelve in the decoder; talking heads need as many in both."""
+    bart = next(architecture for architecture in RELATIVES if architecture.name == "bart")
+    table = cost_table(bart.upstream_model("BartForConditionalGeneration").config.to_dict())
+    heads = [row.fields["num_key_value_heads"] for row in table.rows if "num_key_value_heads" in row.fields]
+    assert heads == [12, 6, 4, 3, 2, 1] and not any("talking_heads" in row.fields for row in table.rows)
 
 
 def counted(run):

@@ -4,10 +4,12 @@ import json
 
 import pytest
 from architectures import ALBERT, BERT, T5
+from relatives import RELATIVES
 
 from hf_attn_variants import cli
 from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
 
+MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]
 
@@ -46,6 +48,14 @@ def test_an_encoder_alone_is_timed_as_one(stored):
     assert table.work == "forward" and table.rows[0].name == "upstream"
     fields = [row.fields for row in table.rows[1:]]
     assert {"encoder_num_key_value_heads": 1} in fields and not any("num_key_value_heads" in each for each in fields)
+
+
+def test_a_decoder_alone_is_timed_as_one():
+    """BART's: its base model would run an encoder, too."""
+    config = MARIAN.upstream_model("MarianForCausalLM").config.to_dict() | {"architectures": ["MarianForCausalLM"]}
+    table = measure_speed(config, batch_size=2, length=8, rounds=1)
+    assert table.architecture == "AttnVariantMarianForCausalLM" and table.work == "forward"
+    assert table.rows[0].name == "upstream"
 
 
 def test_a_decoder_that_refuses_a_cache_is_timed_without_one():

@@ -87,6 +87,14 @@ def test_a_converted_models_cache_takes_no_more(budget, text, source):
     assert (converted.config.cross_kv_lora_rank is None) is (budget[0] >= now)
 
 
+def test_a_layer_that_keeps_its_latent_keeps_it(source):
+    """A source of latents has no keys and values to go back to: they would take more."""
+    model = convert(T5ForConditionalGeneration.from_pretrained(source), kv_lora_rank=24, method="mean").eval()
+    converted = convert(model, kv_cache_bytes=(64, 4 * 42), method="mean")
+    assert sorted(converted.config.per_layer_values["kv_lora_rank"]) == [16, 24]
+    assert cache_bytes(converted) == [64, 4 * 40]
+
+
 def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
     argv = ["convert", str(source), "--kv_cache_bytes", "64", "160", "--method", "mean"]
     assert cli.main([*argv, "--output_dir", str(tmp_path / "out")]) == 0

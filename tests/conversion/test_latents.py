@@ -307,6 +307,15 @@ def test_ranks_by_layer(tmp_path):
         assert mixed(**inputs()).last_hidden_state.isfinite().all()
 
 
+@pytest.mark.parametrize("build", [bert, t5])
+@pytest.mark.parametrize("held", [4, 2])
+def test_heads_by_layer_that_are_fewer_in_all_of_them(build, held):
+    model = build() if held == 4 else convert_model(build(), held, "mean")
+    values = {"num_key_value_heads": [2, 1]}
+    converted = convert_model(model, method="mean", per_layer_values=values)
+    assert converted.config.per_layer_values == values and converted.config.num_key_value_heads == 2
+
+
 def attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"query": (heads * d, width), "output": (width, heads * d)}

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from fixtures.named_checkpoints import CheckpointShelf, write_text
-from transformers import AutoTokenizer, BertConfig, BertLMHeadModel
+from transformers import AutoTokenizer, BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import convert
@@ -68,6 +68,18 @@ def test_who_cannot_calibrate_is_told_why_and_not_to_calibrate(encoder, warnings
         given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
         with pytest.raises(ValueError, match=re.escape(reason)):
             convert(source, 4, calibration=given)
+
+
+def test_a_decoder_alone_is_calibrated_where_it_reads_its_own_text(encoder):
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+    decoder = BartForCausalLM(BartConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes))
+    given = Calibration([f"{word} text" for word in "the a good bad".split()] * 40, tokenizer=tokenizer, fit_steps=0)
+    converted = convert(decoder, kv_lora_rank=8, calibration=given)
+    attention = converted.model.decoder.layers[0]
+    assert attention.self_attn.kv_a_proj.weight.shape == (8, 32)
+    assert attention.encoder_attn.k_proj.weight.equal(decoder.model.decoder.layers[0].encoder_attn.k_proj.weight)
 
 
 def test_text_is_taken_as_users_have_it(encoder, tmp_path):
@@ -149,7 +161,7 @@ def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size)
 
 def test_the_command_reads_lines_targets_and_tables(tmp_path):
     def read(*flags):
-        found = command._calibration(
+        found = command.read_calibration_arguments(
             command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
         )
         return found.texts, found.target_texts

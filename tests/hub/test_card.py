@@ -8,12 +8,14 @@ import pytest
 import yaml
 from architectures import BERT, T5
 from huggingface_hub import ModelCard
+from relatives import RELATIVES
 from transformers import AutoTokenizer
 
 from hf_attn_variants.hub import CardOptions, model_card
 from hf_attn_variants.hub.card import is_untouched
 from hf_attn_variants.modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 
+MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 RESULTS = {
     "eval_accuracy": 0.81254,
     "eval_f1": 0.5,
@@ -220,6 +222,8 @@ def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
         (T5, "T5Model"),
         (T5, "T5EncoderModel"),
         (T5, "T5ForConditionalGeneration"),
+        (MARIAN, "MarianModel"),
+        (MARIAN, "MarianMTModel"),
     ],
 )
 def test_the_usage_example_runs(architecture, head, converted, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from relatives import RELATIVES
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -36,6 +37,11 @@ def source(t5):
     """The model of that folder, and text to fit to, with targets."""
     model, tokenizer = load_source(str(t5))
     return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
+
+
+def of_head(head):
+    """The architecture that has it."""
+    return next(architecture for architecture in (BERT, T5, *RELATIVES) if head in architecture.heads)
 
 
 def same_tensors(one, other):
@@ -112,6 +118,7 @@ def tokenizer(tmp_path_factory):
     [
         ("BertForMaskedLM", "masked words"),
         ("BertLMHeadModel", "next words"),
+        ("RobertaForCausalLM", "next words"),
         ("BertForSequenceClassification", "predictions"),
         ("BertForTokenClassification", "predictions"),
         ("BertForQuestionAnswering", "predictions"),
@@ -119,14 +126,14 @@ def tokenizer(tmp_path_factory):
     ],
 )
 def test_each_head_is_measured_by_what_it_is_for(head, measure, tokenizer):
-    size = {"vocab_size": len(tokenizer)}
-    model = BERT.model(head, **size)
+    size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
+    model = architecture.model(head, **size)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
     losses = text.losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
         assert losses[:, 0].abs().max() < 1e-5
-        assert text.losses(BERT.model(head, seed=1, **size))[:, 0].min() > 1e-4
+        assert text.losses(architecture.model(head, seed=1, **size))[:, 0].min() > 1e-4
     if measure == "masked words":
         hidden = sum(int((batch["labels"] != IGNORED).sum()) for batch in text.batches)
         shown = sum(int((batch["input_ids"] == tokenizer.mask_token_id).sum()) for batch in text.batches)
@@ -148,11 +155,19 @@ def test_a_divergence_is_kullback_and_leiblers(tokenizer):
     assert text.losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-@pytest.mark.parametrize("head", ["T5Model", "BertForMultipleChoice"])
+@pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_a_head_that_no_text_measures_is_refused(head, tokenizer):
-    architecture = T5 if head == "T5Model" else BERT
     with pytest.raises(ValueError, match=f"AttnVariant{head} has nothing that plain text measures"):
-        held_out_text(architecture.model(head), tokenizer, Calibration(lines_of_words(4)))
+        held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
+
+
+@pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
+def test_targets_of_a_relative_of_bart(head, tokenizer):
+    model = of_head(head).model(head, vocab_size=len(tokenizer))
+    text = held_out_text(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
+    [batch] = text.batches
+    losses = text.losses(model).sum(0)
+    assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 def test_the_error_of_a_difference_is_that_of_texts():

@@ -118,6 +118,8 @@ NEAR_NAMES = [
     ("num_key_value_haeds", "num_key_value_heads"),
     ("NUM_KEY_VALUE_HEADS", "num_key_value_heads"),
     ("dynamic_talking_heads", "talking_heads_dynamic"),
+    ("kv_rank", "kv_lora_rank"),
+    ("decoder_kv_lora_rank", "kv_lora_rank"),
 ]
 
 
@@ -145,6 +147,8 @@ def test_a_name_with_a_word_of_its_own_is_no_near_miss(architecture):
 
 
 def test_the_encoders_field_is_t5s_alone():
+    with pytest.raises(ValueError, match="did you mean `cross_kv_lora_rank`"):
+        hf_attn_variants.AttnVariantT5Config(cross_kv_rank=2)
     with pytest.raises(ValueError, match="did you mean `encoder_num_key_value_heads`"):
         hf_attn_variants.AttnVariantT5Config(encoder_kv_heads=2)
     with pytest.raises(ValueError, match="not a field of AttnVariantBertConfig: did you mean `num_key_value_heads`"):
@@ -174,7 +178,7 @@ def test_names_that_upstream_knows_and_notes_of_ones_own_pass(architecture):
         for name in (*config_class().to_dict(), *config_class.attribute_map)
     }
     known |= set(transformers.GenerationConfig().to_dict())
-    known -= set(architecture.config_class.variant_fields()) | {"encoder_num_key_value_heads"}
+    known -= set(architecture.config_class.variant_fields()) | {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert len(known) > 80
     architecture.config_class.check_names(known)
     architecture.config_class.check_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])

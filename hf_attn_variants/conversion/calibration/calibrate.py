@@ -35,7 +35,7 @@ def why_not_calibrated(plan: ConversionPlan) -> str | None:
         what = f"the source has talking heads ({talking_heads!r}), whose do not"
         return f"it fits heads whose weights sum to one; {what}"
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.modules):
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
         return (
             "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
         )

@@ -54,10 +54,8 @@ class HeldOutText:
         found, device = [], next(model.parameters()).device
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out text", unit="batch", leave=False)):
             inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-            labels = inputs.pop("labels", None)
-            if self.measure == "targets":
-                inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
-            output = model(**inputs)
+            labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
+            output = model(**inputs)  # an encoder-decoder makes its decoder's inputs of labels
             if labels is not None:
                 found.append(_cross_entropy(_scores(output)[0], labels, self.measure == "next words"))
             else:
@@ -92,12 +90,14 @@ def _measure(model: PreTrainedModel) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder and model.can_generate():
         return "targets"
+    # Of a discriminator, or of both stacks without a head.
+    is_bare_pair = model.config.is_encoder_decoder and "For" not in name and not name.endswith("EncoderModel")
+    if is_bare_pair or name.endswith(("ForMultipleChoice", "ElectraForPreTraining")):
+        raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
     if name.endswith(("ForMaskedLM", "ForPreTraining")):
         return "masked words"
-    if name.endswith("LMHeadModel"):
+    if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "next words"
-    if name.endswith(("ForMultipleChoice", "T5Model")):
-        raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
 
