@@ -149,7 +149,7 @@ def make_plan(
         ValueError: for an unsupported architecture, a configuration that makes no model, impossible head counts, or
             attention tensors that are missing, too many, or of other shapes than the configuration says.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value is not None and value != {}}
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, dtype)
     architecture = next(iter(config.get("architectures") or ()), None)

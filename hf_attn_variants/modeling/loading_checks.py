@@ -29,12 +29,12 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
         return False
     hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
-    heads = held.get("num_attention_heads", held.get("num_heads"))
+    heads = _query_heads(config_class, held, "num_key_value_heads")
     if heads is None:
         return False  # weights without a configuration: nothing to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
-    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted}, heads)
+    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
     plain = {"num_value_heads": heads}
     if "relative_attention_num_buckets" in held:
@@ -49,15 +49,13 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
     return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
 
 
-def _check_no_conversion(
-    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any], heads: int
-) -> None:
+def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError where a checkpoint would have to be converted to have the heads and ranks that are wanted."""
-    width = held.get("hidden_size", held.get("d_model"))
+    width = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     asked = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
         # A rank as large as its input takes no parameter.
-        default = heads if name in config_class.kv_heads_fields() else width
+        default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
         found, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
         if name not in asked or value == found:
             continue
@@ -65,8 +63,8 @@ def _check_no_conversion(
         if name in config_class.rank_fields() and held.get(name) is None:
             found = None
         if isinstance(value, list):
-            option = f"--per_layer_values '{json.dumps({name: value})}'"
-            field = f"per_layer_values={ {name: value} }"
+            by_layer = {name: list(wanted["per_layer_values"][name])}
+            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
         elif name in config_class.rank_fields():
             checked_rank(name, value, width)
         raise ValueError(
@@ -74,6 +72,12 @@ def _check_no_conversion(
             f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
             f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
+
+
+def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
+    encoder, decoder = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",) * 2)
+    name = encoder if kv_heads_field.startswith("encoder_") else decoder
+    return held.get(config_class.attribute_map.get(name, name))
 
 
 def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:

@@ -140,6 +140,16 @@ def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
 
 
+@EVERY_ARCHITECTURE
+def test_fewer_heads_than_the_checkpoint_has_name_the_conversion(architecture, tmp_path):
+    head = next(iter(architecture.heads))
+    architecture.upstream_model(head).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
+        loaded(architecture, head, tmp_path, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"kv_lora_rank=None, .* --kv_lora_rank 6 "):
+        loaded(architecture, head, tmp_path, kv_lora_rank=6)
+
+
 def test_talking_heads_need_equal_stacks():
     with pytest.raises(ValueError, match=r"as many heads in both stacks.*=4, decoder_attention_heads=12"):
         ENCODER_DECODERS[0].config(talking_heads="both")
