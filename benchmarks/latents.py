@@ -205,33 +205,31 @@ def plot(rows: list[Row], output: Path) -> None:
         grid = figure.subplots(len(metrics), 2, squeeze=False, sharey="row")
         for (metric, title), line in zip(metrics.items(), grid, strict=True):
             for axes, (size, label) in zip(line, axes_of.items(), strict=True):
-                for kind, color in (("heads", "C0"), ("latent", "C1")):
-                    for fitted, marker in ((False, "o"), (True, "s")):
-                        points = sorted(
-                            (_size(row, size), row[metric])
-                            for row in mine
-                            if _kind(row["option"]) == kind and row["fitted"] is fitted
-                        )
-                        if points:
-                            style = {"marker": marker, "color": color, "linestyle": "-" if fitted else ":"}
-                            how = "fitted" if fitted else "closed form"
-                            axes.plot(*zip(*points, strict=True), label=f"{kind}, {how}", **style)
+                named: set[str] = set()  # the closed form and the fit lie close together
+                for row in mine:
+                    if row["option"]:
+                        color = "C0" if "num_key_value_heads" in row["option"] else "C1"
+                        point = (_size(row, size), row[metric])
+                        axes.scatter(*point, color=color, marker="s" if row["fitted"] else "o")
+                        place = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+                        name = option_name(row["option"])
+                        axes.annotate("" if name in named else name, point, **place)
+                        named.add(name)
                 base = [row[metric] for row in mine if not row["option"]]
                 if base:
                     axes.axhline(base[0], color="black", linestyle="--", linewidth=1, label="multi-head")
+                axes.set_xscale("log" if size == "numbers" else "linear")
                 axes.set_xlabel(label)
                 axes.set_ylabel(title)
                 axes.grid(alpha=0.3)
+        for color, marker, name in (("C0", "o", "heads"), ("C1", "o", "latents"), ("0.5", "s", "fitted")):
+            grid[0][0].scatter([], [], color=color, marker=marker, label=name)
         grid[0][0].legend(fontsize=8)
         figure.savefig(output.with_name(f"{output.stem}_{model}.png"), dpi=120)
 
 
 def _size(row: Row, size: str) -> float:
     return row["parameters"] / 1e6 if size == "parameters" else sum(row["numbers_per_token"].values())
-
-
-def _kind(option: dict[str, int]) -> str | None:
-    return None if not option else "heads" if "num_key_value_heads" in option else "latent"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
