@@ -65,6 +65,8 @@ def from_per_layer_config(
             if not str(layer).isdecimal() or int(layer) >= count:
                 raise ValueError(f"`per_layer_config` has layer {layer!r}; `{name}` has layers 0 to {count - 1}.")
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
+    for name in lists:  # it was the value of the layers that are not named
+        setattr(config, name, None)
     return lists or None
 
 

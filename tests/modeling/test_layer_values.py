@@ -116,6 +116,8 @@ def test_upstreams_per_layer_config_says_the_same(as_text, tmp_path):
     assert config_class.from_pretrained(tmp_path, per_layer_config=by_layer).per_layer_values == expected
     # Both together: the layers that it names, among the lists that there are.
     lists = {"num_key_value_heads": [2, 2, 2, 6]}
+    base = BERT.config(num_hidden_layers=3, num_key_value_heads=4, per_layer_config={1: {"num_key_value_heads": 12}})
+    assert base.per_layer_values == {"num_key_value_heads": [4, 12, 4]} and base.num_key_value_heads == 12
     both = BERT.config(num_hidden_layers=4, per_layer_values=lists, per_layer_config=by_layer)
     assert both.per_layer_values == {**expected, "num_key_value_heads": [4, 2, 1, 6]}
     assert lists == {"num_key_value_heads": [2, 2, 2, 6]}
