@@ -29,7 +29,7 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
         return False
     hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
     held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
-    heads = _query_heads(config_class, held, "num_key_value_heads")
+    heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if heads is None:
         return False  # weights without a configuration: nothing to compare with
     if by_layer := kwargs.get("per_layer_config"):
