@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from .attention_sites import AttentionSite
-from .latent_attention import attend_to_latent
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
@@ -59,9 +58,14 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
             return super().forward(
                 hidden_states, key_value_states, past_key_values, attention_mask, **kwargs, **dynamic
             )
-        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
-        latent, layer = self.latent_of(hidden_states, key_value_states, past_key_values)
-        options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling} | kwargs | dynamic
-        maps = self.k_proj, self.v_proj
-        output, weights = attend_to_latent(self, query, latent, attention_mask, maps, layer, **options)
-        return self.out_proj(output.flatten(2)), weights
+        output, weights = self.from_latent(
+            (self.q_proj, self.k_proj, self.v_proj),
+            hidden_states,
+            attention_mask,
+            self.dropout,
+            memory=key_value_states,
+            cache=past_key_values,
+            **kwargs,
+            **dynamic,
+        )
+        return self.out_proj(output), weights

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from .attention_sites import AttentionSite
-from .latent_attention import attend_to_latent
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
@@ -45,11 +44,10 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
         dynamic = self.variant_inputs(hidden_states, None, past_key_values, kwargs)
         if self.heads.rank is None:
             return super().forward(hidden_states, attention_mask, past_key_values, **kwargs, **dynamic)
-        query = self.query(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
-        latent = self.own_latent(hidden_states, past_key_values)
-        options = {"dropout": self.dropout.p if self.training else 0.0, "scaling": self.scaling} | kwargs | dynamic
-        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.key, self.value), **options)
-        return output.flatten(2), weights
+        maps, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.from_latent(
+            maps, hidden_states, attention_mask, dropout, cache=past_key_values, **kwargs, **dynamic
+        )
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):

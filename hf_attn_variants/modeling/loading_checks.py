@@ -7,7 +7,7 @@ from typing import Any
 from .field_checks import checked_rank
 from .layer_values import without_layer_values
 
-__all__ = ["adds_talking_heads"]
+__all__ = ["adds_talking_heads", "beginning_of_talking_heads"]
 
 
 def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
@@ -47,6 +47,15 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
                 "checkpoint's own configuration."
             )
     return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+
+
+def beginning_of_talking_heads(config: Any) -> str:
+    """Say what new talking heads begin as and what that does to the outputs."""
+    if config.talking_heads_init == "random":
+        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
+    if config.talking_heads_dynamic:
+        return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
+    return "they begin as the identity, and no output changes"
 
 
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from transformers.models.albert.modeling_albert import AlbertAttention, AlbertLa
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantAlbertConfig
-from .latent_attention import attend_to_latent
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
@@ -44,12 +43,9 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
         dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
         if self.heads.rank is None:
             return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
-        query = self.query(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
-        dropout = self.attention_dropout.p if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling} | kwargs | dynamic
-        latent = self.own_latent(hidden_states, None)
-        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.key, self.value), **options)
-        output = self.output_dropout(self.dense(output.flatten(2)))
+        maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
+        output, weights = self.from_latent(maps, hidden_states, attention_mask, dropout, **kwargs, **dynamic)
+        output = self.output_dropout(self.dense(output))
         return self.LayerNorm(hidden_states + output), weights
 
 

@@ -16,7 +16,6 @@ from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAtt
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantDistilBertConfig
-from .latent_attention import attend_to_latent
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
@@ -40,12 +39,9 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
         dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
         if self.heads.rank is None:
             return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
-        query = self.q_lin(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
-        dropout = self.dropout.p if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling} | kwargs | dynamic
-        latent = self.own_latent(hidden_states, None)
-        output, weights = attend_to_latent(self, query, latent, attention_mask, (self.k_lin, self.v_lin), **options)
-        return self.out_lin(output.flatten(2)), weights
+        maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
+        output, weights = self.from_latent(maps, hidden_states, attention_mask, dropout, **kwargs, **dynamic)
+        return self.out_lin(output), weights
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):

@@ -16,8 +16,8 @@ from transformers.utils import logging
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
-from .latent_attention import LatentProjection, shared_latent
-from .loading_checks import adds_talking_heads
+from .latent_attention import LatentProjection, attend_to_latent, shared_latent
+from .loading_checks import adds_talking_heads, beginning_of_talking_heads
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -160,6 +160,32 @@ class AttentionVariantMixin:
             for name in self.dynamic_names
         }
 
+    def from_latent(
+        self,
+        maps: tuple[nn.Module, nn.Module, nn.Module],
+        states: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        memory: torch.Tensor | None = None,
+        cache: Any = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the outputs of all heads [b, n, h_v d], and the weights if asked for, of an attention with a latent.
+
+        Args:
+            maps: those of queries, keys and values.
+            mask: as in `attention_with_weights`.
+            dropout: the probability that a weight is dropped in training.
+            states, memory, cache: as for `latent_of`.
+            options: further arguments of the attention function.
+        """
+        query_map, key_map, value_map = maps
+        query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        latent, layer = self.latent_of(states, memory, cache)
+        options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
+        output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
+        return output.flatten(2), weights
+
     def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
         """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it.
 
@@ -299,7 +325,8 @@ class AttnVariantModelMixin:
         # By now a generation_config.json of the checkpoint has been read.
         model._generate_as_configured()
         if adds:
-            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {_beginning(model.config)}.")
+            begin = beginning_of_talking_heads(model.config)
+            logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
         return loaded
 
     @classmethod
@@ -371,12 +398,3 @@ def _resize(module: nn.Module, path: str, in_features: int | None = None, out_fe
     like = {"dtype": old.weight.dtype, "device": old.weight.device}
     module.set_submodule(path, nn.Linear(*size, bias=old.bias is not None, **like))
     return True
-
-
-def _beginning(config: Any) -> str:
-    """Say what new talking heads begin as and what that does to the outputs."""
-    if config.talking_heads_init == "random":
-        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
-    if config.talking_heads_dynamic:
-        return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
-    return "they begin as the identity, and no output changes"
