@@ -17,6 +17,7 @@ from .modeling.configuration_attn_variants import (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantWhisperConfig,
 )
 
 __all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
@@ -36,6 +37,7 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantMarianConfig,
     AttnVariantM2M100Config,
     AttnVariantPegasusConfig,
+    AttnVariantWhisperConfig,
     AttnVariantRobertaConfig,
     AttnVariantDistilBertConfig,
     AttnVariantElectraConfig,

@@ -1,9 +1,11 @@
-"""The relatives of BERT and BART, as rows of the table in architectures.py: each head against upstream's."""
+"""The relatives of BERT and BART, Whisper among them, as rows of the table in architectures.py."""
 
 from typing import Any
 
+import torch
 import transformers
 from architectures import (
+    BATCH,
     VOCABULARY,
     Architecture,
     Head,
@@ -13,12 +15,13 @@ from architectures import (
     span,
     text_inputs,
     token_classes,
+    token_ids,
     tokens,
 )
 
 import hf_attn_variants
 
-__all__ = ["ENCODERS", "ENCODER_DECODERS", "RELATIVES"]
+__all__ = ["ENCODERS", "ENCODER_DECODERS", "RELATIVES", "WHISPER"]
 
 
 def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]) -> Architecture:
@@ -112,4 +115,40 @@ ENCODER_DECODERS = tuple(
         "Pegasus": _GENERATION | _CAUSAL,
     }.items()
 )
-RELATIVES = (*ENCODERS, *ENCODER_DECODERS)
+
+_FRAMES, _MEL_BINS = 40, 8
+
+
+def _speech() -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(BATCH, _MEL_BINS, _FRAMES)}
+
+
+def _speech_and_target() -> dict[str, torch.Tensor]:
+    return _speech() | {"decoder_input_ids": token_ids()}
+
+
+def _target_of_states() -> dict[str, Any]:
+    # The decoder alone reads what an encoder elsewhere has made.
+    return text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
+
+
+WHISPER = _row(
+    "whisper",
+    "WhisperConfig",
+    {
+        "WhisperModel": Head(),
+        "WhisperForConditionalGeneration": Head(tokens),
+        "WhisperForCausalLM": Head(tokens, inputs=_target_of_states),
+        "WhisperForAudioClassification": Head(classes, inputs=_speech, config={"use_weighted_layer_sum": True}),
+    },
+    _speech_and_target,
+    {name: value for name, value in _BART.items() if name not in ("max_position_embeddings", "forced_eos_token_id")}
+    | {
+        "num_mel_bins": _MEL_BINS,
+        "max_source_positions": _FRAMES // 2,
+        "max_target_positions": 40,
+        "begin_suppress_tokens": None,
+        "classifier_proj_size": 16,
+    },
+)
+RELATIVES = (*ENCODERS, *ENCODER_DECODERS, WHISPER)

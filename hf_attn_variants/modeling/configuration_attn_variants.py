@@ -14,6 +14,7 @@ from transformers import (
     PegasusConfig,
     RobertaConfig,
     T5Config,
+    WhisperConfig,
 )
 
 from .encoder_decoder_config import EncoderDecoderConfigMixin
@@ -36,6 +37,7 @@ __all__ = [
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
+    "AttnVariantWhisperConfig",
     "can_cache",
 ]
 
@@ -262,6 +264,29 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
     }
 
 
+class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
+    """Whisper's configuration with the fields of `EncoderDecoderConfigMixin`; without any of them multi-head."""
+
+    model_type = "attn_variant_whisper"
+    upstream_model_types = ("whisper",)
+    modeling_file = "modeling_attn_variant_whisper"
+    size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
+    # Upstream has the key/value heads be a name of the encoder's heads; here they are a field.
+    attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
+    auto_classes = {
+        "AutoModel": "AttnVariantWhisperModel",
+        "AutoModelForAudioClassification": "AttnVariantWhisperForAudioClassification",
+        "AutoModelForCausalLM": "AttnVariantWhisperForCausalLM",
+        "AutoModelForSpeechSeq2Seq": "AttnVariantWhisperForConditionalGeneration",
+    }
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        # By this name, asked of a live model, upstream's `generate` lets a prompt begin as it does, and its pipeline
+        # transcribes long audio and gives timestamps. What is saved is the class's.
+        self.model_type = "whisper"
+
+
 for _config_class in (
     AttnVariantAlbertConfig,
     AttnVariantBartConfig,
@@ -274,5 +299,6 @@ for _config_class in (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantWhisperConfig,
 ):
     _config_class.register_for_auto_class()

@@ -48,9 +48,11 @@ ELSEWHERE = textwrap.dedent(
                     result = model(**inputs).last_hidden_state
                 torch.testing.assert_close(result, saved["expected"], atol=1e-6, rtol=0)
                 model.save_pretrained(resaved)
-            if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
-                generated = model.generate(saved["input.input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
-                assert generated.shape[0] == saved["input.input_ids"].shape[0]
+            if auto_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"):
+                names = (f"input.{model.main_input_name}", "input.decoder_input_ids")
+                prompts = next(saved[name] for name in names if name in saved)
+                generated = model.generate(prompts, max_new_tokens=3, do_sample=False, pad_token_id=0)
+                assert generated.shape[0] == prompts.shape[0]
             if auto_class == "AutoModelForCausalLM":
                 # Where upstream's Trainer looks whose labels it shifts.
                 names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -83,7 +85,8 @@ def save_one(architecture, variant, saved, folder):
     """Save a model, and what it makes of a batch; return what a process elsewhere loads of it."""
     base = next(iter(architecture.heads))
     auto_classes = architecture.config_class.auto_classes
-    language_model = auto_classes.get("AutoModelForPreTraining") or auto_classes["AutoModelForSeq2SeqLM"]
+    kinds = ("AutoModelForPreTraining", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+    language_model = next(auto_classes[kind] for kind in kinds if kind in auto_classes)
     heads = {"base": base, "language_model": language_model}
     head = heads[saved].removeprefix("AttnVariant")
     fields = {}

@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART: their heads are upstream's, with fewer heads, with latents and as they are."""
+"""The relatives of BERT and BART, Whisper among them: their heads are upstream's, grouped, with latents and as they are."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import LENGTH, token_ids
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
-from relatives import ENCODER_DECODERS, RELATIVES
+from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import convert
@@ -86,7 +86,7 @@ def test_identical_heads_convert_without_loss(architecture, tmp_path):
 def test_every_auto_class_loads_elsewhere(tmp_path):
     made = []
     for row in RELATIVES:
-        variant = "by layer" if row in ENCODER_DECODERS else "gqa"
+        variant = "by layer" if row in (*ENCODER_DECODERS, WHISPER) else "gqa"
         made.append(save_one(row, variant, "language_model", tmp_path / row.name))
     (tmp_path / "cwd").mkdir()
     arguments = [path for paths in made for path in paths]
@@ -123,7 +123,7 @@ def test_tokens_are_upstreams(architecture, search, padding, tmp_path):
         assert len(kept) == (1 if fields else 2)
 
 
-@GENERATES
+@pytest.mark.parametrize("architecture", [*ENCODER_DECODERS, WHISPER], ids=lambda row: row.name)
 def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
     """Value biases count, whatever the form: nearly all weights of these stacks have them."""
     head = list(architecture.heads)[1]

@@ -1,0 +1,144 @@
+"""Whisper's own generation with a variant inside: languages, prompts, segments, timestamps of words, beams."""
+
+import pytest
+import torch
+import transformers
+from relatives import WHISPER
+
+from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForConditionalGeneration
+
+HEAD = "WhisperForConditionalGeneration"
+WIDTH, FRAMES = 48, 40
+EXACT = dict.fromkeys(AttnVariantWhisperConfig.rank_fields(), WIDTH)
+# The last twenty of sixty tokens are times; three before them have a meaning, and two are languages.
+TIMES = {"no_timestamps_token_id": 39, "prev_sot_token_id": 38, "max_initial_timestamp_index": 5}
+LANGUAGES = {"is_multilingual": True, "lang_to_id": {"<|en|>": 30, "<|de|>": 31}, "task_to_id": {"transcribe": 32}}
+HEADS_TO_ALIGN = [[0, 3], [1, 7]]
+GENERATION = TIMES | LANGUAGES | {"alignment_heads": HEADS_TO_ALIGN, "decoder_start_token_id": 2, "pad_token_id": 1}
+# So that of three segments two are tried again.
+FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2},
+    "prompt": {"prompt_ids": torch.tensor([38, 11, 12])},
+    "times": {"return_timestamps": True},
+    "long": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 0.9},
+    "long without speech": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 1e-3},
+    "long after the last segment": {"long": True, "return_timestamps": True, "condition_on_prev_tokens": True},
+    "long by beams": {"long": True, "return_timestamps": True, "num_beams": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whisper")
+    model = WHISPER.upstream_model(HEAD)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=2, bos_token_id=0, **GENERATION)
+    model.save_pretrained(folder)
+    return folder
+
+
+def loaded(folder, **fields):
+    return AttnVariantWhisperForConditionalGeneration.from_pretrained(folder, **fields).eval()
+
+
+def transcribed(model, long=False, **options):
+    torch.manual_seed(1)
+    frames = 3 * FRAMES - 7 if long else FRAMES
+    batch = {"input_features": torch.randn(2, 8, frames)}
+    if long:  # the second is over before the first
+        batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, FRAMES + 9])[:, None]).long()
+    if not options.get("return_timestamps"):  # no time may come then: at one of zero, Whisper would begin again
+        options["suppress_tokens"] = list(range(TIMES["no_timestamps_token_id"], 60))
+    return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
+
+
+def same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name in theirs.keys() - {"result"}:
+            same(ours[name], theirs[name])
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            same(*pair)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transcripts_are_upstreams(checkpoint, way):
+    upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+    expected = transcribed(upstream, **WAYS[way])
+    for fields in ({}, {"cross_kv_lora_rank": WIDTH}, EXACT):
+        same(transcribed(loaded(checkpoint, **fields), **WAYS[way]), expected)
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
+def test_times_of_words_are_upstreams(checkpoint, way):
+    """They are read off the weights of cross-attention, which both forms of a latent give."""
+    options = way | {"return_token_timestamps": True, "return_timestamps": True}
+    upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+    expected = transcribed(upstream, **options)
+    for fields in ({}, EXACT):
+        same(transcribed(loaded(checkpoint, **fields), **options), expected)
+
+
+def test_beams_read_one_memory(checkpoint):
+    """Of a sentence, as of other hosts; samples are sentences to Whisper, which reads the audio for each."""
+    for fields, layers in (({}, 2), (EXACT, 1)):
+        model, kept = loaded(checkpoint, **fields), []
+        decoder = model.model.decoder
+        decoder.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output.past_key_values))
+        for options, rows in (({"num_beams": 3}, 2), (WAYS["samples"], 4)):
+            transcribed(model, **options)
+            cross = kept[-1].cross_attention_cache.layers
+            assert {layer.keys.shape[0] for layer in cross} == {rows}
+            assert len({layer.keys.untyped_storage().data_ptr() for layer in cross}) == layers
+
+
+@pytest.mark.parametrize(
+    "fields, numbers",
+    [
+        ({}, 2 * 2 * WIDTH),
+        ({"num_key_value_heads": 3}, 2 * 2 * 3 * 4),
+        ({"cross_kv_lora_rank": WIDTH}, WIDTH),
+        ({"cross_kv_lora_rank": 6}, 6),
+    ],
+    ids=str,
+)
+def test_what_is_kept_of_a_position_of_audio(fields, numbers):
+    """Keys and values of two layers, or one latent for both."""
+    batch = WHISPER.batch(HEAD)
+    with torch.no_grad():
+        cache = WHISPER.model(HEAD, **fields)(**batch, use_cache=True).past_key_values.cross_attention_cache
+    storages = [each.untyped_storage() for layer in cache.layers for each in (layer.keys, layer.values)]
+    kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    assert kept == len(batch["input_features"]) * FRAMES // 2 * numbers * 4
+
+
+def test_talking_heads():
+    """As the identity they change nothing; at random, implementations and steps with a cache agree."""
+    fields = {"encoder_attention_heads": 12, "talking_heads": "both"}
+    model = WHISPER.model(HEAD, "gqa", **fields)
+    plain = WHISPER.model(HEAD, "gqa", encoder_attention_heads=12)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    identity = type(model)(model.config).eval()
+    identity.load_state_dict(plain.state_dict(), strict=False)
+    batch = WHISPER.batch(HEAD)
+    with torch.no_grad():
+        torch.testing.assert_close(identity(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=0)
+        whole = model(**batch, use_cache=False).logits
+        assert (whole - plain(**batch).logits).abs().max() > 1e-2
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(**batch).logits, whole, atol=1e-5, rtol=0)
+    upstream = WHISPER.upstream_model(HEAD, encoder_attention_heads=12)
+    expected = transcribed(upstream, num_beams=3)
+    ours = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
+    ours.load_state_dict(upstream.state_dict(), strict=False)
+    assert torch.equal(transcribed(ours, num_beams=3), expected)
+    with pytest.raises(ValueError, match=r"as many heads in both stacks.*=4, decoder_attention_heads=12"):
+        WHISPER.config(talking_heads="both")
