@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..conversion.calibration_settings import CALIBRATION_SIZE, FIT_DEFAULTS, Calibration
+from ..conversion.calibration_settings import (
+    AUDIO_CALIBRATION_SIZE,
+    CALIBRATION_SIZE,
+    FIT_DEFAULTS,
+    MAX_AUDIO_LENGTH,
+    MAX_LENGTH,
+    Calibration,
+)
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
@@ -23,10 +30,14 @@ examples (a BERT calibrated on lines of text; one that was fine-tuned to answer 
 a T5 whose decoder keeps 128 numbers a token of the source:
   %(prog)s --model_name_or_path runs/translation --cross_kv_lora_rank 128 --calibration_file train.en \\
       --calibration_target_file train.de --output_dir translation-r128
+a Whisper that keeps 128 numbers a position of audio, calibrated on a folder of recordings:
+  %(prog)s --model_name_or_path openai/whisper-tiny --cross_kv_lora_rank 128 --calibration_audio_dir recordings \\
+      --output_dir whisper-tiny-r128
 """
 
 CALIBRATION_OPTIONS = (
     "calibration_file",
+    "calibration_audio_dir",
     "calibration_columns",
     "calibration_target_file",
     "calibration_target_column",
@@ -54,8 +65,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=METHODS,
         help="how heads are merged (default: calibrated with --calibration_file, else mean)",
     )
-    add_calibration_arguments(
-        parser.add_argument_group("calibration", "text for the methods that fit new heads to it")
+    calibration = parser.add_argument_group("calibration", "text or audio for the methods that fit new heads to it")
+    add_calibration_arguments(calibration)
+    calibration.add_argument(
+        "--calibration_audio_dir",
+        metavar="FOLDER",
+        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: wav (PCM), and "
+        "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
+        f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
+        f"{MAX_AUDIO_LENGTH})",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
@@ -143,9 +161,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         type=int,
         help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
     )
-    group.add_argument(
-        "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
-    )
+    group.add_argument("--max_length", type=int, help=f"tokens at which an example is cut (default: {MAX_LENGTH})")
     group.add_argument(
         "--fit_steps",
         type=int,
@@ -177,7 +193,8 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
-    """Read the calibration text and draw its examples."""
+    """Read the calibration text, or find its audio, and draw the examples."""
+    from ..conversion.calibration.audio import read_audio_calibration
     from ..conversion.calibration.texts import read_calibration
     from ..conversion.methods import METHODS
     from ..conversion.methods.base import CalibratedMethod
@@ -185,11 +202,17 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
+    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
+    if args.calibration_audio_dir is not None:
+        if of_text := [name for name in given if name not in ("calibration_audio_dir", "calibration_size", *settings)]:
+            raise ValueError(f"--{of_text[0]} is for text, --calibration_audio_dir for audio: leave one out.")
+        return read_audio_calibration(
+            args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
+        )
     if args.calibration_file is None:
         if given:
             raise ValueError(f"--{given[0]} needs --calibration_file.")
         return None
-    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
     return read_calibration(
         args.calibration_file,
         columns=args.calibration_columns,

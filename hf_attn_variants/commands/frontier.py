@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    parser.set_defaults(method=None, fit_steps=0)
+    parser.set_defaults(method=None, fit_steps=0, calibration_audio_dir=None)
     args = parse_with_checkpoint(parser, argv)
     if args.calibration_file is None:
         parser.error("--calibration_file is needed: what is lost is measured on text")

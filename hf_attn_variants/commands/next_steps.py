@@ -18,6 +18,8 @@ __all__ = ["next_steps"]
 # The subcommand that trains such a head; the others are fine-tuned, as most are, on sentences.
 TEXT_TO_TEXT = ("ForConditionalGeneration", "MTModel")
 TASKS = dict.fromkeys(TEXT_TO_TEXT, "seq2seq") | {"ForQuestionAnswering": "squad", "ForTokenClassification": "ner"}
+# Architectures that no command here trains: they read audio.
+NOT_TRAINED = ("Whisper",)
 # Heads that no command here fine-tunes.
 NOT_TUNED = ("LMHeadModel", "ForCausalLM", "ForMultipleChoice", "T5EncoderModel")
 # Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
@@ -53,6 +55,8 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
     from ..registration import PREFIX
 
     head = report.architecture.removeprefix(PREFIX)
+    if head.startswith(NOT_TRAINED):
+        return []
     output, text = _folder(report.output_dir), _text_flags(args, head)
     steps, commands = [], []
     if merged and text is not None and not head.endswith(NOT_DISTILLED):

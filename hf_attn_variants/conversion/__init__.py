@@ -24,6 +24,7 @@ _PLACES = {
     "convert_checkpoint": "conversions",
     "convert_model": "conversions",
     "load_converted": "conversions",
+    "read_audio_calibration": "calibration.audio",
     "read_calibration": "calibration.texts",
 }
 __all__ = [*_PLACES]

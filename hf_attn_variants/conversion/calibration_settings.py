@@ -1,20 +1,32 @@
-"""The text of a calibration, and how closely new heads are fitted to it; torch and transformers are not imported."""
+"""The text or audio of a calibration, and how closely new heads are fitted to it; torch and transformers are not imported."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
 
-__all__ = ["CALIBRATION_SIZE", "FIT_DEFAULTS", "MIN_TEXTS", "Calibration"]
+__all__ = [
+    "AUDIO_CALIBRATION_SIZE",
+    "CALIBRATION_SIZE",
+    "FIT_DEFAULTS",
+    "MAX_AUDIO_LENGTH",
+    "MAX_LENGTH",
+    "MIN_TEXTS",
+    "Calibration",
+]
 
-# The examples that are drawn from a file.
-CALIBRATION_SIZE = 2048
+# The examples that are drawn from a file, and from a folder of audio: a window of Whisper's is 1,500 positions.
+CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
+# Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
+MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
+BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One to fit to, one that is held out.
 MIN_TEXTS = 2
 # The share of the texts that nothing is fitted to: on them errors are measured.
@@ -24,7 +36,7 @@ FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
+    """The text or audio that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
 
     An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
     kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is
@@ -35,30 +47,55 @@ class Calibration:
             joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
-        max_length: tokens at which a text is cut.
-        batch_size: texts a forward pass.
+        max_length: tokens at which a text is cut, or the model's output for audio; None = 64, for audio 224 (and at
+            most half of the model's positions).
+        batch_size: texts a forward pass; None = 32, for audio 4.
         fit_steps: method "calibrated": Adam steps a module after the closed form; None = 400, 0 = it alone.
         fit_learning_rate: of these steps, at their beginning and relative to the root mean square of each tensor;
             None = 0.03, for a latent times the relative error of its closed form.
         fit_batch_size: texts a step; None = 32.
         device: where to run; None = a GPU if there is one.
+        audio: in the place of texts, for a model that reads speech: paths of files, of which each is cut or padded to
+            one window; the decoder's text is the model's own greedy output.
+        feature_extractor: of audio, the model's; None = the one beside the checkpoint.
 
     Raises:
-        TypeError: if `texts` holds anything but strings or pairs of them, or `target_texts` anything but strings.
+        TypeError: if `texts` holds anything but strings or pairs of them, `target_texts` anything but strings, or
+            `audio` anything but paths.
         ValueError: if there are too few, one is empty, or a number is out of its range.
     """
 
-    texts: Sequence[str] | Sequence[tuple[str, str]]
+    texts: Sequence[str] | Sequence[tuple[str, str]] = ()
     target_texts: Sequence[str] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
-    max_length: int = 64
-    batch_size: int = 32
+    max_length: int | None = None
+    batch_size: int | None = None
     fit_steps: int | None = None
     fit_learning_rate: float | None = None
     fit_batch_size: int | None = None
     device: str | torch.device | None = None
+    audio: Sequence[str | os.PathLike] | None = None
+    feature_extractor: FeatureExtractionMixin | None = None
 
     def __post_init__(self) -> None:
+        is_text = self.audio is None
+        (self._check_texts if is_text else self._check_audio)()
+        defaults = {
+            "max_length": MAX_LENGTH if is_text else MAX_AUDIO_LENGTH,
+            "batch_size": BATCH_SIZE if is_text else AUDIO_BATCH_SIZE,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` of a calibration must be at least {least}; got {value}.")
+        rate = self.fit_learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"`fit_learning_rate` of a calibration must be more than 0; got {rate}.")
+
+    def _check_texts(self) -> None:
         _check_is_list("texts", self.texts)
         if not len(self.texts):
             raise ValueError("a calibration needs `texts`; the list is empty.")
@@ -81,13 +118,20 @@ class Calibration:
             )
         if self.target_texts is not None:
             self._check_targets(self.target_texts)
-        for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` of a calibration must be at least {least}; got {value}.")
-        rate = self.fit_learning_rate
-        if rate is not None and not 0 < rate < math.inf:
-            raise ValueError(f"`fit_learning_rate` of a calibration must be more than 0; got {rate}.")
+
+    def _check_audio(self) -> None:
+        _check_is_list("audio", self.audio)
+        for name in ("texts", "target_texts", "tokenizer"):
+            if getattr(self, name):
+                raise ValueError(f"a calibration has `audio` or `{name}`, not both.")
+        for path in self.audio:
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(f"`audio` of a calibration must be paths of files; got {path!r:.80}.")
+        if len(self.audio) < MIN_TEXTS:
+            raise ValueError(
+                f"a calibration needs {MIN_TEXTS} files of `audio` at least, one to fit to and one that is held out to "
+                f"measure errors on; got {len(self.audio)}."
+            )
 
     def _check_targets(self, targets: Sequence[str]) -> None:
         _check_is_list("target_texts", targets)
@@ -100,9 +144,19 @@ class Calibration:
             )
 
     @property
+    def examples(self) -> Sequence[Any]:
+        """The texts, or the files of audio."""
+        return self.texts if self.audio is None else self.audio
+
+    @property
+    def processor(self) -> Any:
+        """What makes the model's inputs of examples, where it is given: the tokenizer or the feature extractor."""
+        return self.tokenizer if self.audio is None else self.feature_extractor
+
+    @property
     def held_out_count(self) -> int:
-        """How many of the texts are held out."""
-        return max(1, round(HELD_OUT * len(self.texts)))
+        """How many of the examples are held out."""
+        return max(1, round(HELD_OUT * len(self.examples)))
 
     def fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`: as given, or the default."""
@@ -112,8 +166,8 @@ class Calibration:
     def settings(self, method: Any) -> dict[str, Any]:
         """Return what a report says of it and of the `options` of a method, as JSON values; no text itself."""
         return {
-            "count": len(self.texts),
-            "kind": "pairs" if isinstance(self.texts[0], tuple) else "texts",
+            "count": len(self.examples),
+            "kind": "files of audio" if self.audio else "pairs" if isinstance(self.texts[0], tuple) else "texts",
             "targets": self.target_texts is not None,
             "held_out": self.held_out_count,
             "max_length": self.max_length,

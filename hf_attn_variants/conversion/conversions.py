@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
@@ -24,11 +24,12 @@ from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
+from .calibration.processors import check_has_processor, load_processor
 from .calibration.texts import CalibrationLike, as_calibration
 from .calibration_settings import Calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.reading import CheckpointReader, open_checkpoint
-from .checkpoint.source import copy_side_files, learned_tokens, read_config, resolve_source, side_files
+from .checkpoint.source import copy_side_files, read_config, resolve_source, side_files
 from .converted_tensors import converted_tensors, planned_entries, write_weights
 from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
@@ -55,8 +56,9 @@ COMPRESSED = (
     "With text, `calibration=` (--calibration_file), it keeps 0.868 and 35.3.",
     'If weights alone are meant, say method="mean" (--method mean).',
 )
-# Loads a plan's source, in float32, with the tokenizer beside it.
-SourceModel = Callable[[ConversionPlan], tuple[PreTrainedModel, PreTrainedTokenizerBase | None]]
+HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
+# Loads a plan's source, in float32, with the tokenizer or feature extractor beside it.
+SourceModel = Callable[[ConversionPlan], tuple[PreTrainedModel, Any]]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -157,11 +159,8 @@ def convert_model(
     """
     reader = ModelReader(model)
     calibration = as_calibration(calibration, seed)
-    if calibration is not None and calibration.tokenizer is None:
-        raise ValueError(
-            "a model in memory has no tokenizer beside it, and a calibration needs the model's: give "
-            "`calibration=Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)`."
-        )
+    if calibration is not None:
+        check_has_processor(calibration)
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
 
     def source(plan: ConversionPlan) -> tuple[PreTrainedModel, None]:
@@ -307,8 +306,9 @@ class _Request:
         if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
             pools = any(module.heads.relation == "pool" for module in plan.reduced)
             lost, kept, meant = POOLED if pools else COMPRESSED
+            kept, examples = (HEARD, "audio") if plan.hears else (kept, "text")
             if (reason := why_not_calibrated(plan)) is None:
-                logger.warning("no text to calibrate on: %s %s %s", lost, kept, meant)
+                logger.warning("no %s to calibrate on: %s %s %s", examples, lost, kept, meant)
             else:
                 logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
@@ -327,16 +327,18 @@ class _Request:
 
 
 def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
-    """Return the function that loads the model in a folder, in float32, and its tokenizer where one is needed."""
+    """Return the function that loads the model in a folder, in float32, and what makes its inputs, where it is needed."""
 
-    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
         # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
         config = deepcopy(plan.source_config)
         model = plan.model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
-        needs_tokenizer = calibration is None or calibration.tokenizer is None
-        return model, _load_tokenizer(folder) if needs_tokenizer else None
+        if (generation := _generation_config(plan, folder)) is not None:
+            model.generation_config = generation
+        is_given = calibration is not None and calibration.processor is not None
+        return model, None if is_given else load_processor(folder, calibration)
 
     return source
 
@@ -350,17 +352,6 @@ def _calibrate_from_folder(
         return None
     calibrate(plan, method, reader, *source(plan), calibration)
     return None if calibration is None else calibration.settings(method)
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
-    if not learned_tokens(tokenizer):
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer files, and a calibration needs them: put them there, or give "
-            "`Calibration(..., tokenizer=tokenizer)`."
-        )
-    return tokenizer
 
 
 def _write_what_describes_it(

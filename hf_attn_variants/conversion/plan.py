@@ -46,6 +46,11 @@ class ConversionPlan:
     seed: int = 0
     dtype: torch.dtype | None = None
 
+    @property
+    def hears(self) -> bool:
+        """Whether the model reads audio."""
+        return self.model_class.main_input_name == "input_features"
+
     @cached_property
     def converted_names(self) -> frozenset[str]:
         """The names of the attentions' tensors in the checkpoint, before and after."""

@@ -3,18 +3,12 @@
 import pytest
 import torch
 import transformers
+from fixtures.speech import HEAD, TIMES, WINDOW, whisper_checkpoint
 from relatives import WHISPER
 
 from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForConditionalGeneration
 
-HEAD = "WhisperForConditionalGeneration"
-WIDTH, FRAMES = 48, 40
-EXACT = dict.fromkeys(AttnVariantWhisperConfig.rank_fields(), WIDTH)
-# The last twenty of sixty tokens are times; three before them have a meaning, and two are languages.
-TIMES = {"no_timestamps_token_id": 39, "prev_sot_token_id": 38, "max_initial_timestamp_index": 5}
-LANGUAGES = {"is_multilingual": True, "lang_to_id": {"<|en|>": 30, "<|de|>": 31}, "task_to_id": {"transcribe": 32}}
-HEADS_TO_ALIGN = [[0, 3], [1, 7]]
-GENERATION = TIMES | LANGUAGES | {"alignment_heads": HEADS_TO_ALIGN, "decoder_start_token_id": 2, "pad_token_id": 1}
+EXACT = dict.fromkeys(AttnVariantWhisperConfig.rank_fields(), 48)
 # So that of three segments two are tried again.
 FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
 WAYS = {
@@ -32,11 +26,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whisper")
-    model = WHISPER.upstream_model(HEAD)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=2, bos_token_id=0, **GENERATION)
-    model.save_pretrained(folder)
-    return folder
+    return whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
 
 
 def loaded(folder, **fields):
@@ -45,10 +35,10 @@ def loaded(folder, **fields):
 
 def transcribed(model, long=False, **options):
     torch.manual_seed(1)
-    frames = 3 * FRAMES - 7 if long else FRAMES
+    frames = 3 * WINDOW - 7 if long else WINDOW
     batch = {"input_features": torch.randn(2, 8, frames)}
     if long:  # the second is over before the first
-        batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, FRAMES + 9])[:, None]).long()
+        batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, WINDOW + 9])[:, None]).long()
     if not options.get("return_timestamps"):  # no time may come then: at one of zero, Whisper would begin again
         options["suppress_tokens"] = list(range(TIMES["no_timestamps_token_id"], 60))
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
@@ -73,7 +63,7 @@ def same(ours, theirs):
 def test_transcripts_are_upstreams(checkpoint, way):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     expected = transcribed(upstream, **WAYS[way])
-    for fields in ({}, {"cross_kv_lora_rank": WIDTH}, EXACT):
+    for fields in ({}, {"cross_kv_lora_rank": 48}, EXACT):
         same(transcribed(loaded(checkpoint, **fields), **WAYS[way]), expected)
 
 
@@ -103,9 +93,9 @@ def test_beams_read_one_memory(checkpoint):
 @pytest.mark.parametrize(
     "fields, numbers",
     [
-        ({}, 2 * 2 * WIDTH),
+        ({}, 2 * 2 * 48),
         ({"num_key_value_heads": 3}, 2 * 2 * 3 * 4),
-        ({"cross_kv_lora_rank": WIDTH}, WIDTH),
+        ({"cross_kv_lora_rank": 48}, 48),
         ({"cross_kv_lora_rank": 6}, 6),
     ],
     ids=str,
@@ -117,7 +107,7 @@ def test_what_is_kept_of_a_position_of_audio(fields, numbers):
         cache = WHISPER.model(HEAD, **fields)(**batch, use_cache=True).past_key_values.cross_attention_cache
     storages = [each.untyped_storage() for layer in cache.layers for each in (layer.keys, layer.values)]
     kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-    assert kept == len(batch["input_features"]) * FRAMES // 2 * numbers * 4
+    assert kept == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
 
 
 def test_talking_heads():

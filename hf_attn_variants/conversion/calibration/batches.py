@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
 
-__all__ = ["Batch", "make_batches"]
+__all__ = ["MIN_TOKENS", "Batch", "chunks_of", "from_generated", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -23,13 +23,7 @@ def make_batches(
         generator: draws the texts that are held out.
     """
     encoded, segments, targets = _tokenized(model, tokenizer, calibration)
-    drawn = torch.randperm(len(encoded), generator=generator).tolist()
-    parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
-    chunks = [
-        (part, order[start : start + calibration.batch_size])
-        for part, order in enumerate(sorted(rows, key=lambda i: (len(encoded[i]), i)) for rows in parts)
-        for start in range(0, len(order), calibration.batch_size)
-    ]
+    chunks = chunks_of(calibration, list(map(len, encoded)), generator)
     if model.config.is_encoder_decoder and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
@@ -42,6 +36,29 @@ def make_batches(
             batch |= _decoder_arguments(model, batch, chosen, calibration)
         batches[part].append(batch)
     return batches
+
+
+def chunks_of(calibration: Calibration, lengths: list[int], generator: torch.Generator) -> list[tuple[int, list[int]]]:
+    """Draw the examples that are held out, and return which go together: 0 or 1 = held out, and their numbers.
+
+    Args:
+        lengths: those of similar length are together.
+        generator: draws.
+    """
+    drawn = torch.randperm(len(lengths), generator=generator).tolist()
+    parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
+    return [
+        (part, order[start : start + calibration.batch_size])
+        for part, order in enumerate(sorted(rows, key=lambda i: (lengths[i], i)) for rows in parts)
+        for start in range(0, len(order), calibration.batch_size)
+    ]
+
+
+def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
+    """Return a decoder's arguments that lead to what was generated [b, t], which begins with the start token."""
+    ids = generated[:, :-1].cpu()
+    mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 def _tokenized(
@@ -89,9 +106,7 @@ def _decoder_arguments(
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)
-        ids = generated[:, :-1].cpu()  # begins with the start token
-        mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != config.pad_token_id).long()], dim=1)
-        return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        return from_generated(generated, config.pad_token_id)
     padded = _padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
     return {f"decoder_{name}": tensor for name, tensor in padded.items()}
 

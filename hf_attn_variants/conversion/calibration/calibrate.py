@@ -1,11 +1,11 @@
-"""Calibration: text through the source model, and new heads fitted to what its attentions make of it."""
+"""Calibration: text or audio through the source model, and new heads fitted to what its attentions make of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
@@ -17,6 +17,7 @@ from ..methods.base import CalibratedMethod, LatentInText, LayerContext
 from ..methods.mean import MeanPooling
 from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
+from .audio import audio_batches
 from .batches import Batch, make_batches
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
@@ -57,6 +58,7 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
     if not isinstance(method, CalibratedMethod) or not plan.reduced:
         return None
     if calibration is not None:
+        _check_kind(plan, calibration)
         method.converted.clear()  # of another model, or on another text
     elif all(module.name in method.converted for module in plan.reduced):
         return None
@@ -65,12 +67,20 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
     return method
 
 
+def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
+    name = plan.model_class.__name__
+    if plan.hears and calibration.audio is None:
+        raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
+    if not plan.hears and calibration.audio is not None:
+        raise ValueError(f"{name} reads text: give the calibration `texts` (--calibration_file), no audio.")
+
+
 def calibrate(
     plan: ConversionPlan,
     method: CalibratedMethod,
     reader: TensorSource,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
     calibration: Calibration | None,
 ) -> None:
     """Give a method the new projections of every attention that the plan pools.
@@ -79,13 +89,13 @@ def calibrate(
         plan, method: the conversion and its method, as `method_to_calibrate` returned it.
         reader: the source's tensors.
         model: the source as this package's model with its own heads, in float32; only how it generates is changed.
-        tokenizer: the one beside the checkpoint, if any.
-        calibration: the text.
+        processor: the tokenizer beside the checkpoint, for audio the feature extractor; None = none.
+        calibration: the text or audio.
 
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    with _course(plan, method, reader, model, tokenizer, calibration) as course:
+    with _course(plan, method, reader, model, processor, calibration) as course:
         course.find_shared_latents()
         course.convert()
 
@@ -96,11 +106,11 @@ def forms_on_text(
     modules: Sequence[AttentionModule],
     reader: TensorSource,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
     calibration: Calibration | None,
 ) -> list[LatentForms]:
     """Return what latents of some of the source's attentions lose on text; arguments and errors as for `calibrate`."""
-    with _course(plan, method, reader, model, tokenizer, calibration) as course:
+    with _course(plan, method, reader, model, processor, calibration) as course:
         return course.forms(modules)
 
 
@@ -109,19 +119,22 @@ def _course(
     method: CalibratedMethod,
     reader: TensorSource,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
     calibration: Calibration | None,
 ) -> "_Course":
     if calibration is None:
         raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
-    tokenizer = calibration.tokenizer or tokenizer
-    if tokenizer is None:
-        raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
+    hears = calibration.audio is not None
+    processor = calibration.processor or processor
+    if processor is None:
+        name = "feature_extractor" if hears else "tokenizer"
+        raise ValueError(f"calibration needs the model's {name}: give `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    if model.can_generate():  # its own settings, beams or penalties, are for its users
+    if model.can_generate() and not hears:  # its own settings, beams or penalties, are for its users
         model.generation_config = GenerationConfig.from_model_config(model.config)
-    used, held_out = make_batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
+    batches = audio_batches if hears else make_batches
+    used, held_out = batches(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
     return _Course(plan, method, reader, model, calibration, used, held_out)
 
 
@@ -287,7 +300,10 @@ def _recorded_together(
     modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
     """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
-    positions = sum(max(tensor.numel() for tensor in batch.values()) for batch in batches)
+    # Of audio's features [b, bins, frames] the frames.
+    positions = sum(
+        max(each[:, 0].numel() if each.ndim == 3 else each.numel() for each in b.values()) for b in batches
+    )
     calls = max((model_class.module_runs(config, module.name) for module in modules), default=1)
     at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
     for start in range(0, len(modules), at_once):

@@ -111,7 +111,8 @@ class _Whitened:
     """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back.
 
     C is of what each reads: of inputs that are recorded, `whitened` gives them whitened; of what is computed on the
-    way, the latent and the heads' outputs, W itself is handed out.
+    way, the latent and the heads' outputs, W itself is handed out. Keys may be without the bias that values have
+    (Whisper's): one is fitted and left out again, for no softmax sees it.
     """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
@@ -120,7 +121,7 @@ class _Whitened:
         states = (batch.states[batch.valid] for batch in inputs)
         memories = (batch.memory[batch.memory_valid()] for batch in inputs)
         self._reads = {"query": "states", "key": "memory", "value": "memory", "output": "context"}
-        has_bias = tensors.key_bias is not None
+        has_bias = tensors.value_bias is not None
         self._maps = {
             "states": _whitening(states, tensors.query_bias is not None),
             "context": _whitening(contexts, tensors.output_bias is not None),
@@ -132,7 +133,7 @@ class _Whitened:
             latents = (tensors.latent(batch.memory[batch.memory_valid()]) for batch in inputs)
             self._maps |= {"memory": _whitening(memories, False), "latent": _whitening(latents, has_bias)}
         self._weights = {
-            role: (tensors.joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
+            role: (self._joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
         }
         self.parameters = list(self._weights.values())
 
@@ -163,8 +164,14 @@ class _Whitened:
         into = self._maps[what][0]
         return (_with_one(states) if into.shape[0] > states.shape[-1] else states) @ into
 
+    def _joined(self, role: str) -> torch.Tensor:
+        """Return [W | b] as wide as the map of what it reads: where that has a bias and this role none, b is zero."""
+        joined = self._original.joined(role)
+        return nn.functional.pad(joined, (0, self._maps[self._reads[role]][1].shape[0] - joined.shape[1]))
+
     def _plain(self, role: str) -> dict[str, torch.Tensor]:
-        return self._original.parted(role, self._weights[role] @ self._maps[self._reads[role]][0].T)
+        plain = self._weights[role] @ self._maps[self._reads[role]][0].T
+        return self._original.parted(role, plain[:, : self._original.joined(role).shape[1]])
 
     def _plain_names(self, role: str) -> Iterable[str]:
         return self._original.mapped(role, torch.detach)

@@ -175,8 +175,9 @@ class _Recorder:
             path, site, query_map, key_map = self._modules[module]
             states, memory = self._inputs[query_map], self._inputs[key_map]
             mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
-            # A decoder alone has its text where others have the encoder's.
-            valid = self.batch.get(mask_name, self.batch["attention_mask"]).bool()
+            # A decoder alone has its text where others have the encoder's; all of audio's positions count.
+            valid = self.batch.get(mask_name, self.batch.get("attention_mask"))
+            valid = torch.ones_like(states[..., 0], dtype=torch.bool) if valid is None else valid.bool()
             causal = attention_mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
             bias = None if position_bias is None else position_bias[:1]

@@ -1,4 +1,4 @@
-"""Calibration text as users have it: lists, files of lines, tables; a sample of it is drawn."""
+"""Calibration text as users have it: lists, files of lines, tables; a sample of it is drawn. Folders are of audio."""
 
 import os
 import random
@@ -8,6 +8,7 @@ from typing import Any
 
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
 from ..calibration_settings import CALIBRATION_SIZE, MIN_TEXTS, Calibration
+from .audio import read_audio_calibration
 
 __all__ = ["CalibrationLike", "as_calibration", "read_calibration"]
 
@@ -15,7 +16,8 @@ CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str 
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return a calibration of what a user gave: one, texts or pairs of texts, the path of a file of them, or None.
+    """Return a calibration of what a user gave: one, texts or pairs of texts, the path of a file of them or of a folder
+    of audio, or None.
 
     Raises:
         TypeError: if it is anything else.
@@ -28,12 +30,13 @@ def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibr
             raise FileNotFoundError(
                 f"there is no calibration file {os.fspath(calibration)!r:.200}; texts themselves are given as a list."
             )
-        return read_calibration(calibration, seed=seed)
+        is_folder = Path(calibration).expanduser().is_dir()
+        return (read_audio_calibration if is_folder else read_calibration)(calibration, seed=seed)
     if isinstance(calibration, Sequence) and not isinstance(calibration, bytes | bytearray):
         return Calibration(calibration)
     raise TypeError(
-        "`calibration` takes a list of texts, a list of pairs of texts, the path of a text file or table, or a "
-        f"`Calibration`; got {type(calibration).__name__}."
+        "`calibration` takes a list of texts, a list of pairs of texts, the path of a text file, of a table or of a "
+        f"folder of audio, or a `Calibration`; got {type(calibration).__name__}."
     )
 
 

@@ -1,0 +1,165 @@
+"""A calibration's audio: files as users have them, and batches of the model's arguments made of them."""
+
+import os
+import random
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import FeatureExtractionMixin, PreTrainedModel
+
+from ...progress import progress_bar
+from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
+from .batches import MIN_TOKENS, Batch, chunks_of, from_generated
+
+__all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration"]
+
+# How the names of files end that are taken for audio; all but the first are read by the package soundfile.
+AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
+
+
+def read_audio_calibration(
+    folder: str | os.PathLike, *, size: int | None = None, seed: int = 0, **settings: Any
+) -> Calibration:
+    """Find audio files in a folder and those below it, and draw some of them.
+
+    Args:
+        folder: where they are; `AUDIO_FILES` says how their names end.
+        size: how many are drawn, two at least; None = 64.
+        seed: which ones.
+        settings: further fields of `Calibration`.
+
+    Raises:
+        OSError: if there is no such folder.
+        ValueError: if it has too few files.
+    """
+    size = AUDIO_CALIBRATION_SIZE if size is None else size
+    if size < MIN_TEXTS:
+        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}; got {size}.")
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise NotADirectoryError(f"there is no folder {os.fspath(folder)!r:.200} of audio (--calibration_audio_dir).")
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
+    if len(found) < MIN_TEXTS:
+        raise ValueError(
+            f"a calibration needs {MIN_TEXTS} audio files at least ({', '.join(AUDIO_FILES)}); {os.fspath(folder)} has "
+            f"{len(found)}."
+        )
+    if len(found) > size:
+        found = sorted(random.Random(seed).sample(found, size))
+    return Calibration(audio=found, **settings)
+
+
+def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
+    """Read a file of audio: its samples [n], float32 in [-1, 1], the mean of its channels, and how many a second.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if it is no audio, or none that Python reads by itself and the package soundfile is not there.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no audio file {os.fspath(path)!r:.200}.")
+    if path.suffix.lower() == ".wav":
+        try:
+            return _read_wav(path)
+        except (wave.Error, EOFError) as error:
+            reason = f"no plain PCM ({error})"
+    else:
+        reason = f"a {path.suffix or 'nameless'} file"
+    try:
+        import soundfile
+    except ImportError:
+        raise ValueError(
+            f"{path} is {reason}: `pip install soundfile` to have it read, or make it a PCM wav."
+        ) from None
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return samples.mean(1), rate
+
+
+def _read_wav(path: Path) -> tuple[np.ndarray, int]:
+    with wave.open(os.fspath(path)) as file:
+        width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+        data = np.frombuffer(file.readframes(file.getnframes()), dtype=np.uint8)
+    data = data[: len(data) // (width * channels) * width * channels].reshape(-1, width)
+    if width == 1:  # of a byte a sample, the middle is 128
+        samples = data[:, 0].astype(np.float32) / 128 - 1
+    else:
+        whole = np.zeros((len(data), 4), np.uint8)  # the least of four bytes stand first
+        whole[:, 4 - width :] = data
+        samples = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+    return samples.reshape(-1, channels).mean(1), rate
+
+
+@torch.no_grad()
+def audio_batches(
+    model: PreTrainedModel,
+    feature_extractor: FeatureExtractionMixin,
+    calibration: Calibration,
+    generator: torch.Generator,
+) -> tuple[list[Batch], list[Batch]]:
+    """Make batches of files: of those to fit to, and of those that are held out.
+
+    A decoder's text is the model's own greedy output, by the languages and tasks of its generation configuration,
+    without timestamps.
+
+    Args:
+        generator: draws the files that are held out.
+
+    Raises:
+        OSError, ValueError: for a file that cannot be read or has another sampling rate, or too little speech.
+    """
+    decodes = hasattr(model.base_model, "decoder")
+    if decodes and not model.can_generate():
+        raise ValueError(
+            f"{type(model).__name__} cannot generate what a decoder reads: convert the checkpoint as one that can, "
+            "with `architectures` of its config.json."
+        )
+    features = [_features(feature_extractor, path) for path in calibration.audio]
+    chunks: Any = chunks_of(calibration, [0] * len(features), generator)
+    chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
+    batches: tuple[list[Batch], list[Batch]] = ([], [])
+    for part, rows in chunks:
+        batch = {"input_features": torch.stack([features[i] for i in rows])}
+        if decodes:
+            batch |= _transcribed(model, batch["input_features"], calibration.max_length)
+        batches[part].append(batch)
+    _check_enough(batches, decodes)
+    return batches
+
+
+def _features(feature_extractor: FeatureExtractionMixin, path: str | os.PathLike) -> torch.Tensor:
+    """Return what the model reads of a file, [bins, frames]."""
+    samples, rate = load_audio(path)
+    wanted = feature_extractor.sampling_rate
+    if rate != wanted:
+        raise ValueError(
+            f"{os.fspath(path)} has {rate} samples a second and the model reads {wanted}: resample it, by "
+            f"`ffmpeg -i FILE -ar {wanted} -ac 1 RESAMPLED.wav` for example."
+        )
+    return feature_extractor(samples, sampling_rate=rate, return_tensors="pt").input_features[0]
+
+
+def _transcribed(model: PreTrainedModel, features: torch.Tensor, max_length: int) -> Batch:
+    # Half of its positions are a prompt's, in Whisper's own code.
+    limit = min(max_length, model.config.max_target_positions // 2)
+    options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_new_tokens": limit}
+    # One call, whose output has the prompt too: else a window in which a time comes up is heard in parts.
+    options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
+    found = model.generate(features.to(model.device), **options)
+    return from_generated(found.sequences, model.generation_config.pad_token_id)
+
+
+def _check_enough(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
+    every = [batch for part in batches for batch in part]
+    if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in every)) < MIN_TOKENS:
+        files = sum(len(batch["input_features"]) for batch in every)
+        raise ValueError(
+            f"the model makes {tokens} tokens of {files} files of audio: {MIN_TOKENS} are the least; give more speech."
+        )

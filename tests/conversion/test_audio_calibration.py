@@ -1,0 +1,136 @@
+"""Calibration of a Whisper on a folder of recordings: what is read, what is refused, what it gains."""
+
+import importlib.util
+import json
+import wave
+
+import numpy as np
+import pytest
+import torch
+from fixtures.speech import HEAD, feature_extractor, recordings, whisper_checkpoint
+from relatives import WHISPER
+from transformers import AutoFeatureExtractor, AutoTokenizer
+
+from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
+from hf_attn_variants.cli import main
+from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
+from hf_attn_variants.conversion.calibration.audio import audio_batches, load_audio
+
+SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return whisper_checkpoint(tmp_path_factory.mktemp("source") / "whisper", suppress_tokens=SUPPRESSED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return recordings(tmp_path_factory.mktemp("audio") / "recordings", 60, seconds=0.5)
+
+
+def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys):
+    """The command: fitted heads and a fitted latent are nearer than averages, and the folder is whole."""
+    out = tmp_path / "out"
+    main([
+        "convert", "--model_name_or_path", str(source), "--num_key_value_heads", "4", "--cross_kv_lora_rank", "8",
+        "--encoder_num_key_value_heads", "2", "--calibration_audio_dir", str(folder), "--calibration_size", "58",
+        "--fit_steps", "40", "--output_dir", str(out),
+    ])  # fmt: skip
+    assert "Next:" not in capsys.readouterr().out  # no command here trains a Whisper
+    report = json.loads((out / "conversion_report.json").read_text())
+    assert report["calibration"] | {"count": 58, "kind": "files of audio", "held_out": 6} == report["calibration"]
+    details = [layer["details"] for layer in report["layers"]]
+    assert all(each["output_relative_error"] < 0.5 * each["output_relative_error_averaged"] for each in details)
+    # Whisper's keys have no bias and its values do: some fits must have got through that, and be better.
+    assert sum(each["fit_kept"] for each in details) > 2
+    model = AttnVariantWhisperForConditionalGeneration.from_pretrained(out)
+    assert model.generation_config.suppress_tokens == SUPPRESSED
+    assert AutoFeatureExtractor.from_pretrained(out).chunk_length == 1
+    assert len(AutoTokenizer.from_pretrained(out)) == 60
+
+
+def test_a_decoder_reads_what_the_model_says(source, folder):
+    """The prompt of its generation configuration, then its greedy tokens; in memory as from a folder."""
+    model = AttnVariantWhisperForConditionalGeneration.from_pretrained(source).eval()
+    calibration = read_audio_calibration(folder, feature_extractor=feature_extractor(), max_length=30, fit_steps=0)
+    used, held_out = audio_batches(model, feature_extractor(), calibration, torch.Generator())
+    assert sum(len(batch["input_features"]) for batch in held_out) == 6
+    batch = used[0]
+    with torch.no_grad():
+        logits = model(**batch).logits
+    ids = batch["decoder_input_ids"]
+    assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated
+    assert set(ids[:, 0].tolist()) == {2} and set(ids[:, 1].tolist()) <= {30, 31} and set(ids[:, 2].tolist()) == {39}
+    logits[..., SUPPRESSED] = -torch.inf
+    assert torch.equal(logits[:, 2:-1].argmax(-1), ids[:, 3:])
+    fields = {"num_key_value_heads": 4, "encoder_kv_lora_rank": 16}
+    in_memory = convert(model, calibration=calibration, **fields)
+    from_folder = convert(source, calibration=calibration, **fields)
+    for name, tensor in in_memory.state_dict().items():
+        torch.testing.assert_close(tensor, from_folder.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_alone(folder):
+    model = WHISPER.model("WhisperForAudioClassification")
+    given = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
+    grouped = convert(model, encoder_num_key_value_heads=2, calibration=given).eval()
+    averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
+    features = feature_extractor()(load_audio(given.audio[0])[0], sampling_rate=16000, return_tensors="pt")
+    with torch.no_grad():
+        expected, ours, theirs = (each(**features).logits for each in (model, grouped, averaged))
+    assert (ours - expected).norm() < 0.5 * (theirs - expected).norm()
+
+
+@pytest.mark.parametrize("width, channels", [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_samples_are_those_of_the_file(width, channels, tmp_path):
+    samples = np.array([0.0, 0.5, -0.5, 0.25, -1.0])
+    whole = np.round(samples * 2 ** (8 * width - 1)).astype("<i4")
+    data = (whole + 128).astype(np.uint8)[:, None] if width == 1 else whole.view(np.uint8).reshape(-1, 4)[:, :width]
+    with wave.open(str(tmp_path / "x.wav"), "wb") as file:
+        file.setparams((channels, width, 8000, len(samples), "NONE", "not compressed"))
+        file.writeframes(np.repeat(data, channels, axis=0).tobytes())
+    found, rate = load_audio(tmp_path / "x.wav")
+    assert rate == 8000 and found.dtype == np.float32
+    np.testing.assert_allclose(found, samples, atol=1e-7)
+
+
+def test_other_files_take_a_package(folder, tmp_path):
+    path = tmp_path / "x.flac"
+    if importlib.util.find_spec("soundfile") is None:
+        path.write_bytes(b"fLaC")
+        with pytest.raises(ValueError, match=r"x\.flac is a \.flac file: `pip install soundfile`"):
+            load_audio(path)
+        return
+    import soundfile
+
+    samples, rate = load_audio(folder / "0.wav")
+    soundfile.write(path, samples, rate)
+    np.testing.assert_allclose(load_audio(path)[0], samples, atol=2**-15)
+    path.write_bytes(b"fLaC")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_audio(path)
+
+
+def test_what_is_refused(source, folder, tmp_path, capsys):
+    """By name, and before the work that it would have spoilt."""
+    other_rate = recordings(tmp_path / "other", 2, rate=8000)
+    with pytest.raises(ValueError, match=r"8000 samples a second and the model reads 16000.*ffmpeg"):
+        convert(source, 4, calibration=other_rate)
+    with pytest.raises(ValueError, match=r"tokens of 2 files of audio: 1000 are the least"):
+        convert(source, 4, calibration=recordings(tmp_path / "two", 2))
+    with pytest.raises(ValueError, match=r"2 audio files at least .* has 0"):
+        read_audio_calibration(source)
+    with pytest.raises(NotADirectoryError, match="no folder .*of audio"):
+        read_audio_calibration(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="`audio` or `texts`, not both"):
+        Calibration(["a text"], audio=["x.wav", "y.wav"])
+    with pytest.raises(ValueError, match=r"reads audio: give the calibration `audio` \(--calibration_audio_dir\)"):
+        convert(source, 4, calibration=["a text", "another"])
+    with pytest.raises(ValueError, match="feature_extractor=feature_extractor"):
+        convert(WHISPER.model(HEAD), 4, calibration=folder)
+    main([
+        "convert", "--model_name_or_path", str(source), "--num_key_value_heads", "4", "--output_dir", "x",
+        "--calibration_audio_dir", str(folder), "--calibration_file", "y",
+    ])  # fmt: skip
+    assert "--calibration_file is for text, --calibration_audio_dir for audio" in capsys.readouterr().err
