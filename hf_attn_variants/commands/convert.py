@@ -70,7 +70,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     calibration.add_argument(
         "--calibration_audio_dir",
         metavar="FOLDER",
-        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: wav (PCM), and "
+        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: PCM wav, and "
         "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
         f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
         f"{MAX_AUDIO_LENGTH})",

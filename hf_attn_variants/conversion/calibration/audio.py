@@ -45,8 +45,8 @@ def read_audio_calibration(
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
     if len(found) < MIN_TEXTS:
         raise ValueError(
-            f"a calibration needs {MIN_TEXTS} audio files at least ({', '.join(AUDIO_FILES)}); {os.fspath(folder)} has "
-            f"{len(found)}."
+            f"a calibration needs {MIN_TEXTS} audio files at least ({', '.join(AUDIO_FILES)}); {os.fspath(folder)} "
+            f"has {len(found)}."
         )
     if len(found) > size:
         found = sorted(random.Random(seed).sample(found, size))
