@@ -1,4 +1,4 @@
-"""The text or audio of a calibration, and how closely new heads are fitted to it; torch and transformers are not imported."""
+"""The text or audio of a calibration, and how closely new heads are fitted; torch and transformers are not imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text or audio that a conversion may look at, and how closely it fits the new heads to what the old ones make of it.
+    """The text or audio that a conversion may look at, and how closely new heads are fitted to what the old make of it.
 
     An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
     kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is
@@ -129,8 +129,8 @@ class Calibration:
                 raise TypeError(f"`audio` of a calibration must be paths of files; got {path!r:.80}.")
         if len(self.audio) < MIN_TEXTS:
             raise ValueError(
-                f"a calibration needs {MIN_TEXTS} files of `audio` at least, one to fit to and one that is held out to "
-                f"measure errors on; got {len(self.audio)}."
+                f"a calibration needs {MIN_TEXTS} files of `audio` at least, one to fit to and one that is held out "
+                f"to measure errors on; got {len(self.audio)}."
             )
 
     def _check_targets(self, targets: Sequence[str]) -> None:

@@ -327,7 +327,7 @@ class _Request:
 
 
 def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
-    """Return the function that loads the model in a folder, in float32, and what makes its inputs, where it is needed."""
+    """Return the function that loads the model in a folder, in float32, and what makes its inputs, where needed."""
 
     def source(plan: ConversionPlan) -> tuple[PreTrainedModel, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}

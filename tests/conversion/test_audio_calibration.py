@@ -121,7 +121,7 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
         convert(source, 4, calibration=recordings(tmp_path / "two", 2))
     with pytest.raises(ValueError, match=r"2 audio files at least .* has 0"):
         read_audio_calibration(source)
-    with pytest.raises(NotADirectoryError, match="no folder .*of audio"):
+    with pytest.raises(NotADirectoryError, match=r"no folder .*of audio"):
         read_audio_calibration(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="`audio` or `texts`, not both"):
         Calibration(["a text"], audio=["x.wav", "y.wav"])

@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, Whisper among them: their heads are upstream's, grouped, with latents and as they are."""
+"""The relatives of BERT and BART, Whisper among them: their heads are upstream's, whatever the variant."""
 
 import json
 

@@ -300,11 +300,13 @@ def _recorded_together(
     modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
     """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
-    # Of audio's features [b, bins, frames] the frames.
-    positions = sum(
-        max(each[:, 0].numel() if each.ndim == 3 else each.numel() for each in b.values()) for b in batches
-    )
+    positions = sum(max(map(_positions, batch.values())) for batch in batches)
     calls = max((model_class.module_runs(config, module.name) for module in modules), default=1)
     at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
     for start in range(0, len(modules), at_once):
         yield modules[start : start + at_once]
+
+
+def _positions(argument: torch.Tensor) -> int:
+    """Return how many positions an argument of the model has: ids [b, n], or features of audio [b, bins, frames]."""
+    return argument[:, 0].numel() if argument.ndim == 3 else argument.numel()

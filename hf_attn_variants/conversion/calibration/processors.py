@@ -37,8 +37,8 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
             return AutoFeatureExtractor.from_pretrained(folder)
         except OSError:
             raise FileNotFoundError(
-                f"{folder} has no preprocessor_config.json, and a calibration on audio needs it: put it there, or give "
-                "`Calibration(..., feature_extractor=feature_extractor)`."
+                f"{folder} has no preprocessor_config.json, and a calibration on audio needs it: put it there, or "
+                "give `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.

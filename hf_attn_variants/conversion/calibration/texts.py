@@ -16,8 +16,9 @@ CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str 
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return a calibration of what a user gave: one, texts or pairs of texts, the path of a file of them or of a folder
-    of audio, or None.
+    """Return a calibration of what a user gave: one, texts or pairs of texts, a path, or None.
+
+    The path is of a file of texts, or of a folder of audio.
 
     Raises:
         TypeError: if it is anything else.
