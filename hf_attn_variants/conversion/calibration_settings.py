@@ -1,4 +1,4 @@
-"""The text or audio of a calibration, and how closely new heads are fitted; torch and transformers are not imported."""
+"""The text or audio of a calibration, and how closely new heads are fitted to it; imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """The text or audio that a conversion may look at, and how closely new heads are fitted to what the old make of it.
+    """The text or audio that a conversion may look at, and how closely new heads are fitted to the old ones.
 
     An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
     kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is

@@ -104,9 +104,7 @@ def model_card(
     origin = options.base_model or hub_source(history.steps[:1])
     steps = without_local_paths(history.steps)
     is_sentence_model = (folder / "modules.json").is_file()
-    task = options.pipeline_tag or (
-        "sentence-similarity" if is_sentence_model else PIPELINE_TAGS.get(architecture_head(architecture))
-    )
+    task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _pipeline_tag(architecture))
     scores = eval_results(last_training(steps), task) + [_evaluation(row) for row in options.evaluations]
     title = options.title or repo_id.split("/")[-1]
     terms = history.metadata if options.license is None else {}
@@ -137,6 +135,11 @@ def model_card(
         papers=papers(variant, fields),
     )
     return _signed(card.content)
+
+
+def _pipeline_tag(architecture: str) -> str | None:
+    named = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
+    return named or PIPELINE_TAGS.get(architecture_head(architecture))
 
 
 def architecture_head(architecture: str) -> str:

@@ -21,6 +21,8 @@ PIPELINE_TAGS = {
     "LMHeadModel": "text-generation",
     "Model": "feature-extraction",
     "EncoderModel": "feature-extraction",
+    "ForAudioClassification": "audio-classification",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
 }
 SENTENCE = "Two dogs run in the snow."
 # By the columns of a task of pairs: a premise and what may follow from it, two questions, a question and its answer.
@@ -114,6 +116,8 @@ def usage_snippet(
     architecture = (config.get("architectures") or [""])[0]
     auto_class = _auto_class(architecture, config)
     remote = ", trust_remote_code=True" if config.get("auto_map") else ""
+    if config.get("num_mel_bins") and auto_class != "AutoModelForCausalLM":
+        return "\n".join(_audio_lines(repo_id, auto_class, remote))
     load = [
         f"from transformers import {auto_class}, AutoTokenizer",
         "",
@@ -151,6 +155,30 @@ def usage_snippet(
         "# or with transformers alone",
     ]
     return "\n".join(sentence + load)
+
+
+def _audio_lines(repo_id: str, auto_class: str, remote: str) -> list[str]:
+    """Return the lines of `usage_snippet` for a model that reads audio."""
+    speaks = auto_class == "AutoModelForSpeechSeq2Seq"
+    lines = [
+        f"from transformers import AutoFeatureExtractor, {auto_class}{', AutoTokenizer' * speaks}",
+        "",
+        f'feature_extractor = AutoFeatureExtractor.from_pretrained("{repo_id}"{remote})',
+        f'model = {auto_class}.from_pretrained("{repo_id}"{remote}).eval()',
+        "samples = [0.0] * 16000  # your recording, 16,000 numbers a second",
+        'inputs = feature_extractor(samples, sampling_rate=16000, return_tensors="pt")',
+    ]
+    if speaks:
+        lines += [
+            "output = model.generate(**inputs)",
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}"{remote})',
+            "print(tokenizer.decode(output[0], skip_special_tokens=True))",
+        ]
+    elif auto_class == "AutoModelForAudioClassification":
+        lines.append("outputs = model(**inputs)")
+    else:
+        lines.append("outputs = model.encoder(**inputs)")
+    return lines
 
 
 def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:

@@ -21,6 +21,7 @@ __all__ = [
     "VariantCost",
     "cost_table",
     "has_latents",
+    "source_window",
     "used_fields",
     "values_by_layer",
     "variant_config",
@@ -162,15 +163,15 @@ def cost_table(
         checkpoint: its name, for the table.
         batch_size: sequences at once.
         length: tokens attended to (see `CostTable`).
-        source_length: tokens that the encoder reads; None = `length`.
+        source_length: tokens that the encoder reads; None = `length`, for a Whisper its window.
         dtype: of weights and cache; None = the configuration's, or float32.
 
     Raises:
         ValueError: for a configuration that makes no model here, or a size below 1.
     """
-    source_length = length if source_length is None else source_length
-    check_sizes(batch_size=batch_size, length=length, source_length=source_length)
     current = variant_config(config)
+    source_length = (source_window(current) or length) if source_length is None else source_length
+    check_sizes(batch_size=batch_size, length=length, source_length=source_length)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     itemsize = _itemsize(dtype)
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
@@ -197,6 +198,11 @@ def cost_table(
         )
     architecture = (config.get("architectures") or [model_class.__name__])[0]
     return CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows)
+
+
+def source_window(config: Any) -> int | None:
+    """Return how many positions an encoder of audio always reads, silence among them; None for text."""
+    return getattr(config, "max_source_positions", None)
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -22,12 +22,17 @@ from .costs import (
     has_latents,
     kv_head_counts,
     kv_heads_field,
+    source_window,
     variant_config,
     variant_name,
     variant_rows,
 )
 
 __all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "decoding_or_pass", "measure_speed", "run_times"]
+
+# Tokens of a text where none are given; what reads audio reads a whole window.
+LENGTH = 128
+HEARING = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class SpeedTable:
     Args:
         checkpoint: its name, as given.
         architecture: the model's class.
-        work: "forward", a pass over batch_size x length tokens; or "generate", decoding of `max_new_tokens` for each
-            of batch_size texts from an encoder's output of `length` tokens.
+        work: "forward", a pass over batch_size x length tokens (positions of audio); or "generate", decoding of
+            `max_new_tokens` for each of batch_size texts from an encoder's output of `length` tokens.
         num_beams: of the decoding, 1 = greedy; None for a pass.
         batch_size, length, max_new_tokens, dtype, device: as given.
         machine: processor, threads, load and versions.
@@ -114,7 +119,7 @@ def measure_speed(
     talking_heads: bool = True,
     latents: bool = True,
     batch_size: int = 8,
-    length: int = 128,
+    length: int | None = None,
     max_new_tokens: int = 32,
     num_beams: int | None = None,
     rounds: int = 5,
@@ -132,7 +137,7 @@ def measure_speed(
             decoder's.
         talking_heads, latents: whether talking heads and latents are timed too.
         batch_size: sequences at once.
-        length: tokens of each (of the source, for an encoder-decoder).
+        length: tokens of each (of the source, for an encoder-decoder); None = 128, for a Whisper its window.
         max_new_tokens: encoder-decoders: tokens to generate.
         num_beams: encoder-decoders: beams of the search; None = 1, greedy. Tokens are counted once, not for each beam.
         rounds: timings of each contestant; the median counts.
@@ -141,14 +146,22 @@ def measure_speed(
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
+    current = variant_config(config)
+    auto_class = _auto_class(config, current)
+    positions = _positions(current, auto_class)
+    if length is None:
+        length = positions if auto_class in HEARING else LENGTH
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
     _check_device(device)
-    current = variant_config(config)
-    _check_positions(current, length)
-    auto_class = _auto_class(config, current)
-    decodes = auto_class == "AutoModelForSeq2SeqLM"
+    decodes = "Seq2Seq" in auto_class
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+    if auto_class == "AutoModelForAudioClassification" and length != positions:
+        raise ValueError(
+            f"`length` is {length}; the model reads {positions} positions of audio, no more and no fewer."
+        )
     model_class = variant_model_class(current.auto_classes[auto_class])
     if num_beams is not None and not decodes:
         raise ValueError(
@@ -173,9 +186,11 @@ def _auto_class(config: Mapping[str, Any], current: Any) -> str:
     # A T5EncoderModel's config.json may say either of `is_encoder_decoder`.
     if architecture.endswith("EncoderModel"):
         return "AutoModelForTextEncoding"
-    if architecture.endswith("ForCausalLM"):
-        return "AutoModelForCausalLM"
-    return "AutoModelForSeq2SeqLM" if current.is_encoder_decoder else "AutoModel"
+    for head in ("ForCausalLM", "ForAudioClassification"):
+        if architecture.endswith(head):
+            return f"AutoModel{head}"
+    both = [name for name in current.auto_classes if "Seq2Seq" in name]
+    return both[0] if both and current.is_encoder_decoder else "AutoModel"
 
 
 # Seconds until the first token was there, where there is one, and until the end.
@@ -228,10 +243,11 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict
     return times
 
 
-def _check_positions(config: Any, length: int) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+def _positions(config: Any, auto_class: str) -> int | None:
+    """Return how many positions there are for what is read; None = any number."""
+    if auto_class in HEARING:
+        return source_window(config)
+    return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
 
 
 def _check_device(device: str) -> None:
@@ -253,13 +269,14 @@ def _contestants(
     latents: bool,
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield each name with the fields that make it and what builds it; the baseline first."""
-    if config["model_type"] != current.model_type:
+    is_own = config["model_type"] == type(current).model_type
+    if not is_own:
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
     field = kv_heads_field(model_class, current)
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
-    if config["model_type"] == current.model_type and not has_latents(current, field):
+    if is_own and not has_latents(current, field):
         counts |= {heads}  # no class of transformers is the baseline then
     for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads, latents):
         made = variant_config(config, **fields)
@@ -295,9 +312,13 @@ def decoding_or_pass(
 
     Args:
         model: it must end no text by itself before its time (`eos_token_id`).
-        batch_size, length: of the text or, for an encoder-decoder, of the encoder's outputs; both random.
+        batch_size, length: of the text or audio or, for an encoder-decoder, of the encoder's outputs; all random.
         decoding: the tokens to generate and the beams; None = a pass over the text.
     """
+    if decoding is None and model.main_input_name == "input_features":
+        shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves its frames
+        features = torch.randn(shape, device=model.device, dtype=model.dtype)
+        return lambda: (model(input_features=features), None)[1]
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
         return lambda: (model(input_ids=ids), None)[1]

@@ -32,6 +32,11 @@ def load_source(
     raw = read_config(folder)
     config = variant_config(raw)
     model_class = variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
+    if model_class.main_input_name == "input_features":
+        raise ValueError(
+            f"{os.fspath(checkpoint)} ({model_class.__name__}) reads audio, and a frontier is measured on text: "
+            "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
+        )
     model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not learned_tokens(tokenizer):

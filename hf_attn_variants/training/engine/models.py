@@ -99,6 +99,8 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     """
     with reading_checkpoint(settings.model_name_or_path) as source:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+    if hasattr(config, "num_mel_bins"):
+        raise ValueError(f"{settings.model_name_or_path} ({config.model_type}) reads audio; this command reads text.")
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config
