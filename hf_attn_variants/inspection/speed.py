@@ -148,20 +148,12 @@ def measure_speed(
     """
     current = variant_config(config)
     auto_class = _auto_class(config, current)
-    positions = _positions(current, auto_class)
-    if length is None:
-        length = positions if auto_class in HEARING else LENGTH
+    length = _length(length, current, auto_class)
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
     _check_device(device)
     decodes = "Seq2Seq" in auto_class
-    if positions is not None and length > positions:
-        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
-    if auto_class == "AutoModelForAudioClassification" and length != positions:
-        raise ValueError(
-            f"`length` is {length}; the model reads {positions} positions of audio, no more and no fewer."
-        )
     model_class = variant_model_class(current.auto_classes[auto_class])
     if num_beams is not None and not decodes:
         raise ValueError(
@@ -243,11 +235,18 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict
     return times
 
 
-def _positions(config: Any, auto_class: str) -> int | None:
-    """Return how many positions there are for what is read; None = any number."""
-    if auto_class in HEARING:
-        return source_window(config)
-    return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+def _length(given: int | None, config: Any, auto_class: str) -> int:
+    """Return how many tokens, or positions of audio, are read; raise ValueError where there are not so many."""
+    positions = source_window(config)
+    if auto_class not in HEARING:
+        positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+    default = positions if auto_class in HEARING else LENGTH
+    length = default if given is None else given
+    if positions is not None and length > positions:
+        raise ValueError(f"`length` is {length}; the model has {positions} positions.")
+    if auto_class == "AutoModelForAudioClassification" and length != positions:
+        raise ValueError(f"`length` is {length}; the model reads {positions} positions of audio, always.")
+    return length
 
 
 def _check_device(device: str) -> None:

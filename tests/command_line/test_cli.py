@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.speech import whisper_checkpoint
 
 import attn_variants
 import hf_attn_variants
@@ -389,3 +390,25 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, 
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "seq2seq --source_file {text} --target_file {text}",
+        "uptrain --objective seq2seq --teacher {model} --source_file {text} --target_file {text}",
+        "glue --task_name sst2",
+        "visualize --text words",
+        "frontier --calibration_file {text}",
+        "pretrain --train_file {text} --max_train_steps 1",
+        "pretrain-t5 --train_file {text} --max_train_steps 1",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_what_reads_text_refuses_what_hears(words, tmp_path, capsys):
+    model = whisper_checkpoint(tmp_path / "whisper")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
+    name, *rest = words.format(model=model, text=tmp_path / "text.txt").split()
+    where = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out")]
+    assert cli.main([name, *where, *rest]) == 2
+    assert "reads audio" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from architectures import ALBERT, BERT, T5
-from relatives import RELATIVES
+from relatives import RELATIVES, WHISPER
 
 from hf_attn_variants import cli
 from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
@@ -48,6 +48,25 @@ def test_an_encoder_alone_is_timed_as_one(stored):
     assert table.work == "forward" and table.rows[0].name == "upstream"
     fields = [row.fields for row in table.rows[1:]]
     assert {"encoder_num_key_value_heads": 1} in fields and not any("num_key_value_heads" in each for each in fields)
+
+
+@pytest.mark.parametrize(
+    "head, work, length",
+    [
+        ("WhisperForConditionalGeneration", "generate", 20),
+        ("WhisperForAudioClassification", "forward", 20),
+        ("WhisperForCausalLM", "forward", 40),
+    ],
+)
+def test_what_hears_reads_its_window(head, work, length):
+    """The decoder alone reads text, of as many tokens as it has positions."""
+    config = WHISPER.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    small = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "talking_heads": False}
+    table = measure_speed(config, length=None if length == 20 else length, **small)
+    assert (table.work, table.length, table.architecture) == (work, length, f"AttnVariant{head}")
+    assert [row.name for row in table.rows][:2] == ["upstream", "MHA"]
+    with pytest.raises(ValueError, match=rf"`length` is {length + 1}; the model has {length} positions"):
+        measure_speed(config, length=length + 1, **small)
 
 
 def test_a_decoder_alone_is_timed_as_one():

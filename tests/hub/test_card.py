@@ -7,8 +7,9 @@ import shutil
 import pytest
 import yaml
 from architectures import BERT, T5
+from fixtures.speech import feature_extractor, tokenizer
 from huggingface_hub import ModelCard
-from relatives import RELATIVES
+from relatives import RELATIVES, WHISPER
 from transformers import AutoTokenizer
 
 from hf_attn_variants.hub import CardOptions, model_card
@@ -234,6 +235,23 @@ def test_the_usage_example_runs(architecture, head, converted, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     text = str(model_card(tmp_path / "model", "me/x"))
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path / "model"))
+    exec(compile(block, "card", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    "head, tag",
+    [
+        ("ForConditionalGeneration", "automatic-speech-recognition"),
+        ("ForAudioClassification", "audio-classification"),
+        ("Model", "feature-extraction"),
+    ],
+)
+def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
+    for part in (WHISPER.model(f"Whisper{head}", "gqa"), feature_extractor(), tokenizer()):
+        part.save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/x"))
+    assert front_matter(text)["pipeline_tag"] == tag
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path))
     exec(compile(block, "card", "exec"), {})
 
 

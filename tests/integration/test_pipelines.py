@@ -1,15 +1,21 @@
 """The pipelines of transformers on saved variants give what the model itself gives."""
 
+import numpy as np
 import pytest
 import torch
+from fixtures.speech import whisper_checkpoint
 from transformers import (
+    AutoFeatureExtractor,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    WhisperForConditionalGeneration,
     pipeline,
 )
+
+from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 
 TEXTS = ["two dogs run in the snow", "a man is playing a guitar"]
 
@@ -73,3 +79,21 @@ def test_zero_shot_classification(heads):
     ]
     expected = torch.stack(entailed).softmax(-1)
     assert found["scores"] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("seconds, times", [(1, False), (1, "word"), (2.6, True)])
+def test_automatic_speech_recognition(seconds, times, tmp_path):
+    """As of upstream's Whisper, longer audio than a window and times included."""
+    folder = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=None if times else [*range(39, 60)])
+    sound = np.random.default_rng(0).normal(0, 0.1, int(16000 * seconds)).astype(np.float32)
+    parts = {
+        "tokenizer": AutoTokenizer.from_pretrained(folder),
+        "feature_extractor": AutoFeatureExtractor.from_pretrained(folder),
+    }
+    options = {"return_timestamps": times, "generate_kwargs": {"max_new_tokens": 8, "num_beams": 1}}
+    found = []
+    for model_class in (WhisperForConditionalGeneration, AttnVariantWhisperForConditionalGeneration):
+        transcribe = pipeline("automatic-speech-recognition", model=model_class.from_pretrained(folder), **parts)
+        found.append(transcribe(sound.copy(), **options))
+    assert found[0] == found[1] and found[0]["text"]
+    assert bool(times) is ("chunks" in found[0])
