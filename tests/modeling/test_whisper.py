@@ -4,9 +4,14 @@ import pytest
 import torch
 import transformers
 from fixtures.speech import HEAD, TIMES, WINDOW, whisper_checkpoint
+from packaging.version import Version
 from relatives import WHISPER
 
-from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForConditionalGeneration
+from hf_attn_variants import (
+    AttnVariantWhisperConfig,
+    AttnVariantWhisperForCausalLM,
+    AttnVariantWhisperForConditionalGeneration,
+)
 
 EXACT = dict.fromkeys(AttnVariantWhisperConfig.rank_fields(), 48)
 # So that of three segments two are tried again.
@@ -15,6 +20,7 @@ WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "samples": {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2},
+    "static": {"cache_implementation": "static", "num_beams": 2},
     "prompt": {"prompt_ids": torch.tensor([38, 11, 12])},
     "times": {"return_timestamps": True},
     "long": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 0.9},
@@ -75,6 +81,19 @@ def test_times_of_words_are_upstreams(checkpoint, way):
     expected = transcribed(upstream, **options)
     for fields in ({}, EXACT):
         same(transcribed(loaded(checkpoint, **fields), **options), expected)
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="upstream's own WhisperForCausalLM cannot assist there"
+)
+def test_an_assistant_may_be_a_variant(checkpoint):
+    """The decoder alone, which reads the encoder's outputs of the model that it assists."""
+    upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
+    features = WHISPER.batch(HEAD)["input_features"][:1]
+    expected = upstream.generate(features, max_new_tokens=8)
+    for fields in ({}, {"cross_kv_lora_rank": 48}):
+        assistant = AttnVariantWhisperForCausalLM.from_pretrained(checkpoint, **fields).eval()
+        same(loaded(checkpoint, **fields).generate(features, max_new_tokens=8, assistant_model=assistant), expected)
 
 
 def test_beams_read_one_memory(checkpoint):
