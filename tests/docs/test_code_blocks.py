@@ -25,6 +25,7 @@ from fixtures.named_checkpoints import (
     write_hub_datasets,
     write_text,
 )
+from fixtures.speech import recordings
 from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
 
@@ -200,6 +201,8 @@ class Reader:
             elif name.endswith("_file") and value:
                 for path in map(Path, [value] if isinstance(value, str) else value):
                     provide_file(path)
+            elif name == "calibration_audio_dir" and value and not Path(value).exists():
+                recordings(Path(value), 60, seconds=0.1)
             elif name == "data_dir" and value and not Path(value).exists():
                 write_glue_folder(Path(value), get_task(args.task_name).folder)
 
@@ -264,7 +267,8 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         more |= {"--max_length": 8, "--layers": 1}  # what is drawn
     if hasattr(args, "held_out_size"):
         more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant, of a T5
-    fits = getattr(args, "calibration_file", None) and args.method in (None, "calibrated")
+    given = [getattr(args, f"calibration_{kind}", None) for kind in ("file", "audio_dir")]
+    fits = any(given) and args.method in (None, "calibrated")
     if fits and args.fit_steps != 0:
         more["--fit_steps"] = 2
     return [str(part) for pair in more.items() for part in pair if part is not None]
