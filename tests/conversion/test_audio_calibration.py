@@ -71,6 +71,12 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
         torch.testing.assert_close(tensor, from_folder.state_dict()[name], atol=1e-5, rtol=1e-4)
 
 
+def test_without_recordings_it_is_said_what_is_lost(source, caplog):
+    convert(source, 4)
+    assert "no audio to calibrate on" in caplog.text and "--calibration_audio_dir" in caplog.text
+    assert "--calibration_file" not in caplog.text
+
+
 def test_an_encoder_alone(folder):
     model = WHISPER.model("WhisperForAudioClassification")
     given = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
