@@ -17,6 +17,7 @@ from .modeling.configuration_attn_variants import (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
 )
 
 __all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
@@ -31,6 +32,7 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
     AttnVariantAlbertConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
     AttnVariantBartConfig,
     AttnVariantMBartConfig,
     AttnVariantMarianConfig,
