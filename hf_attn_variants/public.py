@@ -11,6 +11,7 @@ from .modeling import modeling_attn_variant_mbart as _mbart
 from .modeling import modeling_attn_variant_pegasus as _pegasus
 from .modeling import modeling_attn_variant_roberta as _roberta
 from .modeling import modeling_attn_variant_t5 as _t5
+from .modeling import modeling_attn_variant_umt5 as _umt5
 from .modeling import modeling_attn_variant_whisper as _whisper
 from .modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION as __version__
 from .modeling.configuration_attn_variants import (
@@ -25,6 +26,7 @@ from .modeling.configuration_attn_variants import (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
     AttnVariantWhisperConfig,
 )
 from .modeling.modeling_attn_variant_albert import *  # noqa: F403
@@ -38,6 +40,7 @@ from .modeling.modeling_attn_variant_mbart import *  # noqa: F403
 from .modeling.modeling_attn_variant_pegasus import *  # noqa: F403
 from .modeling.modeling_attn_variant_roberta import *  # noqa: F403
 from .modeling.modeling_attn_variant_t5 import *  # noqa: F403
+from .modeling.modeling_attn_variant_umt5 import *  # noqa: F403
 from .modeling.modeling_attn_variant_whisper import *  # noqa: F403
 from .registration import register
 
@@ -53,6 +56,7 @@ __all__ = [
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
+    "AttnVariantUMT5Config",
     "AttnVariantWhisperConfig",
     "__version__",
     *_albert.__all__,
@@ -66,6 +70,7 @@ __all__ = [
     *_pegasus.__all__,
     *_roberta.__all__,
     *_t5.__all__,
+    *_umt5.__all__,
     *_whisper.__all__,
 ]
 

@@ -1,11 +1,13 @@
 """The relatives of BERT and BART, Whisper among them, as rows of the table in architectures.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from architectures import (
     BATCH,
+    T5,
     VOCABULARY,
     Architecture,
     Head,
@@ -105,7 +107,7 @@ _ANSWERS = {
     "ForSequenceClassification": Head(classes, inputs=_with_one_end),
     "ForQuestionAnswering": Head(span, inputs=text_inputs),
 }
-ENCODER_DECODERS = tuple(
+_BART_FAMILY = tuple(
     _row(name.lower(), f"{name}Config", _decoder_heads(name, heads), source_and_target, _BART)
     for name, heads in {
         "Bart": _GENERATION | _CAUSAL | _ANSWERS,
@@ -115,6 +117,15 @@ ENCODER_DECODERS = tuple(
         "Pegasus": _GENERATION | _CAUSAL,
     }.items()
 )
+UMT5 = replace(
+    T5,
+    name="umt5",
+    config_class=hf_attn_variants.AttnVariantUMT5Config,
+    upstream_config_class=transformers.UMT5Config,
+    tiny=T5.tiny | {"d_model": 48},
+    heads={f"UM{head}": row for head, row in T5.heads.items()},
+)
+ENCODER_DECODERS = (*_BART_FAMILY, UMT5)
 
 _FRAMES, _MEL_BINS = 40, 8
 
