@@ -146,13 +146,13 @@ def measure_speed(
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
-    current = variant_config(config)
-    auto_class = _auto_class(config, current)
-    length = _length(length, current, auto_class)
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
     _check_device(device)
+    current = variant_config(config)
+    auto_class = _auto_class(config, current)
+    length = _length(length, current, auto_class)
     decodes = "Seq2Seq" in auto_class
     model_class = variant_model_class(current.auto_classes[auto_class])
     if num_beams is not None and not decodes:
