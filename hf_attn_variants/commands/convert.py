@@ -68,18 +68,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
-    parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
+    parser.add_argument("--encoder_num_key_value_heads", type=int, help="encoder-decoders: the same for the encoder")
     parser.add_argument(
         "--kv_lora_rank",
         type=int,
-        help="numbers a token that self-attention (T5: the decoder's) makes its keys and values from; as many as the "
-        "input has: the input itself, without loss",
+        help="numbers a token that self-attention (encoder-decoders: the decoder's) makes its keys and values from; "
+        "as many as the input has: the input itself, without loss",
     )
-    parser.add_argument("--encoder_kv_lora_rank", type=int, help="T5: the same for the encoder")
+    parser.add_argument("--encoder_kv_lora_rank", type=int, help="encoder-decoders: the same for the encoder")
     parser.add_argument(
         "--cross_kv_lora_rank",
         type=int,
-        help="T5: the same for cross-attention: one latent of the encoder's outputs for all layers of the decoder",
+        help="encoder-decoders: the same for cross-attention: one latent of the encoder's outputs for all layers of "
+        "the decoder",
     )
     parser.add_argument(
         "--per_layer_values",
@@ -91,8 +92,8 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=2,
         metavar=("SOURCE", "GENERATED"),
-        help="T5: what the decoder's cache may take, in bytes a source token and bytes a generated token over all "
-        "layers; ranks that lose least are chosen, those of self-attention by layer",
+        help="encoder-decoders: what the decoder's cache may take, in bytes a source token and bytes a generated "
+        "token over all layers; ranks that lose least are chosen, those of self-attention by layer",
     )
     parser.add_argument(
         "--talking_heads",
@@ -135,9 +136,10 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
     )
     group.add_argument(
-        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+        "--calibration_target_file",
+        help="encoder-decoders: the target of each line (default: the model's own greedy outputs)",
     )
-    group.add_argument("--calibration_target_column", help="T5: the table's column of targets")
+    group.add_argument("--calibration_target_column", help="encoder-decoders: the table's column of targets")
     group.add_argument(
         "--calibration_size",
         type=int,

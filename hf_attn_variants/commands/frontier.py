@@ -59,17 +59,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--held_out_file", help="text to measure on, as --calibration_file (default: what is left of that file)"
     )
-    parser.add_argument("--held_out_target_file", help="T5: the target of each of its lines")
+    parser.add_argument("--held_out_target_file", help="encoder-decoders: the target of each of its lines")
     parser.add_argument("--held_out_size", type=int, default=512, help="texts to measure on (default: %(default)s)")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="heads to try (default: several)")
     parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of self-attention to try")
-    parser.add_argument("--cross_kv_lora_rank", type=int, nargs="+", help="T5: ranks of cross-attention to try")
-    parser.add_argument("--encoder_num_key_value_heads", type=int, nargs="+", help="T5: the encoder's heads to try")
-    parser.add_argument("--encoder_kv_lora_rank", type=int, nargs="+", help="T5: the encoder's ranks to try")
+    parser.add_argument(
+        "--cross_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: ranks of cross-attention to try"
+    )
+    parser.add_argument(
+        "--encoder_num_key_value_heads", type=int, nargs="+", help="encoder-decoders: the encoder's heads to try"
+    )
+    parser.add_argument(
+        "--encoder_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: the encoder's ranks to try"
+    )
     parser.add_argument(
         "--length", type=int, default=512, help="tokens in a decoder's cache, or of an encoder's text (%(default)s)"
     )
-    parser.add_argument("--source_length", type=int, help="T5: tokens that the encoder reads (default: --length)")
+    parser.add_argument(
+        "--source_length", type=int, help="encoder-decoders: tokens that the encoder reads (default: --length)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.configuration_attn_variants import can_cache
 from ..progress import progress_bar
-from ..registration import variant_model_class
+from ..registration import longest_input, variant_model_class
 from .costs import (
     check_sizes,
     has_latents,
@@ -229,7 +229,7 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict
 
 
 def _check_positions(config: Any, length: int) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = longest_input(config)
     if positions is not None and length > positions:
         raise ValueError(f"`length` is {length}; the model has {positions} positions.")
 

@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...progress import progress_bar
+from ...registration import longest_input
 from ..calibration_settings import Calibration
 
 __all__ = ["Batch", "make_batches"]
@@ -61,7 +62,7 @@ def _tokenized(
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = longest_input(model.config)
     if positions is not None and (longest := max(map(len, encoded))) > positions:
         raise ValueError(
             f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "

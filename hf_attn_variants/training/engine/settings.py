@@ -74,7 +74,7 @@ class NewModelSettings(ModelSettings):
         "Config fields that differ from the architecture's defaults.", None, resume=ALWAYS, metavar="FIELD=VALUE,..."
     )
     num_key_value_heads: int | None = option(
-        "Key/value heads of a layer (T5: a decoder's); 1: multi-query.", None, resume=ALWAYS
+        "Key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query.", None, resume=ALWAYS
     )
     talking_heads: str | None = option(
         "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")

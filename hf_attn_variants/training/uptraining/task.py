@@ -33,7 +33,7 @@ from ..engine.models import (
 )
 from ..engine.settings import ModelSettings
 from ..engine.text_rows import hash_texts
-from ..engine.tokenizers import check_max_length, give_token_types, load_tokenizer
+from ..engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
 from ..engine.tracking import read_log
 from .data import load_uptraining_data
 from .distillation import Teacher, check_teacher
@@ -74,7 +74,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.rows, self.collate = self.data.train, self.data.collate
         pairs = not self.config.is_encoder_decoder and isinstance(self.rows.texts[0], tuple)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
-        self.tells_pairs = pairs and give_token_types(self.tokenizer, self.config)
+        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
 
     def _load_config(self) -> None:
         """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
@@ -240,7 +240,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         settings = self.settings
         outputs.save_model(self.accelerator, model, self.tokenizer, settings.output_dir, history, self.carried)
         if self.accelerator.is_main_process:
-            _copy_side_files(settings, [TOKENIZER_CONFIG_FILE] if self.tells_pairs else [])
+            _copy_side_files(settings, [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else [])
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
         """Nothing more: `after_training` did it."""
