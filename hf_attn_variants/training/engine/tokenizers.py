@@ -16,10 +16,13 @@ __all__ = ["check_max_length", "close_texts", "encode_words", "fit_token_types",
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    settings: ModelSettings, config: PreTrainedConfig | None, words: bool = False
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
 
-    It pads and cuts on the right, whatever side it was saved with.
+    It pads and cuts on the right, whatever side it was saved with. With `words` it is to read lists of words: one that
+    tells a word's beginning by the space before it (RoBERTa's) reads each as if it had one.
 
     Raises:
         OSError: if there is none.
@@ -28,6 +31,9 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> 
     source = settings.tokenizer_name or settings.model_name_or_path
     with reading_checkpoint(source) as found:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)
+        if words and _needs_space(tokenizer):
+            options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(found, **options)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
     if not learned_tokens(tokenizer):
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
@@ -41,6 +47,14 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> 
     # Positions count from the first token, windows are cut at the end, and labels are padded there.
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
+
+
+def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a first word without a space before it is read as the middle of a word."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
+    parts = (found or {}).get("pretokenizers", [found or {}])
+    return any(part.get("type") == "ByteLevel" and not part["add_prefix_space"] for part in parts)
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -46,7 +46,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
     def __init__(self, settings: NerSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
-        self.tokenizer = load_tokenizer(settings, self.config)
+        self.tokenizer = load_tokenizer(settings, self.config, words=True)
         fit_token_types(self.tokenizer, self.config, pairs=False)
         check_max_length(settings.max_length, self.config, self.tokenizer)
         self.splits = {"train": [], **load_sentences(settings)}
