@@ -12,10 +12,12 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
 from ...errors import NonFiniteLossError
+from ...languages import set_languages
 from ...model_history import ModelHistory
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader
@@ -70,6 +72,10 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self._load_teacher_config()
         self.tokenizer = load_tokenizer(settings, self.config)
         self._check_teacher_tokenizer()
+        languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
+        self.target_start = set_languages(self.tokenizer, self.config, *languages)
+        if self.target_start is not None:
+            self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
         self.data = load_uptraining_data(settings, self.config, self.tokenizer)
         self.rows, self.collate = self.data.train, self.data.collate
         pairs = not self.config.is_encoder_decoder and isinstance(self.rows.texts[0], tuple)
@@ -120,6 +126,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
         model, rest = load_model_and_rest(settings, self.config, self._model_class(settings, self.config))
+        if self.target_start is not None:
+            self.target_start.give(model)
         self.model, self.carried = model, _read_tensors(settings.model_name_or_path, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
@@ -240,7 +248,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         settings = self.settings
         outputs.save_model(self.accelerator, model, self.tokenizer, settings.output_dir, history, self.carried)
         if self.accelerator.is_main_process:
-            _copy_side_files(settings, [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else [])
+            own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
+            own += [TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_NAME] if self.target_start is not None else []
+            _copy_side_files(settings, own)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
         """Nothing more: `after_training` did it."""
