@@ -31,9 +31,14 @@ CALIBRATION_OPTIONS = (
     "calibration_target_file",
     "calibration_target_column",
     "calibration_size",
+    "source_lang",
+    "target_lang",
     "max_length",
     "fit_steps",
 )
+
+# Those that are fields of a `Calibration`.
+TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "fit_steps")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -145,6 +150,10 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         type=int,
         help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
     )
+    for side in ("source", "target"):
+        group.add_argument(
+            f"--{side}_lang", help=f"mBART, M2M100, NLLB: the {side}s' language, as the tokenizer calls it"
+        )
     group.add_argument(
         "--max_length", type=int, help=f"tokens at which an example is cut (default: {Calibration.max_length})"
     )
@@ -191,7 +200,7 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
         if given:
             raise ValueError(f"--{given[0]} needs --calibration_file.")
         return None
-    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
+    settings = {name: getattr(args, name) for name in TEXT_SETTINGS if name in given}
     return read_calibration(
         args.calibration_file,
         columns=args.calibration_columns,

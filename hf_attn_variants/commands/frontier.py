@@ -108,6 +108,7 @@ def main(args: argparse.Namespace) -> Any:
     from ..inspection.frontier.drawing import draw_frontier
     from ..inspection.frontier.inputs import load_source, split_text, variants_to_try
     from ..inspection.frontier.measure import measure_frontier
+    from ..languages import set_languages
     from ..progress import no_progress_bars
 
     output_dir = check_output_dir(args.output_dir)
@@ -120,6 +121,9 @@ def main(args: argparse.Namespace) -> Any:
     held_out = split_text(calibration, everything, args.held_out_size, args.seed)
     model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
     options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
+    start = set_languages(tokenizer, model.config, args.source_lang, args.target_lang)
+    if start is not None:
+        start.give(model)
     with no_progress_bars(args.disable_tqdm):
         frontier = measure_frontier(
             model,

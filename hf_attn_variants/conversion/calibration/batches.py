@@ -1,16 +1,18 @@
 """A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import Calibration
 
-__all__ = ["Batch", "make_batches"]
+__all__ = ["Batch", "check_targets", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
+READS_TARGETS = (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
 
 Batch = dict[str, torch.Tensor]
 
@@ -23,6 +25,7 @@ def make_batches(
     Args:
         generator: draws the texts that are held out.
     """
+    reads = decoder_input(type(model), model.config)
     encoded, segments, targets = _tokenized(model, tokenizer, calibration)
     drawn = torch.randperm(len(encoded), generator=generator).tolist()
     parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
@@ -31,14 +34,14 @@ def make_batches(
         for part, order in enumerate(sorted(rows, key=lambda i: (len(encoded[i]), i)) for rows in parts)
         for start in range(0, len(order), calibration.batch_size)
     ]
-    if model.config.is_encoder_decoder and targets is None:
+    if reads is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
         batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
-        if model.config.is_encoder_decoder:
+        if reads in READS_TARGETS:
             chosen = None if targets is None else [targets[i] for i in rows]
             batch |= _decoder_arguments(model, batch, chosen, calibration)
         batches[part].append(batch)
@@ -49,8 +52,6 @@ def _tokenized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
-    if calibration.target_texts is not None and not model.config.is_encoder_decoder:
-        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
     if tokenizer.pad_token_id is None:
         raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
     limit = {"truncation": True, "max_length": calibration.max_length}
@@ -75,9 +76,23 @@ def _tokenized(
             "thousand lines of the model's own kind of text are enough."
         )
     targets = None
-    if model.config.is_encoder_decoder and calibration.target_texts is not None:
+    if calibration.target_texts is not None:
         targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
     return encoded, segments, targets
+
+
+def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
+    """Raise ValueError unless a calibration has target texts where the model's decoder needs or takes some."""
+    reads, name = decoder_input(model_class, config), model_class.__name__
+    if calibration.target_texts is None and reads is DecoderInput.TARGETS:
+        raise ValueError(
+            f"{name} has no head to write targets of its own: give the calibration `target_texts` "
+            "(--calibration_target_file)."
+        )
+    if calibration.target_texts is not None and reads is DecoderInput.SOURCE:
+        raise ValueError(f"the calibration has target texts; the decoder of {name} reads the text itself.")
+    if calibration.target_texts is not None and reads is DecoderInput.NOTHING:
+        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
 
 
 def _decoder_arguments(
@@ -85,8 +100,6 @@ def _decoder_arguments(
 ) -> Batch:
     config = model.config
     if targets is None:
-        if not model.can_generate():
-            raise ValueError(f"{type(model).__name__} cannot generate: give the calibration `target_texts`.")
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...decoder_inputs import DecoderInput, decoder_input
+from ...languages import set_languages
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
@@ -17,7 +19,7 @@ from ..methods.base import CalibratedMethod, LatentInText, LayerContext
 from ..methods.mean import MeanPooling
 from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
-from .batches import Batch, make_batches
+from .batches import Batch, check_targets, make_batches
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
 from .recording import AttentionInputs, attend, recorded_inputs
@@ -62,6 +64,8 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
         return None
     if (reason := why_not_calibrated(plan)) is not None:
         raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
+    if calibration is not None:
+        check_targets(plan.model_class, plan.config, calibration)
     return method
 
 
@@ -119,8 +123,14 @@ def _course(
         raise ValueError("calibration needs the model's tokenizer: give `Calibration(..., tokenizer=tokenizer)`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    if model.can_generate():  # its own settings, beams or penalties, are for its users
+    if decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
+        # Its own settings, beams or penalties, are for its users, but for what each text begins with.
+        begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.forced_bos_token_id = begin
+        start = set_languages(tokenizer, model.config, calibration.source_lang, calibration.target_lang)
+        if start is not None:
+            start.give(model)
     used, held_out = make_batches(model, tokenizer, calibration, seeded_generator(plan.seed, "held-out texts"))
     return _Course(plan, method, reader, model, calibration, used, held_out)
 
