@@ -17,6 +17,11 @@ class DecoderInput(Enum):
     SOURCE = "the encoder's text again: a head that classifies or answers"
     NOTHING = "nothing: the model is an encoder, or a decoder alone"
 
+    @property
+    def is_target(self) -> bool:
+        """Whether it reads other text than the encoder."""
+        return self in (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
+
 
 def decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> DecoderInput:
     """Return what the decoder of a model reads, ours or upstream's.

@@ -12,7 +12,6 @@ __all__ = ["Batch", "check_targets", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
-READS_TARGETS = (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
 
 Batch = dict[str, torch.Tensor]
 
@@ -41,7 +40,7 @@ def make_batches(
         batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
-        if reads in READS_TARGETS:
+        if reads.is_target:
             chosen = None if targets is None else [targets[i] for i in rows]
             batch |= _decoder_arguments(model, batch, chosen, calibration)
         batches[part].append(batch)
