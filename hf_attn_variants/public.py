@@ -11,6 +11,7 @@ from .modeling import modeling_attn_variant_mbart as _mbart
 from .modeling import modeling_attn_variant_pegasus as _pegasus
 from .modeling import modeling_attn_variant_roberta as _roberta
 from .modeling import modeling_attn_variant_t5 as _t5
+from .modeling import modeling_attn_variant_umt5 as _umt5
 from .modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION as __version__
 from .modeling.configuration_attn_variants import (
     AttnVariantAlbertConfig,
@@ -24,6 +25,7 @@ from .modeling.configuration_attn_variants import (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
 )
 from .modeling.modeling_attn_variant_albert import *  # noqa: F403
 from .modeling.modeling_attn_variant_bart import *  # noqa: F403
@@ -36,6 +38,7 @@ from .modeling.modeling_attn_variant_mbart import *  # noqa: F403
 from .modeling.modeling_attn_variant_pegasus import *  # noqa: F403
 from .modeling.modeling_attn_variant_roberta import *  # noqa: F403
 from .modeling.modeling_attn_variant_t5 import *  # noqa: F403
+from .modeling.modeling_attn_variant_umt5 import *  # noqa: F403
 from .registration import register
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
+    "AttnVariantUMT5Config",
     "__version__",
     *_albert.__all__,
     *_bart.__all__,
@@ -62,6 +66,7 @@ __all__ = [
     *_pegasus.__all__,
     *_roberta.__all__,
     *_t5.__all__,
+    *_umt5.__all__,
 ]
 
 register()

@@ -17,6 +17,7 @@ from .modeling.configuration_attn_variants import (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
     AttnVariantAlbertConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
     AttnVariantBartConfig,
     AttnVariantMBartConfig,
     AttnVariantMarianConfig,

@@ -1,9 +1,11 @@
 """The relatives of BERT and BART, as rows of the table in architectures.py: each head against upstream's."""
 
+from dataclasses import replace
 from typing import Any
 
 import transformers
 from architectures import (
+    T5,
     VOCABULARY,
     Architecture,
     Head,
@@ -102,7 +104,7 @@ _ANSWERS = {
     "ForSequenceClassification": Head(classes, inputs=_with_one_end),
     "ForQuestionAnswering": Head(span, inputs=text_inputs),
 }
-ENCODER_DECODERS = tuple(
+_BART_FAMILY = tuple(
     _row(name.lower(), f"{name}Config", _decoder_heads(name, heads), source_and_target, _BART)
     for name, heads in {
         "Bart": _GENERATION | _CAUSAL | _ANSWERS,
@@ -112,4 +114,13 @@ ENCODER_DECODERS = tuple(
         "Pegasus": _GENERATION | _CAUSAL,
     }.items()
 )
+UMT5 = replace(
+    T5,
+    name="umt5",
+    config_class=hf_attn_variants.AttnVariantUMT5Config,
+    upstream_config_class=transformers.UMT5Config,
+    tiny=T5.tiny | {"d_model": 48},
+    heads={f"UM{head}": row for head, row in T5.heads.items()},
+)
+ENCODER_DECODERS = (*_BART_FAMILY, UMT5)
 RELATIVES = (*ENCODERS, *ENCODER_DECODERS)

@@ -14,6 +14,7 @@ from transformers import (
     PegasusConfig,
     RobertaConfig,
     T5Config,
+    UMT5Config,
 )
 
 from .encoder_decoder_config import EncoderDecoderConfigMixin
@@ -36,6 +37,7 @@ __all__ = [
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
+    "AttnVariantUMT5Config",
     "can_cache",
 ]
 
@@ -144,15 +146,20 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     }
 
 
-class AttnVariantT5Config(EncoderDecoderConfigMixin, T5Config):
+class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
+    """What T5 and UMT5 have in common: the names of their fields."""
+
+    layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
+    size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
+    head_dim_field = "d_kv"
+
+
+class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     """T5's and mT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head T5."""
 
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
-    layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
-    size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
-    head_dim_field = "d_kv"
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",
@@ -173,6 +180,22 @@ class AttnVariantT5Config(EncoderDecoderConfigMixin, T5Config):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
         return super()._adopted(values) | unscaled
+
+
+class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
+    """UMT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head UMT5."""
+
+    model_type = "attn_variant_umt5"
+    upstream_model_types = ("umt5",)
+    modeling_file = "modeling_attn_variant_umt5"
+    auto_classes = {
+        "AutoModel": "AttnVariantUMT5Model",
+        "AutoModelForQuestionAnswering": "AttnVariantUMT5ForQuestionAnswering",
+        "AutoModelForSeq2SeqLM": "AttnVariantUMT5ForConditionalGeneration",
+        "AutoModelForSequenceClassification": "AttnVariantUMT5ForSequenceClassification",
+        "AutoModelForTextEncoding": "AttnVariantUMT5EncoderModel",
+        "AutoModelForTokenClassification": "AttnVariantUMT5ForTokenClassification",
+    }
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
@@ -275,5 +298,6 @@ for _config_class in (
     AttnVariantPegasusConfig,
     AttnVariantRobertaConfig,
     AttnVariantT5Config,
+    AttnVariantUMT5Config,
 ):
     _config_class.register_for_auto_class()

@@ -1,4 +1,4 @@
-"""Decoding speed of T5: upstream's multi-head model beside this package's variants, interleaved in one run.
+"""Decoding speed of T5 and Marian: upstream's multi-head model beside this package's variants, in turn in one run.
 
 The variants are MHA, GQA, MQA, cross-attention that reads the encoder's outputs themselves ("exact") and
 cross-attention from a latent of them.
@@ -8,28 +8,25 @@ Random weights: speed does not depend on them. `generate` is given the encoder's
 stands beside it. Every figure is the median over the repeats.
 
 Example:
-    python benchmarks/decode_t5.py --shape t5-small --batch_size 32 --source_length 1024 --threads 2
-    python benchmarks/decode_t5.py --shape t5-large --device cuda --dtype bfloat16 --batch_size 1 16 256
+    python benchmarks/decode.py --shape t5-small --batch_size 32 --source_length 1024 --threads 2
+    python benchmarks/decode.py --shape t5-large --device cuda --dtype bfloat16 --batch_size 1 16 256
 """
 
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import StoppingCriteria, StoppingCriteriaList
+from machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import hf_attn_variants
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
 
@@ -42,7 +39,13 @@ SHAPES = {
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 12},
     "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 24},
     "t5-large-attention": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 6},
+    "opus-mt": {"d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "vocab_size": 58101}
+    | {"encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
+    | {"activation_function": "swish", "max_position_embeddings": 4096},  # a Marian; for long sources too
 }
+MARIANS = ("opus-mt",)
+# The names of cross-attentions in T5 and in Marian.
+CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn")
 UPSTREAM = "upstream MHA"
 
 
@@ -83,7 +86,9 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--max_new_tokens must be at least 2, the first token and a step; got {args.max_new_tokens}")
     if args.compile and args.cache != "static":
         parser.error("--compile needs --cache static: a growing cache would be compiled anew at each step")
-    heads = SHAPES[args.shape]["num_heads"]
+    if args.shape in MARIANS and (args.equal_parameters or args.num_layers):
+        parser.error("--equal_parameters and --num_layers are for the shapes of T5")
+    heads = heads_of(SHAPES[args.shape])
     if args.num_key_value_heads is None:
         args.num_key_value_heads = sorted({heads, 4, 2, 1} - {k for k in (4, 2) if heads % k}, reverse=True)
     if args.cross_kv_lora_rank is None:
@@ -102,7 +107,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for batch_size, source_length in itertools.product(args.batch_size, args.source_length):
         rows += measure(models, args, batch_size, source_length)
     arguments = {key: str(value) for key, value in vars(args).items() if key != "output_dir"}
-    results = {"arguments": arguments, "machine": machine(args), "rows": rows}
+    results = {"arguments": arguments, "machine": machine(args.device), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = [f"batch{'-'.join(map(str, args.batch_size))}", f"source{'-'.join(map(str, args.source_length))}"]
     search = [f"beams{args.num_beams}", args.cache] + (["compiled"] if args.compile else [])
@@ -118,25 +123,33 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return the contestants by name, all with the same random weights where their shapes agree."""
     fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
-    heads = fields["num_heads"]
-    models = {UPSTREAM: transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))}
+    heads, kind = heads_of(fields), "marian" if args.shape in MARIANS else "t5"
+
+    def made(model_type: str, **others: Any) -> Any:
+        return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | others))
+
+    models = {UPSTREAM: made(kind)}
     for k in args.num_key_value_heads:
         wider = {"d_ff": equal_feed_forward(fields, k)} if args.equal_parameters else {}
-        config = hf_attn_variants.AttnVariantT5Config(**fields | wider, num_key_value_heads=k)
-        models[variant_name(k, heads)] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
+        models[variant_name(k, heads)] = made(f"attn_variant_{kind}", num_key_value_heads=k, **wider)
     for rank in args.cross_kv_lora_rank:
         name = "exact" if rank == fields["d_model"] else f"cross r={rank}"
-        config = hf_attn_variants.AttnVariantT5Config(**fields, cross_kv_lora_rank=rank)
-        models[name] = hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)
+        models[name] = made(f"attn_variant_{kind}", cross_kv_lora_rank=rank)
     for model in models.values():
         model.eval().to(args.device, getattr(torch, args.dtype))
         # Random weights may end a sentence at any step: let none end.
         model.generation_config.eos_token_id = None
+        model.generation_config.forced_eos_token_id = None
         if args.compile:
             # The limit is counted over all contestants, which share their code.
             torch._dynamo.config.recompile_limit = 16 * len(models)
             model.forward = torch.compile(model.forward)
     return models
+
+
+def heads_of(fields: dict[str, Any]) -> int:
+    """Return the decoder's heads."""
+    return fields["num_heads"] if "num_heads" in fields else fields["decoder_attention_heads"]
 
 
 def equal_feed_forward(fields: dict[str, Any], kv_heads: int) -> int:
@@ -189,7 +202,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
         step = statistics.median((end - start) / (args.max_new_tokens - 1) for start, end in times[name])
         row = {
             "model": name,
-            "num_key_value_heads": getattr(model.config, "num_key_value_heads", None) or config.num_heads,
+            "num_key_value_heads": getattr(model.config, "num_key_value_heads", None) or config.num_attention_heads,
             "cross_kv_lora_rank": getattr(model.config, "cross_kv_lora_rank", None),
             "batch_size": batch_size,
             "source_length": source_length,
@@ -244,25 +257,31 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     layers = caches.cross_attention_cache.layers
     (memories, _, length, width), config = layers[0].keys.shape, model.config
     like = {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
-    query = torch.randn(memories * args.num_beams, config.num_heads, 1, config.d_kv, **like)
-    # Upstream repeats the source's keys and values for each beam, and adds a position bias of zeros.
+    modules = [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTIONS)]
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "d_kv", config.d_model // heads)
+    query = torch.randn(memories * args.num_beams, heads, 1, head_dim, **like)
+    # Upstream repeats the source's keys and values for each beam, and its T5 adds a position bias of zeros.
     is_upstream = not hasattr(config, "talking_heads")
     query = query[:memories] if is_upstream else query
-    bias = torch.zeros(1, config.num_heads, 1, length, **like) if is_upstream else None
+    bias = (
+        {"position_bias": torch.zeros(1, heads, 1, length, **like)}
+        if is_upstream and args.shape not in MARIANS
+        else {}
+    )
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-    modules = [block.layer[1].EncDecAttention for block in model.decoder.block]
     has_latent = getattr(config, "cross_kv_lora_rank", None) is not None
     # Logits and weighted sums; a latent's queries and outputs are projected as well.
-    flops = 4 * query[..., 0].numel() * (length * width + (width * config.d_kv if has_latent else 0))
+    flops = 4 * query[..., 0].numel() * (length * width + (width * head_dim if has_latent else 0))
 
     def step() -> None:
         for number, module in enumerate(modules):
             if has_latent:
-                maps, layer = (module.k, module.v), layers[0]
+                maps, layer = key_value_maps(module), layers[0]
                 attend_to_latent(module, query, layer.keys, None, maps, layer, scaling=1.0, dropout=0.0)
             else:
                 layer = layers[number]
-                attend(module, query, layer.keys, layer.values, None, scaling=1.0, position_bias=bias)
+                attend(module, query, layer.keys, layer.values, None, scaling=1.0, **bias)
 
     step()
     times = [seconds(step, args.device) for _ in range(9)]
@@ -278,6 +297,11 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     }
 
 
+def key_value_maps(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the projections of keys and values of a cross-attention."""
+    return (module.k, module.v) if hasattr(module, "k") else (module.k_proj, module.v_proj)
+
+
 def size_of(cache: Any) -> int:
     """Return the bytes of the keys and values in a cache, with those that are kept beside a short latent."""
     kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED, {}).values()]
@@ -290,61 +314,11 @@ def size_of(cache: Any) -> int:
 def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
     """Return the seconds of one pass of upstream's encoder; all are multi-head (with wider layers if so asked)."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
-    return seconds(lambda: model.encoder(input_ids=ids), args.device)
-
-
-def read_bandwidth(device: str) -> float:
-    """Return the bytes a second that a sum over 512 MiB reads, far more than a processor's cache holds."""
-    numbers = torch.ones(2**27, device=device)
-    numbers.sum()
-    times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]
-    return numbers.numel() * numbers.element_size() / statistics.median(times)
-
-
-def arithmetic_rate(device: str, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second of one large matrix product."""
-    size = 2048
-    matrix = torch.randn(size, size, device=device, dtype=dtype)
-    matrix @ matrix
-    return 2 * size**3 / statistics.median(seconds(lambda: matrix @ matrix, device) for _ in range(9))
-
-
-def seconds(work: Callable[[], Any], device: str) -> float:
-    """Return the time that `work` takes, with everything it started on the device."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def synchronize(device: str) -> None:
-    """Wait for what was started on a GPU; a CPU is never behind."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+    return seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
 
 
 def rotated(names: list[str], by: int) -> list[str]:
     return names[by % len(names) :] + names[: by % len(names)]
-
-
-def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what ran this and in which versions."""
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    on_cuda = args.device.startswith("cuda")
-    return {
-        "cpu": cpu,
-        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_attn_variants": hf_attn_variants.__version__,
-    }
 
 
 def row_text(row: dict[str, Any]) -> str:

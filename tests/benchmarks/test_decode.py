@@ -15,14 +15,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def decode(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("decode_t5")
+    return importlib.import_module("decode")
 
 
 @pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])
 def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, flags):
     argv = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "3", "--repeats", "1"]
     argv += ["--skip_encoder", "--output_dir", str(tmp_path), "--run_name", "run", *flags]
-    monkeypatch.setattr(sys, "argv", ["decode_t5.py", *argv])
+    monkeypatch.setattr(sys, "argv", ["decode.py", *argv])
     decode.main(decode.parse_args())
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     names, ratios = ["upstream MHA", "MHA", "GQA-2", "MQA"], [1, 1, 0.5, 0.25]

@@ -1,0 +1,93 @@
+"""UMT5 with the attention variants: upstream's heads, our attention inside; each layer has relative positions."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    UMT5EncoderModel,
+    UMT5ForConditionalGeneration,
+    UMT5ForQuestionAnswering,
+    UMT5ForSequenceClassification,
+    UMT5ForTokenClassification,
+    UMT5Model,
+    UMT5PreTrainedModel,
+)
+from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
+
+from .configuration_attn_variants import AttnVariantUMT5Config
+from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
+from .variant_mixins import AttnVariantModelMixin
+
+__all__ = [
+    "AttnVariantUMT5EncoderModel",
+    "AttnVariantUMT5ForConditionalGeneration",
+    "AttnVariantUMT5ForQuestionAnswering",
+    "AttnVariantUMT5ForSequenceClassification",
+    "AttnVariantUMT5ForTokenClassification",
+    "AttnVariantUMT5Model",
+    "AttnVariantUMT5PreTrainedModel",
+]
+
+
+class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
+    """`UMT5Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within `hidden_states` [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
+        output, _, weights = self.outputs_and_bias(
+            hidden_states, encoder_hidden_states, attention_mask, past_key_values, None, kwargs
+        )
+        return output, weights
+
+
+class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel):
+    """The base of every UMT5 model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantUMT5Config
+    attention_sites = T5_FAMILY_SITES
+
+
+class AttnVariantUMT5Stack(MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
+    """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
+
+
+class AttnVariantUMT5Model(AttnVariantUMT5PreTrainedModel, UMT5Model):
+    """`UMT5Model` with variant attention."""
+
+
+class AttnVariantUMT5EncoderModel(AttnVariantUMT5PreTrainedModel, UMT5EncoderModel):
+    """`UMT5EncoderModel` with variant attention."""
+
+
+AttnVariantUMT5PreTrainedModel.variant_classes = {
+    UMT5Model: AttnVariantUMT5Model,
+    UMT5EncoderModel: AttnVariantUMT5EncoderModel,
+    UMT5Stack: AttnVariantUMT5Stack,
+    UMT5Attention: AttnVariantUMT5Attention,
+}
+
+
+class AttnVariantUMT5ForConditionalGeneration(
+    BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
+):
+    """`UMT5ForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantUMT5ForSequenceClassification(AttnVariantUMT5PreTrainedModel, UMT5ForSequenceClassification):
+    """`UMT5ForSequenceClassification` with variant attention."""
+
+
+class AttnVariantUMT5ForTokenClassification(AttnVariantUMT5PreTrainedModel, UMT5ForTokenClassification):
+    """`UMT5ForTokenClassification` (the encoder with a classifier) with variant attention."""
+
+
+class AttnVariantUMT5ForQuestionAnswering(AttnVariantUMT5PreTrainedModel, UMT5ForQuestionAnswering):
+    """`UMT5ForQuestionAnswering` with variant attention."""
