@@ -39,7 +39,7 @@ from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.masking import MaskedLMPreparation
 from hf_attn_variants.training.engine.tracking import library_versions
 from hf_attn_variants.training.glue.evaluation import classification_objective
-from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,7 +193,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
     stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)
     return (
         model,
-        lambda copied: masked_lm_objective(find_head(copied)),
+        lambda copied: masked_lm_objective(copied),
         create_stream_dataloader(accelerator, stream, seed=0),
     )
 

@@ -21,7 +21,14 @@ from .modeling.configuration_attn_variants import (
     AttnVariantWhisperConfig,
 )
 
-__all__ = ["ARCHITECTURES", "register", "supported_model_types", "variant_config_class", "variant_model_class"]
+__all__ = [
+    "ARCHITECTURES",
+    "longest_input",
+    "register",
+    "supported_model_types",
+    "variant_config_class",
+    "variant_model_class",
+]
 
 PREFIX = "AttnVariant"
 # The same classes under another name; T5's own head had another name before transformers 4.
@@ -76,6 +83,16 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
             return row
     known = ", ".join(supported_model_types())
     raise ValueError(f"Model type {model_type!r} is not supported; supported are {known}.")
+
+
+def longest_input(config: transformers.PreTrainedConfig) -> int | None:
+    """Return how many tokens a model of this configuration, upstream's or ours, has positions for; None: no limit."""
+    positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+    rows = (row for row in ARCHITECTURES if config.model_type in (*row.upstream_model_types, row.model_type))
+    row = next(rows, None)
+    if positions is None or row is None or not row.positions_after_padding:
+        return positions
+    return positions - config.pad_token_id - 1
 
 
 def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]:

@@ -35,9 +35,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
     parser.add_argument("--no_latents", action="store_true", help="do not time latents")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
-    parser.add_argument("--length", type=int, help="tokens of each; T5: of the source (128; Whisper: its window)")
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="T5: tokens to generate (%(default)s)")
-    parser.add_argument("--num_beams", type=int, help="T5: beams of the search (default: 1, greedy)")
+    parser.add_argument(
+        "--length", type=int, help="tokens of each; encoder-decoders: of the source (128; Whisper: its window)"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=32, help="encoder-decoders: tokens to generate (%(default)s)"
+    )
+    parser.add_argument("--num_beams", type=int, help="encoder-decoders: beams of the search (default: 1, greedy)")
     parser.add_argument("--rounds", type=int, default=5, help="timings of each; medians count (%(default)s)")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights and cache"

@@ -42,9 +42,15 @@ CALIBRATION_OPTIONS = (
     "calibration_target_file",
     "calibration_target_column",
     "calibration_size",
+    "source_lang",
+    "target_lang",
     "max_length",
     "fit_steps",
 )
+
+# Those that are fields of a `Calibration`.
+AUDIO_OPTIONS = ("calibration_audio_dir", "calibration_size", "max_length", "fit_steps")
+TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "fit_steps")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,18 +92,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
-    parser.add_argument("--encoder_num_key_value_heads", type=int, help="T5: the same for the encoder")
+    parser.add_argument("--encoder_num_key_value_heads", type=int, help="encoder-decoders: the same for the encoder")
     parser.add_argument(
         "--kv_lora_rank",
         type=int,
-        help="numbers a token that self-attention (T5: the decoder's) makes its keys and values from; as many as the "
-        "input has: the input itself, without loss",
+        help="numbers a token that self-attention (encoder-decoders: the decoder's) makes its keys and values from; "
+        "as many as the input has: the input itself, without loss",
     )
-    parser.add_argument("--encoder_kv_lora_rank", type=int, help="T5: the same for the encoder")
+    parser.add_argument("--encoder_kv_lora_rank", type=int, help="encoder-decoders: the same for the encoder")
     parser.add_argument(
         "--cross_kv_lora_rank",
         type=int,
-        help="T5: the same for cross-attention: one latent of the encoder's outputs for all layers of the decoder",
+        help="encoder-decoders: the same for cross-attention: one latent of the encoder's outputs for all layers of "
+        "the decoder",
     )
     parser.add_argument(
         "--per_layer_values",
@@ -109,8 +116,8 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=2,
         metavar=("SOURCE", "GENERATED"),
-        help="T5: what the decoder's cache may take, in bytes a source token and bytes a generated token over all "
-        "layers; ranks that lose least are chosen, those of self-attention by layer",
+        help="encoder-decoders: what the decoder's cache may take, in bytes a source token and bytes a generated "
+        "token over all layers; ranks that lose least are chosen, those of self-attention by layer",
     )
     parser.add_argument(
         "--talking_heads",
@@ -153,14 +160,19 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         help="the table's column of texts, or two columns of texts that the model reads as pairs (default: text)",
     )
     group.add_argument(
-        "--calibration_target_file", help="T5: the target of each line (default: the model's own greedy outputs)"
+        "--calibration_target_file",
+        help="encoder-decoders: the target of each line (default: the model's own greedy outputs)",
     )
-    group.add_argument("--calibration_target_column", help="T5: the table's column of targets")
+    group.add_argument("--calibration_target_column", help="encoder-decoders: the table's column of targets")
     group.add_argument(
         "--calibration_size",
         type=int,
         help=f"examples drawn from the file by --seed (default: {CALIBRATION_SIZE})",
     )
+    for side in ("source", "target"):
+        group.add_argument(
+            f"--{side}_lang", help=f"mBART, M2M100, NLLB: the {side}s' language, as the tokenizer calls it"
+        )
     group.add_argument("--max_length", type=int, help=f"tokens at which an example is cut (default: {MAX_LENGTH})")
     group.add_argument(
         "--fit_steps",
@@ -202,9 +214,9 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
-    settings = {name: getattr(args, name) for name in ("max_length", "fit_steps") if name in given}
+    settings = {name: getattr(args, name) for name in TEXT_SETTINGS if name in given}
     if args.calibration_audio_dir is not None:
-        if of_text := [name for name in given if name not in ("calibration_audio_dir", "calibration_size", *settings)]:
+        if of_text := [name for name in given if name not in AUDIO_OPTIONS]:
             raise ValueError(f"--{of_text[0]} is for text, --calibration_audio_dir for audio: leave one out.")
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings

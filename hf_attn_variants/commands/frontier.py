@@ -59,17 +59,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--held_out_file", help="text to measure on, as --calibration_file (default: what is left of that file)"
     )
-    parser.add_argument("--held_out_target_file", help="T5: the target of each of its lines")
+    parser.add_argument("--held_out_target_file", help="encoder-decoders: the target of each of its lines")
     parser.add_argument("--held_out_size", type=int, default=512, help="texts to measure on (default: %(default)s)")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="heads to try (default: several)")
     parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of self-attention to try")
-    parser.add_argument("--cross_kv_lora_rank", type=int, nargs="+", help="T5: ranks of cross-attention to try")
-    parser.add_argument("--encoder_num_key_value_heads", type=int, nargs="+", help="T5: the encoder's heads to try")
-    parser.add_argument("--encoder_kv_lora_rank", type=int, nargs="+", help="T5: the encoder's ranks to try")
+    parser.add_argument(
+        "--cross_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: ranks of cross-attention to try"
+    )
+    parser.add_argument(
+        "--encoder_num_key_value_heads", type=int, nargs="+", help="encoder-decoders: the encoder's heads to try"
+    )
+    parser.add_argument(
+        "--encoder_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: the encoder's ranks to try"
+    )
     parser.add_argument(
         "--length", type=int, default=512, help="tokens in a decoder's cache, or of an encoder's text (%(default)s)"
     )
-    parser.add_argument("--source_length", type=int, help="T5: tokens that the encoder reads (default: --length)")
+    parser.add_argument(
+        "--source_length", type=int, help="encoder-decoders: tokens that the encoder reads (default: --length)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
@@ -100,6 +108,7 @@ def main(args: argparse.Namespace) -> Any:
     from ..inspection.frontier.drawing import draw_frontier
     from ..inspection.frontier.inputs import load_source, split_text, variants_to_try
     from ..inspection.frontier.measure import measure_frontier
+    from ..languages import set_languages
     from ..progress import no_progress_bars
 
     output_dir = check_output_dir(args.output_dir)
@@ -112,6 +121,9 @@ def main(args: argparse.Namespace) -> Any:
     held_out = split_text(calibration, everything, args.held_out_size, args.seed)
     model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
     options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
+    start = set_languages(tokenizer, model.config, args.source_lang, args.target_lang)
+    if start is not None:
+        start.give(model)
     with no_progress_bars(args.disable_tqdm):
         frontier = measure_frontier(
             model,

@@ -39,7 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="tokens attended to: an encoder's sequence, a decoder's cache (default: %(default)s)",
     )
     parser.add_argument(
-        "--source_length", type=int, help="T5: tokens that the encoder reads (default: --length; Whisper: its window)"
+        "--source_length",
+        type=int,
+        help="encoder-decoders: tokens that the encoder reads (default: --length; Whisper: its window)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
     parser.add_argument("--json", action="store_true", help="print JSON")

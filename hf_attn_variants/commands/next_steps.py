@@ -22,12 +22,8 @@ TASKS = dict.fromkeys(TEXT_TO_TEXT, "seq2seq") | {"ForQuestionAnswering": "squad
 NOT_TRAINED = ("Whisper",)
 # Heads that no command here fine-tunes.
 NOT_TUNED = ("LMHeadModel", "ForCausalLM", "ForMultipleChoice", "T5EncoderModel")
-# Heads that `attn-variants uptrain` draws towards no teacher: its batches are not what they read.
-NOT_DISTILLED = (
-    "ForMultipleChoice",
-    *(f"{name}Model" for name in ("T5", "Bart", "Marian", "M2M100", "Pegasus")),
-    *(f"{name}For{task}" for name in ("T5", "Bart") for task in ("SequenceClassification", "QuestionAnswering")),
-)
+# Heads that `attn-variants uptrain` draws towards no teacher, or that have none and want targets to read.
+NOT_DISTILLED = ("ForMultipleChoice", *(f"{name}Model" for name in ("T5", "Bart", "Marian", "M2M100", "Pegasus")))
 # Heads that are there after a fine-tuning alone: what they answer is kept, too.
 TUNED = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 # docs/conversion.md and docs/results.md: fitted heads are near the source's already, and merged ones are not.

@@ -5,7 +5,9 @@ from .training import training_command
 
 __all__ = ["main", "parse_args"]
 
-DESCRIPTION = "Pretrain a BERT or ALBERT as a masked language model, from scratch or from a checkpoint."
+DESCRIPTION = (
+    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, from scratch or from a checkpoint."
+)
 EPILOG = """example (a small ALBERT from scratch, on gzip shards of text whose articles an empty line separates):
   %(prog)s --model_type albert --tokenizer_name albert/albert-base-v2 \\
       --config_overrides hidden_size=256,num_hidden_layers=4,num_attention_heads=8,intermediate_size=1024 \\

@@ -39,7 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_checkpoint_argument(parser, "folder or Hub id, a variant or upstream's own")
     parser.add_argument("--text", required=True, help="what the model reads")
-    parser.add_argument("--target_text", help="T5: what the decoder reads (default: its own greedy output)")
+    parser.add_argument(
+        "--target_text", help="encoder-decoders: what the decoder reads (default: its own greedy output)"
+    )
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: the checkpoint's)")
     parser.add_argument(

@@ -63,7 +63,8 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
     has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
-            f"`kv_cache_bytes` is for encoder-decoders, whose decoder keeps a cache; the source is a {architecture}."
+            "`kv_cache_bytes` is for encoder-decoders, whose cache has source tokens and generated ones; the source "
+            f"is a {architecture or config['model_type']}: give numbers of heads or ranks instead."
         )
 
 

@@ -54,6 +54,8 @@ class Calibration:
         fit_learning_rate: of these steps, at their beginning and relative to the root mean square of each tensor;
             None = 0.03, for a latent times the relative error of its closed form.
         fit_batch_size: texts a step; None = 32.
+        source_lang, target_lang: the languages of a multilingual tokenizer (`languages.set_languages`); None = those
+            that it was saved with.
         device: where to run; None = a GPU if there is one.
         audio: in the place of texts, for a model that reads speech: paths of files, of which each is cut or padded to
             one window; the decoder's text is the model's own greedy output.
@@ -73,6 +75,8 @@ class Calibration:
     fit_steps: int | None = None
     fit_learning_rate: float | None = None
     fit_batch_size: int | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
     device: str | torch.device | None = None
     audio: Sequence[str | os.PathLike] | None = None
     feature_extractor: FeatureExtractionMixin | None = None

@@ -177,6 +177,7 @@ def make_plan(
             target = model_class(new_config)
     modules = attention_modules(target, source_config, entries)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
+    _check_layers_given(given, dtype, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -256,6 +257,19 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
             f"{source_config.num_softmax_heads}, the new config {new_config.num_softmax_heads} (`num_softmax_heads`)."
         )
     return new_config
+
+
+def _check_layers_given(given: Mapping[str, Any], dtype: Any, modules: list[AttentionModule]) -> None:
+    # Lists without a value expand what the source has shared; where it has nothing shared, they ask for nothing.
+    if dtype is not None or given.keys() != {"per_layer_values"}:
+        return
+    lists = given["per_layer_values"].values()
+    if all(value is None for values in lists for value in values) and not any(
+        module.heads.change != "same" for module in modules
+    ):
+        raise ValueError(
+            f"nothing to convert: `per_layer_values` gives no layer a value; got {given['per_layer_values']}."
+        )
 
 
 def _check_all_used(

@@ -80,13 +80,11 @@ def summary(
 def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     """Return the sizes of a checkpoint of an architecture here, with their units: heads, ranks, parameters, cache."""
     now = table.current
-    absent = {*variant.kv_heads_fields(), *variant.rank_fields()} - set(fields)
     made = [
         (name.replace("num_", "").replace("key_value", "key/value").replace("_", " "), _by_layer(variant, name))
-        for name in variant.head_fields()
-        if name not in absent
+        for name in variant.head_fields(fields)
     ]
-    ranks = [name for name in variant.rank_fields() if name not in absent and getattr(variant, name) is not None]
+    ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
@@ -275,16 +273,19 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
 
 def _latent(variant: Any, name: str) -> str:
     """Return what the latent of one kind of attention is."""
-    ranks = {rank for rank in values_by_layer(variant, name) if rank is not None}
+    layers = values_by_layer(variant, name)
+    ranks = {rank for rank in layers if rank is not None}
+    having = sum(rank is not None for rank in layers)
+    where = f", in {having} of {len(layers)} layers" if having < len(layers) else ""
     of = {
         "kv_lora_rank": "token in self-attention",
         "encoder_kv_lora_rank": "token in the encoder's attention",
         "cross_kv_lora_rank": "source token for the cross-attention of all layers",
     }[name]
     if ranks == {variant.hidden_size}:
-        return f"the input itself kept instead of keys and values, {variant.hidden_size} numbers a {of}"
+        return f"the input itself kept instead of keys and values, {variant.hidden_size} numbers a {of}{where}"
     numbers = " to ".join(map(str, sorted({min(ranks), max(ranks)})))
-    return f"keys and values from a latent of {numbers} numbers a {of}"
+    return f"keys and values from a latent of {numbers} numbers a {of}{where}"
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:

@@ -17,10 +17,19 @@ from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.latent_attention import absorbs, is_short
 from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
 
-__all__ = ["attention_parameters", "attention_projection_flops", "flops_per_token", "kv_cache_bytes_per_token"]
+__all__ = [
+    "attention_parameters",
+    "attention_projection_flops",
+    "flops_per_token",
+    "kv_cache_bytes_per_token",
+    "runs_once_a_sequence",
+]
 
 # Linear maps that run once a sequence, whatever its length.
-ONCE_A_SEQUENCE = re.compile(r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*")
+ONCE_A_SEQUENCE = re.compile(
+    r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
+    r"sequence_summary\..*"
+)
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
@@ -76,7 +85,7 @@ def flops_per_token(
             if len(shape) == 3:  # a dynamic one is first computed from each token of its side
                 flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]
     for name, linear in linears.items():
-        if not _once_a_sequence(model, name):
+        if not runs_once_a_sequence(model, name):
             inside = name.split(".")[0] if config.is_encoder_decoder else None
             where = inside if inside in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
             flops[where] += 2 * model.module_runs(config, name) * linear.weight.numel()
@@ -148,7 +157,8 @@ def _maps(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: 
     return maps if latent is None else [*maps, latent]
 
 
-def _once_a_sequence(model: nn.Module, name: str) -> bool:
-    if name == "classifier":
+def runs_once_a_sequence(model: nn.Module, name: str) -> bool:
+    """Return whether a model's linear map of this name reads a sequence once, and not each of its tokens."""
+    if name.split(".")[0] == "classifier":
         return not type(model).__name__.endswith("ForTokenClassification")
     return ONCE_A_SEQUENCE.fullmatch(name) is not None

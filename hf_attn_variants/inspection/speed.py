@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.configuration_attn_variants import can_cache
 from ..progress import progress_bar
-from ..registration import variant_model_class
+from ..registration import longest_input, variant_model_class
 from .costs import (
     check_sizes,
     has_latents,
@@ -237,9 +237,7 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict
 
 def _length(given: int | None, config: Any, auto_class: str) -> int:
     """Return how many tokens, or positions of audio, are read; raise ValueError where there are not so many."""
-    positions = source_window(config)
-    if auto_class not in HEARING:
-        positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+    positions = source_window(config) if auto_class in HEARING else longest_input(config)
     default = positions if auto_class in HEARING else LENGTH
     length = default if given is None else given
     if positions is not None and length > positions:

@@ -94,6 +94,7 @@ class AttnVariantRobertaConfig(AttnVariantConfigMixin, RobertaConfig):
     model_type = "attn_variant_roberta"
     upstream_model_types = ("roberta", "xlm-roberta", "camembert")
     modeling_file = "modeling_attn_variant_roberta"
+    positions_after_padding = True
     auto_classes = {
         "AutoModel": "AttnVariantRobertaModel",
         "AutoModelForCausalLM": "AttnVariantRobertaForCausalLM",

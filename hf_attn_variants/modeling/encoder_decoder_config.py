@@ -48,10 +48,10 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         },
     )
 
-    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return the number of query heads that share the key/value heads of this field."""
+    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+        """Return the field of the query heads that share the key/value heads of this one."""
         encoder, decoder = self.encoder_decoder_heads
-        return getattr(self, encoder if kv_heads_field.startswith("encoder_") else decoder)
+        return encoder if kv_heads_field.startswith("encoder_") else decoder
 
     def layer_count(self, name: str) -> int:
         """Return how many layers of its stack may have a value of their own of a field."""

@@ -39,9 +39,9 @@ class AttnVariantConfigMixin:
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
             = GQA. Stored as an int.
-        kv_lora_rank: r, the numbers a token that self-attention (of T5: the decoder's) makes its keys and values from,
-            its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself, no parameter.
-            None = keys and values are made from the input and kept.
+        kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
+            and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
+            no parameter. None = keys and values are made from the input and kept.
         per_layer_values: fields of key/value heads or ranks whose value differs by layer, {field: [one for each
             layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
         talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
@@ -64,13 +64,15 @@ class AttnVariantConfigMixin:
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
     head_dim_field: ClassVar[str | None] = None
+    # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
+    positions_after_padding: ClassVar[bool] = False
 
     # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
     # marks the rank of a latent; "by_layer" what may differ by layer.
     num_key_value_heads: int | None = field(
         default=None,
         metadata={
-            "variant": "key/value heads of a layer (T5: a decoder's); 1: multi-query",
+            "variant": "key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query",
             "query_heads": "num_attention_heads",
             "by_layer": True,
         },
@@ -78,7 +80,8 @@ class AttnVariantConfigMixin:
     kv_lora_rank: int | None = field(
         default=None,
         metadata={
-            "variant": "numbers a token that self-attention (T5: a decoder's) makes its keys and values from",
+            "variant": "numbers a token that self-attention (encoder-decoders: a decoder's) makes its keys and values "
+            "from",
             "latent": True,
             "by_layer": True,
         },
@@ -170,14 +173,27 @@ class AttnVariantConfigMixin:
         values = (self.per_layer_values or {}).get(name)
         return getattr(self, name) if values is None else values[layer]
 
-    def head_fields(self) -> tuple[str, ...]:
-        """Return the fields of all head counts, those of softmax and values only where heads talk."""
+    def head_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Return the fields of head counts, those of softmax and values only where heads talk.
+
+        Args:
+            kv_heads_fields: those of key/value heads that a model has attentions for; None = all. Stacks of unequal
+                heads have a field each.
+        """
+        kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
+        query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
+        if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
+            query_fields = {"num_attention_heads": None}
         talking = () if self.talking_heads is None else ("num_softmax_heads", "num_value_heads")
-        return ("num_attention_heads", *self.kv_heads_fields(), *talking)
+        return (*query_fields, *kv_fields, *talking)
+
+    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+        """Return the field of the query heads that share the key/value heads of this one."""
+        return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
 
     def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return the number of query heads that share the key/value heads of this field."""
-        return getattr(self, type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"])
+        return getattr(self, self.query_heads_field(kv_heads_field))
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:

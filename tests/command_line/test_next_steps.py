@@ -193,9 +193,10 @@ def test_a_classifier_goes_on_with_its_own_task(converted, shelf):
     assert (args.logits_weight, args.text_columns, args.max_length) == (1.0, ("question", "context"), 64)
 
 
-def test_a_t5_that_answers_by_spans_is_fine_tuned_alone(converted, shelf):
+def test_a_t5_that_answers_by_spans_is_distilled_on_its_text(converted, shelf):
     shelf.put("t5", Path("t5"))
     AutoModelForQuestionAnswering.from_pretrained("t5").save_pretrained("t5")
-    lines, (tune,) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "out")
-    assert tune[1] == "squad" and parsed(tune).model_name_or_path == "out"
-    assert lines[0] == "Next: heads merged without text need training; fine-tune it:" and len(lines) == 2
+    lines, (distil, tune) = converted("t5", "--num_key_value_heads", "4", "--method", "mean", "--output_dir", "out")
+    assert parsed(distil).objective == "distill" and parsed(distil).train_file == ("TEXT.txt",)
+    assert tune[1] == "squad" and parsed(tune).model_name_or_path == "out-distilled"
+    assert lines[0].startswith("Next: heads merged without text need training; draw it towards its source")

@@ -7,12 +7,15 @@ import pytest
 import torch
 from architectures import BERT, T5
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from relatives import ENCODERS
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from hf_attn_variants import cli, convert
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.conversion.cache_budget import ranks_within
 from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, lost_by_rank
+
+ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 
 
 def random_form(seed, size=12):
@@ -139,6 +142,10 @@ def test_what_does_not_fit_is_refused(options, message, source):
     [
         (lambda: BERT.model("BertModel"), "is for encoder-decoders"),
         (lambda: T5.model("T5EncoderModel"), "is for encoder-decoders"),
+        (
+            lambda: ROBERTA.model("RobertaForCausalLM"),
+            "whose cache has source tokens and generated ones; the source is a AttnVariantRobertaForCausalLM: give",
+        ),
     ],
 )
 def test_a_model_without_such_a_cache_is_refused(model, message):

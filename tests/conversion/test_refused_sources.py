@@ -37,6 +37,7 @@ IMPOSSIBLE = [
     ({"num_kv_heads": 4}, "`num_kv_heads` is not a field of 'bert' checkpoints: did you mean `num_key_value_heads`?"),
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype` must be one of float64, float32"),
     ({}, "nothing to convert"),
+    ({"per_layer_values": {"kv_lora_rank": [None, None]}}, "nothing to convert: `per_layer_values` gives no layer"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),
     ({"talking_heads": "both", "num_softmax_heads": 24}, "needs equal head counts"),
     (

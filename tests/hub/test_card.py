@@ -181,6 +181,16 @@ def test_a_decoders_card_counts_its_cache(t5_variant):
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
 
 
+def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
+    MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/marian"))
+    assert "| decoder attention heads | 12 |" in text and "| encoder attention heads | 4 |" in text
+    assert "| attention heads |" not in text
+    MARIAN.model("MarianForCausalLM", num_key_value_heads=4).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/marian-decoder"))
+    assert "| decoder attention heads | 12 |" in text and "encoder attention heads" not in text
+
+
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
 def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
     T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
@@ -308,8 +318,14 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
             ["1911.02150", "2305.13245", "2405.04434"],
             "(1 to 4 key/value heads, by layer, for 12 query heads)",
         ),
+        (
+            {"per_layer_values": {"kv_lora_rank": [None, 8]}},
+            ["multi-head-latent-attention"],
+            ["2405.04434"],
+            "keys and values from a latent of 8 numbers a token in self-attention, in 1 of 2 layers",
+        ),
     ],
-    ids=["exact", "low rank", "by layer"],
+    ids=["exact", "low rank", "by layer", "in a layer"],
 )
 def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said):
     T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
@@ -321,6 +337,8 @@ def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said
         size, name = fields["cross_kv_lora_rank"], "bytes for a token of the encoder (float32, all layers)"
         assert f"{name} | {4 * size} (multi-head: {4 * 2 * 2 * 96:,})" in text
     else:
-        assert "key/value heads | 4, 1 (by layer)" in text
-        assert "self-attention's keys and values are made from | 8, none (by layer)" in text
+        heads = ", ".join(map(str, fields["per_layer_values"].get("num_key_value_heads", [])))
+        assert not heads or f"key/value heads | {heads} (by layer)" in text
+        ranks = ", ".join(str(rank or "none") for rank in fields["per_layer_values"]["kv_lora_rank"])
+        assert f"self-attention's keys and values are made from | {ranks} (by layer)" in text
     assert ("benchmark" in text) is (fields == {"cross_kv_lora_rank": 40})

@@ -82,12 +82,13 @@ def test_padding_is_no_answer(dtype, temperature):
     torch.testing.assert_close(sums, torch.stack([expected, torch.zeros(())]), rtol=1e-4, atol=1e-6)
 
 
-def test_a_t5_that_answers_questions_has_no_distribution_over_its_sources():
+def test_an_encoder_decoder_that_answers_questions_has_a_distribution_over_its_text():
     model = T5.model("T5ForQuestionAnswering")
-    ids = torch.tensor([[3, 4, 5, 1]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :2]}
-    found = ActivationRecorder(model).run(model, inputs)
-    assert found.span_logits is None and found.logits is None
+    ids = torch.tensor([[3, 4, 5, 1], [3, 4, 1, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    found = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
+    assert found.span_logits.shape == (2, 2, 4) and found.logits is None
+    assert found.span_logits.softmax(-1)[1, :, 3].max() == 0
 
 
 def test_cross_entropy_and_embedding_distance():

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.trainers import BpeTrainer
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -17,10 +19,18 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     AutoTokenizer,
+    BartConfig,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    ElectraForPreTraining,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 from hf_attn_variants import (
@@ -28,10 +38,10 @@ from hf_attn_variants import (
     AttnVariantAlbertForMaskedLM,
     AttnVariantAlbertForPreTraining,
     AttnVariantBertConfig,
-    AttnVariantBertForMaskedLM,
     AttnVariantBertForPreTraining,
 )
 from hf_attn_variants.commands.pretrain import main, parse_args
+from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.training.engine import throughput
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
@@ -39,7 +49,7 @@ from hf_attn_variants.training.engine.masking import MaskedLMPreparation, word_s
 from hf_attn_variants.training.engine.new_model import new_config
 from hf_attn_variants.training.engine.tokenizers import vocabulary_size
 from hf_attn_variants.training.pretraining.context_check import attention_zeroed, context_results, shuffle_positions
-from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
@@ -198,6 +208,19 @@ def test_a_vocabulary_may_have_gaps(tmp_path):
     assert new_config(args, tokenizer).vocab_size == 22
 
 
+def test_words_of_byte_level_pieces():
+    raw = Tokenizer(BPE())
+    raw.pre_tokenizer, raw.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=ByteLevel.alphabet())
+    raw.train_from_iterator([LICENCE.read_text()], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    ids = tokenizer("Redistribution (of licenses), 2004.")["input_ids"]
+    starts, words = word_starts(tokenizer)[ids], []
+    for token, begins in zip(tokenizer.convert_ids_to_tokens(ids), starts, strict=True):
+        words = [*words, token] if begins or not words else [*words[:-1], words[-1] + token]
+    assert words == ["Redistribution", "Ġ(of", "Ġlicenses", ")", ",", "Ġ2004", "."]
+
+
 def test_words_of_sentencepiece(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
@@ -228,15 +251,18 @@ SIZES = {
 
 def tiny_models():
     torch.manual_seed(0)
-    bert = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    albert = AlbertConfig(**SIZES, embedding_size=8)
-    variant = {"num_key_value_heads": 2, "talking_heads": None}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    distilbert = {"vocab_size": 50, "dim": 16, "n_heads": 4, "hidden_dim": 32, "n_layers": 2}
     models = [
-        BertForMaskedLM(bert),
-        AlbertForMaskedLM(albert),
-        AttnVariantBertForMaskedLM(AttnVariantBertForMaskedLM.config_class.from_upstream(bert, **variant)),
-        AttnVariantAlbertForMaskedLM(AttnVariantAlbertForMaskedLM.config_class.from_upstream(albert, **variant)),
+        BertForMaskedLM(BertConfig(**SIZES, **dropout)),
+        AlbertForMaskedLM(AlbertConfig(**SIZES, embedding_size=8)),
+        RobertaForMaskedLM(RobertaConfig(**SIZES, **dropout)),
+        ElectraForMaskedLM(ElectraConfig(**SIZES, **dropout, embedding_size=8)),
+        DistilBertForMaskedLM(DistilBertConfig(**distilbert, dropout=0.0, attention_dropout=0.0)),
     ]
+    for model in models[:]:
+        ours = variant_model_class(type(model).__name__)
+        models.append(ours(ours.config_class.from_upstream(model.config, num_key_value_heads=2)))
     for model in models:
         torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
     return models
@@ -254,7 +280,7 @@ def batch_of_random_tokens():
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
 def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     batch = batch_of_random_tokens()
-    objective = masked_lm_objective(find_head(model))
+    objective = masked_lm_objective(model)
     count = objective.count(batch)
     assert count == (batch["labels"] != IGNORED_LABEL).sum() and objective.examples(batch) == 3
     own = model(**batch).loss
@@ -288,7 +314,7 @@ def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
     masked = int((batch["labels"] != IGNORED_LABEL).sum())
     # The model's own has both means; ours counts a sentence as so many masked tokens.
-    objective = masked_lm_objective(find_head(model), sentence_weight=masked / 3)
+    objective = masked_lm_objective(model, sentence_weight=masked / 3)
     torch.testing.assert_close(objective.loss_sum(model, batch) / masked, own)
     batch["sentence_labels"][:] = IGNORED_LABEL
     without = objective.loss_sum(model, batch)
@@ -582,6 +608,48 @@ def test_bad_arguments_fail_before_anything_is_written(run, tmp_path, more, mess
     with pytest.raises(ValueError, match=message):
         run(*STEPS, *more)
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("roberta", TINY),
+        ("electra", TINY),
+        ("distilbert", "dim=16,n_layers=2,n_heads=4,hidden_dim=32,max_position_embeddings=64"),
+    ],
+)
+def test_a_new_relative_of_bert_trains_and_loads(run, model_type, sizes):
+    argv = ["--model_type", model_type, "--config_overrides", sizes, "--num_key_value_heads", 2]
+    results, out = run(*argv, "--max_train_steps", 2)
+    model = AutoModelForMaskedLM.from_pretrained(out)
+    assert model.config.model_type == f"attn_variant_{model_type}" and model.config.num_key_value_heads == 2
+    again, _ = run("--model_name_or_path", out, "--num_train_epochs", 0, out=out.parent / "again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-6)
+    learns = "ElectraForPreTraining" if model_type == "electra" else "ForMaskedLM"
+    with pytest.raises(ValueError, match=f"--sentence_task sop: .*{learns} learns no task of pairs"):
+        run("--model_name_or_path", out, *STEPS, "--sentence_task", "sop", out=out.parent / "pairs")
+
+
+def test_what_is_no_masked_lm_is_refused(run, tokenizer, tmp_path):
+    ElectraForPreTraining(ElectraConfig(**SIZES | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "e")
+    with pytest.raises(ValueError, match=r"no ElectraForMaskedLM: .* names ElectraForPreTraining; .*uptrain"):
+        run("--model_name_or_path", tmp_path / "e", *STEPS)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(tokenizer)}
+    BartConfig(**sizes, architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"\(bart\) is an encoder-decoder, masked-LM pretraining is for encoders"):
+        run("--model_name_or_path", tmp_path / "b", *STEPS)
+    RobertaConfig(**SIZES | {"vocab_size": len(tokenizer)}, is_decoder=True).save_pretrained(tmp_path / "r")
+    with pytest.raises(ValueError, match=r"is a decoder \(is_decoder\)"):
+        run("--model_name_or_path", tmp_path / "r", *STEPS)
+
+
+def test_positions_of_roberta_begin_behind_its_padding(run, tokenizer, tmp_path):
+    # 64 positions, of which the padding token's and those before it are none of a text's.
+    used = 63 - tokenizer.pad_token_id
+    results, _ = run(*scratch("roberta"), "--max_train_steps", 1, "--max_length", used)
+    assert results["steps"] == 1
+    with pytest.raises(ValueError, match=f"--max_length {used + 1} is too long: the model has {used} positions"):
+        run(*scratch("roberta"), *STEPS, "--max_length", used + 1, out=tmp_path / "long")
 
 
 def test_a_stream_has_no_epochs(run):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForQuestionAnswering
 
+import hf_attn_variants
 from hf_attn_variants import (
     AttnVariantAlbertConfig,
     AttnVariantAlbertForMaskedLM,
@@ -15,7 +16,7 @@ from hf_attn_variants import (
     AttnVariantT5ForConditionalGeneration,
 )
 from hf_attn_variants.training.engine.throughput import TrainingCost, matmul_flops_per_second
-from hf_attn_variants.training.pretraining.masked_lm import find_head, masked_lm_objective
+from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 ALBERT = BERT | {"embedding_size": 16, "num_hidden_groups": 1}
@@ -63,12 +64,40 @@ def test_a_masked_lms_head_counts_for_masked_tokens_alone():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
-    objective = masked_lm_objective(find_head(model))
+    objective = masked_lm_objective(model)
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
-    tokens, flops = TrainingCost(model, objective.head).count(batch, items=3)
+    tokens, flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)
     found = executed(model, batch, objective.loss_sum)
     assert tokens == 18 and flops == found
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Electra", "DistilBert"])
+def test_a_head_counts_for_masked_tokens_whatever_its_name(name):
+    sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}
+    fields = sizes if name == "DistilBert" else BERT | ({"embedding_size": 16} if name == "Electra" else {})
+    config_class = getattr(hf_attn_variants, f"AttnVariant{name}Config")
+    model = getattr(hf_attn_variants, f"AttnVariant{name}ForMaskedLM")(
+        config_class(**fields, attn_implementation="eager")
+    )
+    labels = torch.full((2, 9), -100)
+    labels[0, 2:4], labels[1, 5] = 7, 8
+    objective, batch = masked_lm_objective(model), batch_of(9, labels=labels)
+    flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)[1]
+    assert flops == executed(model, batch, objective.loss_sum)
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Electra", "DistilBert"])
+def test_a_classifiers_head_reads_a_sequence_once(name):
+    sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}
+    config_class = getattr(hf_attn_variants, f"AttnVariant{name}Config")
+    model = getattr(hf_attn_variants, f"AttnVariant{name}ForSequenceClassification")(
+        config_class(
+            **(sizes if name == "DistilBert" else BERT | {"embedding_size": 32} if name == "Electra" else BERT)
+        )
+    )
+    base = TrainingCost(getattr(hf_attn_variants, f"AttnVariant{name}Model")(model.config))
+    assert TrainingCost(model).stacks == base.stacks
 
 
 def test_an_encoder_decoder_counts_sources_and_targets():

@@ -244,8 +244,8 @@ def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl is a table and .*source\.txt is not"),
         (["--train_file", source, *pair], "--text_columns is for tables"),
         (["--train_file", table, *pair, "more"], "--text_columns takes one column or two, got 3"),
-        (["--source_file", source], "--source_file is for an encoder-decoder; an encoder reads --train_file"),
-        ([], "--objective distill of an encoder needs --train_file"),
+        (["--source_file", source], "--source_file is for a decoder that reads targets; this model reads"),
+        ([], "--objective distill of this model needs --train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),
     ):
         with pytest.raises(ValueError, match=message):

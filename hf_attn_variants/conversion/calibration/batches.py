@@ -1,12 +1,14 @@
 """A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
+from ...registration import longest_input
 from ..calibration_settings import Calibration
 
-__all__ = ["MIN_TOKENS", "Batch", "chunks_of", "from_generated", "make_batches"]
+__all__ = ["MIN_TOKENS", "Batch", "check_targets", "chunks_of", "from_generated", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -22,16 +24,17 @@ def make_batches(
     Args:
         generator: draws the texts that are held out.
     """
+    reads = decoder_input(type(model), model.config)
     encoded, segments, targets = _tokenized(model, tokenizer, calibration)
     chunks = chunks_of(calibration, list(map(len, encoded)), generator)
-    if model.config.is_encoder_decoder and targets is None:
+    if reads is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
         batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
-        if model.config.is_encoder_decoder:
+        if reads.is_target:
             chosen = None if targets is None else [targets[i] for i in rows]
             batch |= _decoder_arguments(model, batch, chosen, calibration)
         batches[part].append(batch)
@@ -65,8 +68,6 @@ def _tokenized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
-    if calibration.target_texts is not None and not model.config.is_encoder_decoder:
-        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
     if tokenizer.pad_token_id is None:
         raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
     limit = {"truncation": True, "max_length": calibration.max_length}
@@ -78,7 +79,7 @@ def _tokenized(
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = longest_input(model.config)
     if positions is not None and (longest := max(map(len, encoded))) > positions:
         raise ValueError(
             f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
@@ -91,9 +92,23 @@ def _tokenized(
             "thousand lines of the model's own kind of text are enough."
         )
     targets = None
-    if model.config.is_encoder_decoder and calibration.target_texts is not None:
+    if calibration.target_texts is not None:
         targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
     return encoded, segments, targets
+
+
+def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
+    """Raise ValueError unless a calibration has target texts where the model's decoder needs or takes some."""
+    reads, name = decoder_input(model_class, config), model_class.__name__
+    if calibration.target_texts is None and reads is DecoderInput.TARGETS:
+        raise ValueError(
+            f"{name} has no head to write targets of its own: give the calibration `target_texts` "
+            "(--calibration_target_file)."
+        )
+    if calibration.target_texts is not None and reads is DecoderInput.SOURCE:
+        raise ValueError(f"the calibration has target texts; the decoder of {name} reads the text itself.")
+    if calibration.target_texts is not None and reads is DecoderInput.NOTHING:
+        raise ValueError("the calibration has target texts; the model has no decoder to read them.")
 
 
 def _decoder_arguments(
@@ -101,8 +116,6 @@ def _decoder_arguments(
 ) -> Batch:
     config = model.config
     if targets is None:
-        if not model.can_generate():
-            raise ValueError(f"{type(model).__name__} cannot generate: give the calibration `target_texts`.")
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)

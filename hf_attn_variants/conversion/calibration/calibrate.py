@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...decoder_inputs import DecoderInput, decoder_input
+from ...languages import set_languages
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
@@ -18,7 +20,7 @@ from ..methods.mean import MeanPooling
 from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
 from .audio import audio_batches
-from .batches import Batch, make_batches
+from .batches import Batch, check_targets, make_batches
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
 from .recording import AttentionInputs, attend, recorded_inputs
@@ -64,6 +66,8 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
         return None
     if (reason := why_not_calibrated(plan)) is not None:
         raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
+    if calibration is not None and not plan.hears:
+        check_targets(plan.model_class, plan.config, calibration)
     return method
 
 
@@ -131,8 +135,14 @@ def _course(
         raise ValueError(f"calibration needs the model's {name}: give `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
-    if model.can_generate() and not hears:  # its own settings, beams or penalties, are for its users
+    if not hears and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
+        # Its own settings, beams or penalties, are for its users, but for what each text begins with.
+        begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.forced_bos_token_id = begin
+        start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
+        if start is not None:
+            start.give(model)
     batches = audio_batches if hears else make_batches
     used, held_out = batches(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
     return _Course(plan, method, reader, model, calibration, used, held_out)

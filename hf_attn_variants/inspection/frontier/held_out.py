@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...conversion.calibration_settings import Calibration
+from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ..sentence_similarity import mean_pooled
 
@@ -88,11 +89,11 @@ def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
 
 def _measure(model: PreTrainedModel) -> str:
     name = type(model).__name__
-    if model.config.is_encoder_decoder and model.can_generate():
+    reads = decoder_input(type(model), model.config)
+    if reads is DecoderInput.OWN_TARGETS:
         return "targets"
     # Of a discriminator, or of both stacks without a head.
-    is_bare_pair = model.config.is_encoder_decoder and "For" not in name and not name.endswith("EncoderModel")
-    if is_bare_pair or name.endswith(("ForMultipleChoice", "ElectraForPreTraining")):
+    if reads is DecoderInput.TARGETS or name.endswith(("ForMultipleChoice", "ElectraForPreTraining")):
         raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
     if name.endswith(("ForMaskedLM", "ForPreTraining")):
         return "masked words"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ...conversion.calibration_settings import Calibration
 from ...modeling.configuration_attn_variants import can_cache
 from ...progress import is_watched, progress_bar
+from ...registration import longest_input
 from ..costs import kv_heads_field, variant_name
 from ..counting import kv_cache_bytes_per_token
 from ..speed import decoding_or_pass, run_times
@@ -212,7 +213,7 @@ def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 def _timer(source: PreTrainedModel, length: int, source_length: int) -> Callable[[PreTrainedModel], float]:
     """Return the function that estimates a model's milliseconds; the source's are measured once more with each."""
     decodes = source.can_generate() and source.config.is_encoder_decoder
-    positions = getattr(source.config, "max_position_embeddings", None)
+    positions = longest_input(source.config)
     read = min(source_length if decodes else length, positions or math.inf)
     found: list[float] = []
 

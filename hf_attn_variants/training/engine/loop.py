@@ -72,7 +72,7 @@ class TrainingLoop:
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
-        self.cost = TrainingCost(accelerator.unwrap_model(model, keep_torch_compile=False), objective.head)
+        self.cost = TrainingCost(accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_of_items)
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,

@@ -31,13 +31,14 @@ class Objective:
         loss_sum: (model, batch) -> the SUM of the loss over the batch's items, a scalar with gradient.
         count: batch -> its number of items (examples, or target tokens); it must not need the model.
         examples: batch -> its number of examples, for throughput; default: the length of its first tensor.
-        head: The module that is given the counted items alone (masked tokens), which counts for FLOPs.
+        head_of_items: whether what follows the base model is given the counted items alone (masked tokens), which
+            counts for FLOPs.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head: nn.Module | None = None
+    head_of_items: bool = False
 
 
 def label_objective(

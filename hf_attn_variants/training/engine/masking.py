@@ -21,8 +21,8 @@ UNCHANGED, CHANGED = 0, 1
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return of each token whether it begins a word: a bool array [V].
 
-    WordPiece marks the others ("##"), SentencePiece those that do ("▁"); under the latter a token without a letter or
-    digit is a word of its own, as in ALBERT's code.
+    WordPiece marks the others ("##"), SentencePiece ("▁") and byte-level BPE ("Ġ") those that do; under the latter two
+    a token without a letter or digit is a word of its own, as in ALBERT's code.
 
     Raises:
         ValueError: if the vocabulary marks neither.
@@ -30,9 +30,10 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
         return np.array([not token.startswith("##") for token in tokens])
-    if any(token.startswith("▁") for token in tokens):
-        return np.array([token.startswith("▁") or not any(map(str.isalnum, token)) for token in tokens])
-    raise ValueError("--whole_word_mask: the tokenizer marks no beginnings of words (neither '##' nor '▁')")
+    for mark in ("▁", "Ġ"):
+        if any(token.startswith(mark) for token in tokens):
+            return np.array([token.startswith(mark) or not any(map(str.isalnum, token)) for token in tokens])
+    raise ValueError("--whole_word_mask: the tokenizer marks no beginnings of words (neither '##' nor '▁' nor 'Ġ')")
 
 
 class MaskedLMPreparation:
@@ -63,8 +64,8 @@ class MaskedLMPreparation:
         missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
         if missing:
             raise ValueError(
-                f"the tokenizer has no {', '.join(missing)}, and masked-LM pretraining needs one: it is for BERT and "
-                "ALBERT, a T5 is pretrained by `attn-variants pretrain-t5`"
+                f"the tokenizer has no {', '.join(missing)}, and masked-LM pretraining needs one: it is for "
+                "encoders, a T5 is pretrained by `attn-variants pretrain-t5`"
             )
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task

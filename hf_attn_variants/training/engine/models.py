@@ -176,9 +176,11 @@ def load_model_and_rest(
         )
     missing = sorted(report["missing_keys"])
     if missing and (needs_all or model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM)):
+        saved = ", ".join(config.architectures or []) or "no class"
         raise ValueError(
             f"{settings.model_name_or_path} is no {type(model).__name__}: it lacks {len(missing)} of its tensors, "
-            f"such as {missing[0]}"
+            f"such as {missing[0]} (its config.json names {saved}; whatever the head, `attn-variants uptrain "
+            "--objective distill` trains it on)"
         )
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)

@@ -11,7 +11,7 @@ from .models import enable_gradient_checkpointing, load_config, load_model, set_
 from .settings import NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
 
-__all__ = ["load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
+__all__ = ["check_end_token", "load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
 
 
 def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -29,10 +29,8 @@ def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
 
 
 def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Do as `load_or_make_config`; errors as there, or ValueError if the tokenizer ends no text in its end token."""
+    """Do as `load_or_make_config`, with errors as there; a new model gets the special tokens of an encoder-decoder."""
     config, tokenizer = load_or_make_config(settings)
-    if config.is_encoder_decoder:  # another model is refused for what it is
-        _check_end_token(settings, tokenizer)
     if settings.model_name_or_path is None:
         # T5's: no [CLS] and [SEP], and the decoder starts with padding.
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -40,9 +38,11 @@ def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
     return config, tokenizer
 
 
-def _check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError unless a tokenizer, its languages set, closes each target by its end token."""
     end = tokenizer.eos_token_id
-    if end is None or tokenizer(text_target="a")["input_ids"][-1:] != [end]:
+    # mBART's first version puts the language behind it.
+    if end is None or end not in tokenizer(text_target="a")["input_ids"][-2:]:
         raise ValueError(
             f"the tokenizer of {settings.tokenizer_name or settings.model_name_or_path} ends no text in an end token "
             f"({'it has none' if end is None else repr(tokenizer.eos_token)}): generation would not learn to stop. "

@@ -25,6 +25,7 @@ __all__ = [
     "DataSettings",
     "FineTuningSettings",
     "HubSettings",
+    "LanguageSettings",
     "ModelSettings",
     "NewModelSettings",
     "OptimizationSettings",
@@ -74,7 +75,7 @@ class NewModelSettings(ModelSettings):
         "Config fields that differ from the architecture's defaults.", None, resume=ALWAYS, metavar="FIELD=VALUE,..."
     )
     num_key_value_heads: int | None = option(
-        "Key/value heads of a layer (T5: a decoder's); 1: multi-query.", None, resume=ALWAYS
+        "Key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query.", None, resume=ALWAYS
     )
     talking_heads: str | None = option(
         "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")
@@ -94,6 +95,23 @@ class NewModelSettings(ModelSettings):
                     f"--{name} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has "
                     "its own (`attn-variants convert` makes variants of it)"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageSettings(Settings):
+    """Which languages an encoder-decoder of several reads and writes; see `languages.set_languages`."""
+
+    title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
+
+    source_lang: str | None = option(
+        "The sources' language, as the tokenizer calls it (en_XX, en, eng_Latn).", None, resume=ALWAYS
+    )
+    target_lang: str | None = option("The targets' language.", None, resume=ALWAYS)
+    forced_bos_token: str | None = option(
+        "The language that generation begins with (default: the targets', where their texts begin with it).",
+        None,
+        resume=ALWAYS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

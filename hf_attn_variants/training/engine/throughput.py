@@ -28,18 +28,18 @@ class TrainingCost:
 
     Args:
         model: the model that is trained, not wrapped; one that is no architecture here has tokens and no FLOPs.
-        head: a head that is given the counted items of a batch alone (masked tokens); None: all tokens.
+        head_of_items: whether what follows the base model is given the counted items of a batch alone (masked
+            tokens), and not all tokens.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module | None = None):
+    def __init__(self, model: nn.Module, head_of_items: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.stacks = _coefficients(model, config)
         # The gradient of activations costs a forward pass, that of weights another one where they are trained. A
         # frozen head counts as if the gradient went through it.
         self.passes = 2 + _trained_share(model, config)
-        linears = [each for each in head.modules() if isinstance(each, nn.Linear)] if head is not None else []
-        self.head = sum(2 * each.weight.numel() for each in linears) if self.stacks else 0
+        self.head = sum(2 * each.weight.numel() for each in _head(model)) if head_of_items and self.stacks else 0
         if self.head:
             stack = next(iter(self.stacks))  # a masked-LM model has one
             per_token, per_attended = self.stacks[stack]
@@ -79,6 +79,15 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
         return {}
     none, own, source = (flops_per_token(twin, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
     return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
+
+
+def _head(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear maps behind the base model that read each token."""
+    from ...inspection.counting import runs_once_a_sequence
+
+    base = {id(each) for each in model.base_model.modules()}
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return [each for name, each in found if id(each) not in base and not runs_once_a_sequence(model, name)]
 
 
 def _variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:

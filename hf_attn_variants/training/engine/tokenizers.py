@@ -7,18 +7,22 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...conversion.checkpoint.source import learned_tokens
+from ...registration import longest_input
 from .models import reading_checkpoint
 from .settings import ModelSettings
 
-__all__ = ["check_max_length", "close_texts", "encode_words", "give_token_types", "load_tokenizer", "vocabulary_size"]
+__all__ = ["check_max_length", "close_texts", "encode_words", "fit_token_types", "load_tokenizer", "vocabulary_size"]
 
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    settings: ModelSettings, config: PreTrainedConfig | None, words: bool = False
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `--tokenizer_name` or of the checkpoint; without a config the model is made to fit it.
 
-    It pads and cuts on the right, whatever side it was saved with.
+    It pads and cuts on the right, whatever side it was saved with. With `words` it is to read lists of words: one that
+    tells a word's beginning by the space before it (RoBERTa's) reads each as if it had one.
 
     Raises:
         OSError: if there is none.
@@ -27,6 +31,9 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> 
     source = settings.tokenizer_name or settings.model_name_or_path
     with reading_checkpoint(source) as found:
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)
+        if words and _needs_space(tokenizer):
+            options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(found, **options)
     # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
     if not learned_tokens(tokenizer):
         raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
@@ -42,19 +49,31 @@ def load_tokenizer(settings: ModelSettings, config: PreTrainedConfig | None) -> 
     return tokenizer
 
 
+def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a first word without a space before it is read as the middle of a word."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
+    parts = (found or {}).get("pretokenizers", [found or {}])
+    return any(part.get("type") == "ByteLevel" and not part["add_prefix_space"] for part in parts)
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many rows an embedding of its tokens needs: more than tokens where their numbers have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def give_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> bool:
-    """Let a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell.
+def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
+    """Let a tokenizer, also once saved, say which text of a pair a token is of, where the model can tell, or not.
 
-    ALBERT's of transformers v5 does so only where asked. Return whether this one did not do so before.
+    ALBERT's of transformers v5 does so only where asked; BERT's beside a DistilBERT, which has no token types, would
+    hand it an input that it does not know. Without `pairs` there is nothing to tell, and nothing is added. Return
+    whether this one did otherwise before.
     """
-    if getattr(config, "type_vocab_size", 0) < 2 or "token_type_ids" in tokenizer.model_input_names:
+    can_tell, names = getattr(config, "type_vocab_size", 0) > 1, tokenizer.model_input_names
+    if ("token_type_ids" in names) == can_tell or (can_tell and not pairs):
         return False
-    tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+    others = [name for name in names if name != "token_type_ids"]
+    tokenizer.model_input_names = [*others, "token_type_ids"] if can_tell else others
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this is what is saved
     return True
 
@@ -112,7 +131,7 @@ def check_max_length(
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
         raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}")
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = longest_input(config)
     if positions is None:  # T5 has none to run out of; its tokenizer's limit is the length it was pretrained with
         return
     if max_length > positions:

@@ -12,7 +12,7 @@ from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective
 from ..engine.models import load_classifier, load_config
-from ..engine.tokenizers import check_max_length, close_texts, give_token_types, load_tokenizer
+from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from .data import GlueSplit, hash_rows, load_ax, load_glue, make_rows, tokenize_split
 from .evaluation import EvalSet, GlueEvaluator, classification_objective
 from .settings import GlueSettings, check_glue_metric
@@ -33,7 +33,7 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
         self.task = get_task(settings.task_name)
         self.config = load_config(settings)
         self.tokenizer = load_tokenizer(settings, self.config)
-        give_token_types(self.tokenizer, self.config)
+        fit_token_types(self.tokenizer, self.config)
         pair = len(self.task.text_columns) == 2
         close_texts(self.tokenizer, self.config, pair)
         check_max_length(settings.max_length, self.config, self.tokenizer, pair)

@@ -15,7 +15,7 @@ from ..engine.finetune import FineTuningTask
 from ..engine.losses import Objective, label_objective, plain_logits, token_cross_entropy
 from ..engine.models import load_classifier, load_config
 from ..engine.text_rows import hash_texts
-from ..engine.tokenizers import check_max_length, encode_words, load_tokenizer
+from ..engine.tokenizers import check_max_length, encode_words, fit_token_types, load_tokenizer
 from .data import Sentence, load_sentences
 from .settings import METRICS, NerSettings
 
@@ -46,7 +46,8 @@ class NerFineTuning(FineTuningTask[NerSettings]):
     def __init__(self, settings: NerSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config = load_config(settings)
-        self.tokenizer = load_tokenizer(settings, self.config)
+        self.tokenizer = load_tokenizer(settings, self.config, words=True)
+        fit_token_types(self.tokenizer, self.config, pairs=False)
         check_max_length(settings.max_length, self.config, self.tokenizer)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):

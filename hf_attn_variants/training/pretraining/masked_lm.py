@@ -7,29 +7,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.losses import Objective
 
-__all__ = ["find_head", "masked_lm_objective", "masked_lm_sums"]
+__all__ = ["masked_lm_objective", "masked_lm_sums"]
 
-# The head's place in upstream's masked-LM classes.
-HEADS = ("cls.predictions", "predictions")
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Objective:
+def masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
     """Return the cross-entropy of the masked tokens, summed, and that of the sentence task, where batches have one.
 
     Args:
-        head: of `find_head`; it computes the masked positions alone, which gives the same loss for a seventh of its
-            work.
+        model: a masked-LM model, not yet wrapped. What follows its base model, whatever it is called, computes the
+            masked positions alone, which gives the same loss for a seventh of its work.
         sentence_weight: masked tokens that an example's sentence label counts as; with their expected number both
             tasks have the same weight, as in BERT.
     """
 
+    base_model = model.base_model
+
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels, sentence_logits = _logits(model, head, batch)
+        logits, labels, sentence_logits = _logits(model, base_model, batch)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         if sentence_logits is None:
             return loss
@@ -37,27 +38,22 @@ def masked_lm_objective(head: nn.Module, sentence_weight: float = 0.0) -> Object
             sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
-    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()), head=head)
+    def count(batch: dict[str, Tensor]) -> int:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
 
 
-def find_head(model: PreTrainedModel) -> nn.Module:
-    """Find the module that maps hidden states to logits in a masked-LM model.
-
-    Raises:
-        ValueError: if the model has none that is known.
-    """
-    modules = dict(model.named_modules())
-    for name in HEADS:
-        if name in modules:
-            return modules[name]
-    raise ValueError(f"{type(model).__name__} has no masked-LM head named {' or '.join(HEADS)}")
-
-
-def _logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _logits(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the masked tokens' logits [m, V], their labels [m], and the sentence task's logits [b, 2] or None."""
     chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
-    # The whole model is called, since DDP and FSDP work through its forward; the head then gets [m, hidden size].
-    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][chosen], *inputs[1:]))
+
+    def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
+        output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
+        return output
+
+    # The whole model is called, since DDP and FSDP work through its forward.
+    hook = base_model.register_forward_hook(keep_chosen)
     try:
         output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
     finally:
@@ -69,9 +65,9 @@ def _logits(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> tupl
     return output.prediction_logits.float(), labels, sentence.float()
 
 
-def masked_lm_sums(model: nn.Module, head: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`: of the masked tokens and, with a sentence task, of the pairs."""
-    logits, labels, sentence_logits = _logits(model, head, batch)
+    logits, labels, sentence_logits = _logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
     sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)

@@ -1,7 +1,9 @@
-"""Pretrains a BERT or ALBERT as a masked language model."""
+"""Pretrains an encoder as a masked language model."""
 
+import inspect
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig
 
@@ -10,7 +12,7 @@ from ..engine.new_model import load_or_make_config, load_or_make_model
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .context_check import shuffle_positions
-from .masked_lm import find_head, masked_lm_objective, masked_lm_sums
+from .masked_lm import masked_lm_objective, masked_lm_sums
 from .run import pretrain
 from .settings import MaskedLMSettings
 from .task import PretrainingTask
@@ -32,6 +34,7 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
     """
     with open_session(settings) as accelerator:
         config, tokenizer = load_or_make_config(settings)
+        _check_encoder(settings, config)
         check_max_length(settings.max_length, config, tokenizer)
         _check_pairs(settings, config)
         text = open_text_sources(settings)
@@ -41,16 +44,28 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
         # A sentence task's head may be new, but not where it is only evaluated.
         model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
-        head = find_head(model)
+        base_model = model.base_model
         task = PretrainingTask(
             "masked LM",
             prepare,
-            masked_lm_objective(head, sentence_weight=settings.mlm_probability * prepare.block_length),
-            lambda model, batch: masked_lm_sums(model, head, batch),
+            masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: masked_lm_sums(model, base_model, batch),
             "masked_tokens",
             shuffle_positions,
         )
         return pretrain(settings, accelerator, model, tokenizer, text, task)
+
+
+def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    # Auto classes make a masked-LM model of a BART too, whose decoder would read the words that it is to find.
+    name = settings.model_name_or_path or f"--model_type {settings.model_type}"
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} ({config.model_type}) is an encoder-decoder, masked-LM pretraining is for encoders: a T5 is "
+            "pretrained by `attn-variants pretrain-t5`, others are trained by `attn-variants seq2seq`"
+        )
+    if getattr(config, "is_decoder", False):
+        raise ValueError(f"{name} is a decoder (is_decoder), masked-LM pretraining is for encoders")
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
@@ -62,6 +77,12 @@ def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
     if task == "nsp" and settings.shuffle_buffer_size < 2:
         raise ValueError(
             "--sentence_task nsp draws other text from a buffer: --shuffle_buffer_size must be at least 2"
+        )
+    with torch.device("meta"):
+        made = AutoModelForPreTraining.from_config(config)
+    if not {"next_sentence_label", "sentence_order_label"} & inspect.signature(made.forward).parameters.keys():
+        raise ValueError(
+            f"--sentence_task {task}: {type(made).__name__} learns no task of pairs; a BERT or an ALBERT does"
         )
     token_types = getattr(config, "type_vocab_size", 0)
     if token_types < 2:

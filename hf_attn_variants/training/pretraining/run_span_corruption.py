@@ -6,7 +6,7 @@ from accelerate.utils import set_seed
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.losses import label_objective, target_logits
-from ..engine.new_model import load_or_make_model, load_seq2seq_config
+from ..engine.new_model import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.session import open_session
 from ..engine.tokenizers import check_max_length
 from .run import pretrain
@@ -59,4 +59,5 @@ def _check_config(
             f"{settings.model_name_or_path} ({config.model_type}) is no T5: span corruption needs an encoder-decoder "
             "that starts with its padding token"
         )
+    check_end_token(settings, tokenizer)
     check_max_length(settings.max_length, config, tokenizer)

@@ -20,6 +20,7 @@ __all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", 
 METRICS = ("loss", "perplexity", "accuracy")
 # nsp, as BERT (arXiv:1810.04805); sop, as ALBERT (arXiv:1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
+MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
 
 
 def check_evaluated(settings: TrainingSettings, why: str = "") -> None:
@@ -93,7 +94,7 @@ class MaskingSettings(Settings):
 class MaskedLMSettings(MaskingSettings, PretrainingSettings):
     """The settings of masked language modelling."""
 
-    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("albert", "bert"))
+    model_type: str | None = redefault(NewModelSettings, "model_type", choices=MASKED_LM_TYPES)
 
 
 @dataclass(frozen=True, kw_only=True)

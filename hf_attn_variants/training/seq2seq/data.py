@@ -13,7 +13,14 @@ from ..engine.tokenizers import check_max_length
 from .metrics import TEXT_METRICS, score_texts
 from .settings import Seq2SeqSettings
 
-__all__ = ["Seq2SeqData", "Seq2SeqSplit", "check_seq2seq_lengths", "load_seq2seq_data", "warn_of_cuts"]
+__all__ = [
+    "Seq2SeqData",
+    "Seq2SeqSplit",
+    "check_encoder_decoder",
+    "check_seq2seq_lengths",
+    "load_seq2seq_data",
+    "warn_of_cuts",
+]
 
 logger = logging.getLogger(__name__)
 # Rows that are looked at to say how many are cut.
@@ -135,18 +142,22 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     return rows
 
 
+def check_encoder_decoder(settings: Seq2SeqSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError unless the model is an encoder-decoder."""
+    if not config.is_encoder_decoder:
+        raise ValueError(
+            f"{settings.model_name_or_path} ({config.model_type}) is an encoder; text to text needs an encoder-decoder"
+        )
+
+
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Check that sources and targets of the lengths asked for fit the model, and leave room for text.
 
     Raises:
-        ValueError: if a length is too long or too short, or the model is no encoder-decoder.
+        ValueError: if a length is too long or too short, or the model's decoder cannot begin.
     """
-    if not config.is_encoder_decoder:
-        raise ValueError(
-            f"{settings.model_name_or_path} ({config.model_type}) is an encoder; text to text needs an encoder-decoder"
-        )
     if config.decoder_start_token_id is None:
         raise ValueError(f"{settings.model_name_or_path} has no decoder_start_token_id: its decoder could not begin")
     for name in ("max_length", "max_target_length"):
@@ -164,7 +175,8 @@ def warn_of_cuts(
     limits = {"sources": ("max_length", max_length), "targets": ("max_target_length", max_target_length)}
     found = {}
     for (side, (flag, limit)), texts in zip(limits.items(), zip(*rows, strict=True), strict=True):
-        ids = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
+        argument = {"text" if side == "sources" else "text_target": list(texts)}
+        ids = tokenizer(**argument, return_attention_mask=False, verbose=False)["input_ids"]
         found[side] = sum(len(row) > limit for row in ids)
         if found[side]:
             logger.warning(

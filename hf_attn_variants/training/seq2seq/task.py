@@ -7,14 +7,15 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
+from ...languages import set_languages
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.losses import Objective, label_objective, target_logits
-from ..engine.new_model import load_or_make_model, load_seq2seq_config
+from ..engine.new_model import check_end_token, load_or_make_model, load_seq2seq_config
 from ..engine.options import check_metric
 from ..engine.text_rows import TextRows, hash_texts, pair_collator
-from .data import Seq2SeqSplit, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
+from .data import Seq2SeqSplit, check_encoder_decoder, check_seq2seq_lengths, load_seq2seq_data, warn_of_cuts
 from .evaluation import Decoder, GenerationSet, Seq2SeqEvaluator, beam_suffix
 from .settings import Seq2SeqSettings
 from .worded_tasks import load_task
@@ -34,6 +35,12 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = load_seq2seq_config(settings)
+        check_encoder_decoder(settings, self.config)
+        languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
+        self.target_start = set_languages(self.tokenizer, self.config, *languages)
+        if self.target_start is not None:
+            self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
+        check_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
         self.data = load_task(settings) if settings.task_name is not None else load_seq2seq_data(settings)
         self._choose_splits()
@@ -70,7 +77,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
                 raise ValueError(f"--{name} needs a dev split: --validation_source_file or --validation_file")
 
     def load_model(self) -> PreTrainedModel:
-        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+        model = load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+        if self.target_start is not None:
+            self.target_start.give(model)
+        return model
 
     def objective(self) -> Objective:
         return label_objective(target_logits, self.settings.label_smoothing_factor)

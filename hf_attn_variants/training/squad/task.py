@@ -12,7 +12,7 @@ from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, shown_metrics
 from ..engine.losses import Objective
 from ..engine.models import load_config, load_model
-from ..engine.tokenizers import give_token_types, load_tokenizer
+from ..engine.tokenizers import fit_token_types, load_tokenizer
 from .answers import Prediction, nbest_entries
 from .data import Question, hash_questions, load_squad
 from .evaluation import QuestionSet, SquadEvaluator, span_objective
@@ -38,7 +38,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.name = "SQuAD v2.0" if settings.version_2_with_negative else "SQuAD v1.1"
         self.config = load_config(settings)
         self.tokenizer = load_tokenizer(settings, self.config)
-        give_token_types(self.tokenizer, self.config)
+        fit_token_types(self.tokenizer, self.config)
         check_squad_lengths(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()

@@ -41,16 +41,19 @@ class UptrainingData:
 
 
 def load_uptraining_data(
-    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
 ) -> UptrainingData:
-    """Read what the flags of `scripts/uptrain.py` name: texts or pairs for an encoder, pairs for an encoder-decoder.
+    """Read what the flags of `scripts/uptrain.py` name: sources and targets, or else texts or pairs to read as one.
+
+    Args:
+        has_targets: whether a decoder reads targets.
 
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file holds something else, or a flag is missing.
     """
-    collate = _collator(settings, config, tokenizer)
-    train, held_out = (_read_pairs if config.is_encoder_decoder else _read_texts)(settings)
+    collate = _collator(settings, config, tokenizer, has_targets)
+    train, held_out = (_read_pairs if has_targets else _read_texts)(settings)
     if not held_out:
         train, held_out = hold_out(train, settings.max_eval_samples)
     return UptrainingData(
@@ -61,9 +64,9 @@ def load_uptraining_data(
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
-    _refuse(settings, PARALLEL_FLAGS, "is for an encoder-decoder; an encoder reads --train_file")
+    _refuse(settings, PARALLEL_FLAGS, "is for a decoder that reads targets; this model reads --train_file")
     if not settings.train_file:
-        raise ValueError(f"--objective {settings.objective} of an encoder needs --train_file")
+        raise ValueError(f"--objective {settings.objective} of this model needs --train_file")
     columns = text_columns(
         [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
     )
@@ -103,11 +106,13 @@ def _refuse(settings: UptrainingSettings, names: Sequence[str], reason: str) -> 
             raise ValueError(f"--{name} {reason}")
 
 
-def _collator(settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Collator:
+def _collator(
+    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
+) -> Collator:
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
         return masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
-    if not config.is_encoder_decoder:
+    if not has_targets:
         return text_collator(tokenizer, *shape)
     start = config.decoder_start_token_id
     if start is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ...decoder_inputs import DecoderInput, decoder_input
 from ...inspection.sentence_similarity import mean_pooled
 from ..engine.losses import Term, sums_by_example
 from .trainable import named_attentions
@@ -51,11 +52,11 @@ class ActivationRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
-        self.is_encoder_decoder = model.config.is_encoder_decoder
+        self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
         self._outputs: dict[str, list[Tensor]] | None = None  # None: not running
         if attention_outputs:
             for site, _, module in named_attentions(model):
-                side = site.stack_of(model.config) if self.is_encoder_decoder else ENCODER
+                side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
                 self._keep_output(module.get_submodule(site.output), side)
 
     def _keep_output(self, module: nn.Module, side: str) -> None:
@@ -70,11 +71,11 @@ class ActivationRecorder:
         """Run `model` (the one given before, or its wrapper) on a batch; `hidden_states` asks for those."""
         self._outputs = {}
         # A decoder would keep keys and values that nothing reads; an encoder does not know the argument.
-        options = {"use_cache": False} if self.is_encoder_decoder else {}
+        options = {"use_cache": False} if self.has_both_stacks else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         kept, self._outputs = self._outputs, None
         fields = {ENCODER: "hidden_states"}
-        if self.is_encoder_decoder:
+        if self.has_both_stacks:
             fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first entry is the embeddings.
         layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
@@ -82,8 +83,7 @@ class ActivationRecorder:
 
 
 def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
-    # A T5 that answers questions scores the tokens of its decoder, which here reads a target.
-    if getattr(outputs, "start_logits", None) is None or "decoder_input_ids" in inputs:
+    if getattr(outputs, "start_logits", None) is None:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
     # No weight is left of it, at any temperature that is used, and half precision holds it.
@@ -196,7 +196,6 @@ def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_out
     if hidden_states or attention_outputs:
         rules["num_hidden_layers"] = "--hidden_states_weight and --attention_outputs_weight compare layer by layer"
         rules["num_decoder_layers"] = rules["num_hidden_layers"]
-    rules["is_encoder_decoder"] = "both get the same inputs"
     for name, reason in rules.items():
         mine, other = getattr(student, name, None), getattr(teacher, name, None)
         if mine != other:

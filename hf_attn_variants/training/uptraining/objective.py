@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...decoder_inputs import DecoderInput
 from ...modeling.configuration_attn_variants import can_cache
 from ..engine.evaluation import Scores
 from ..engine.losses import Term, token_cross_entropy
@@ -63,8 +64,8 @@ class UptrainingObjective:
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
         self.weights, self.teacher = weights, teacher
-        self.is_encoder_decoder = model.config.is_encoder_decoder
         self.recorder = ActivationRecorder(model, weights.attention_outputs > 0)
+        self.has_both_stacks = self.recorder.has_both_stacks
 
     def count(self, batch: dict[str, Tensor]) -> int:
         """Return the number of items of a batch."""
@@ -93,7 +94,7 @@ class UptrainingObjective:
         weights, labels = self.weights, batch.get("labels")
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         # With a teacher, evaluation looks at embeddings whatever the terms are.
-        embeds = self.teacher is not None and not self.is_encoder_decoder and self.teacher.hidden_states
+        embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
         student = self.recorder.run(model, inputs, hidden_states=weights.need_hidden_states or (evaluating and embeds))
         terms: dict[str, Term] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
@@ -105,7 +106,10 @@ class UptrainingObjective:
     def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the masks of real tokens [b, n] of each side."""
         masks = {ENCODER: batch["attention_mask"]}
-        return masks | {DECODER: (batch["labels"] >= 0).long()} if self.is_encoder_decoder else masks
+        if not self.has_both_stacks:
+            return masks
+        # Without targets the decoder reads the same text.
+        return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
     def _teacher_terms(
         self, student: Activations, teacher: Activations, batch: dict[str, Tensor], embeds: bool
@@ -211,6 +215,11 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     Raises:
         ValueError: if it is not.
     """
+    if (config.architectures or [""])[0].endswith("ForMultipleChoice"):
+        raise ValueError(
+            f"{settings.model_name_or_path} is a {config.architectures[0]}: uptraining has no texts of several "
+            "choices; convert and uptrain the model that it was fine-tuned from"
+        )
     pairs = {"mlm": False, "embedding": False, "seq2seq": True}
     wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
     wanted += [("--predict_with_generate", True)] if settings.predict_with_generate else []
@@ -220,13 +229,23 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
             raise ValueError(f"{flag} is for {kind}; {settings.model_name_or_path} ({config.model_type}) is {found}")
 
 
-def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> TermWeights:
+def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeights:
     """Return the weights of the loss's terms, defaults filled in.
+
+    Args:
+        settings: the run's.
+        reads: what the model's decoder reads.
 
     Raises:
         ValueError: if there is a teacher, and no term looks at it.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq"), settings.objective == "embedding"
+    if settings.logits_weight and reads is DecoderInput.TARGETS:
+        raise ValueError(f"--logits_weight needs a head, and {settings.model_name_or_path} has none")
+    if settings.predict_with_generate and reads is not DecoderInput.OWN_TARGETS:
+        raise ValueError(
+            f"--predict_with_generate needs a head that writes, and {settings.model_name_or_path} has none"
+        )
     if settings.teacher is None:
         return TermWeights(cross_entropy=1.0)
     weights = TermWeights(
@@ -234,7 +253,7 @@ def term_weights(settings: UptrainingSettings, config: PreTrainedConfig) -> Term
         embedding_distance=float(embeds),
         hidden_states=_given(settings.hidden_states_weight, float(not embeds)),
         attention_outputs=_given(settings.attention_outputs_weight, float(not embeds)),
-        logits=_given(settings.logits_weight, float(has_task or config.is_encoder_decoder)),
+        logits=_given(settings.logits_weight, float(has_task or reads is DecoderInput.OWN_TARGETS)),
         temperature=settings.temperature,
     )
     of_teacher = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}

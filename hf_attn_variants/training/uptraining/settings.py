@@ -14,7 +14,7 @@ from ..engine.options import (
     option,
     redefault,
 )
-from ..engine.settings import FineTuningSettings
+from ..engine.settings import FineTuningSettings, LanguageSettings
 
 __all__ = ["OBJECTIVES", "TRAINABLE", "UptrainingSettings", "UptrainingTextSettings"]
 
@@ -64,7 +64,7 @@ class UptrainingTextSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UptrainingSettings(UptrainingTextSettings, FineTuningSettings):
+class UptrainingSettings(UptrainingTextSettings, LanguageSettings, FineTuningSettings):
     """What is learned, of whom, and by which parameters. `warmup_ratio`, where not given, becomes its default."""
 
     title: ClassVar[str] = "objective"

@@ -12,11 +12,15 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...conversion.checkpoint.reading import open_checkpoint
 from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
+from ...decoder_inputs import DecoderInput, decoder_input
 from ...errors import NonFiniteLossError
+from ...languages import set_languages
 from ...model_history import ModelHistory
+from ...registration import variant_config_class, variant_model_class
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader
 from ..engine.finetune import FineTuningTask
@@ -33,7 +37,7 @@ from ..engine.models import (
 )
 from ..engine.settings import ModelSettings
 from ..engine.text_rows import hash_texts
-from ..engine.tokenizers import check_max_length, give_token_types, load_tokenizer
+from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from ..engine.tracking import read_log
 from .data import load_uptraining_data
 from .distillation import Teacher, check_teacher
@@ -66,15 +70,22 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         super().__init__(settings, accelerator)
         self.name = settings.objective
         self._load_config()
-        self.weights = term_weights(settings, self.config)
+        self.reads = self._decoder_input(settings, self.config)
+        self.weights = term_weights(settings, self.reads)
         self._load_teacher_config()
         self.tokenizer = load_tokenizer(settings, self.config)
         self._check_teacher_tokenizer()
-        self.data = load_uptraining_data(settings, self.config, self.tokenizer)
+        languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
+        self.target_start = set_languages(self.tokenizer, self.config, *languages)
+        if self.target_start is not None:
+            self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
+        self.data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads.is_target)
         self.rows, self.collate = self.data.train, self.data.collate
-        pairs = not self.config.is_encoder_decoder and isinstance(self.rows.texts[0], tuple)
+        pairs = not self.reads.is_target and isinstance(self.rows.texts[0], tuple)
+        if self.reads is DecoderInput.SOURCE:
+            close_texts(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
-        self.tells_pairs = pairs and give_token_types(self.tokenizer, self.config)
+        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
 
     def _load_config(self) -> None:
         """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
@@ -85,6 +96,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if settings.dropout_rate is None and settings.objective in ("distill", "embedding") and self.own_dropout:
             # The teacher drops nothing; what a student drops it could only answer with noise.
             set_dropout(self.config, 0.0)
+
+    def _decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
+        found = self._model_class(source, config)
+        if not issubclass(found, PreTrainedModel):  # an Auto class; upstream's and ours read the same
+            found = variant_model_class(variant_config_class(config.model_type).auto_classes[found.__name__])
+        return decoder_input(found, config)
 
     def _load_teacher_config(self) -> None:
         settings, weights = self.settings, self.weights
@@ -99,6 +116,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.teacher_config = load_config(self.of_teacher)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
         check_teacher(self.config, self.teacher_config, *compared)
+        reads = self._decoder_input(self.of_teacher, self.teacher_config)
+        if reads is not self.reads and not (reads.is_target and self.reads.is_target):
+            raise ValueError(
+                f"both get the same inputs: the decoder of --teacher {settings.teacher} reads {reads.value}; that of "
+                f"{settings.model_name_or_path} {self.reads.value}"
+            )
 
     def _check_teacher_tokenizer(self) -> None:
         if self.of_teacher is None:
@@ -120,6 +143,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
         model, rest = load_model_and_rest(settings, self.config, self._model_class(settings, self.config))
+        if self.target_start is not None:
+            self.target_start.give(model)
         self.model, self.carried = model, _read_tensors(settings.model_name_or_path, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
@@ -240,7 +265,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         settings = self.settings
         outputs.save_model(self.accelerator, model, self.tokenizer, settings.output_dir, history, self.carried)
         if self.accelerator.is_main_process:
-            _copy_side_files(settings, [TOKENIZER_CONFIG_FILE] if self.tells_pairs else [])
+            own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
+            own += [TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_NAME] if self.target_start is not None else []
+            _copy_side_files(settings, own)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
         """Nothing more: `after_training` did it."""

@@ -1,0 +1,76 @@
+"""Calibration of encoder-decoders by what their decoders read: targets of their own, given ones, or the source."""
+
+import pytest
+import torch
+from fixtures.calibrations import calibration
+from fixtures.multilingual import LANGUAGES, TOKENIZERS
+from fixtures.tiny_t5 import lines_of_words
+from transformers import (
+    BartConfig,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+    GenerationMixin,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+)
+
+from hf_attn_variants import convert
+from hf_attn_variants.conversion import Calibration
+
+SIZES = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+SIZES |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "init_std": 0.3}
+# No text has the end token's number, or each row one.
+BART = BartConfig(vocab_size=60, **SIZES, eos_token_id=1, decoder_start_token_id=1, pad_token_id=0)
+T5 = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+
+
+@pytest.mark.parametrize("head", [BartForQuestionAnswering, BartForSequenceClassification])
+def test_a_head_that_reads_its_text_twice_is_calibrated_on_it(head):
+    torch.manual_seed(0)
+    model = head(BART).eval()
+    text = calibration()
+    ours = convert(model, 2, calibration=text)
+    averaged = convert(model, 2, method="mean")
+    batch = {"input_ids": torch.randint(2, 60, (8, 12)), "attention_mask": torch.ones(8, 12, dtype=torch.long)}
+    batch["input_ids"][:, -1] = 1
+    with torch.no_grad():
+        outputs = [each(**batch)[0] for each in (model, ours, averaged)]
+    assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
+    with pytest.raises(ValueError, match=r"target texts; the decoder of AttnVariantBart.* reads the text itself"):
+        convert(model, 2, calibration=calibration(target_texts=text.texts))
+
+
+def test_models_without_a_head_need_targets():
+    for model in (BartModel(BART), T5Model(T5)):
+        with pytest.raises(ValueError, match=r"Model has no head to write targets of its own: give .*target_texts"):
+            convert(model, 2, calibration=calibration())
+        converted = convert(model, 2, calibration=calibration(target_texts=calibration().texts))
+        assert converted.config.num_key_value_heads == 2
+    with pytest.raises(ValueError, match="no decoder to read them"):
+        options = {"encoder_num_key_value_heads": 2, "calibration": calibration(target_texts=calibration().texts)}
+        convert(T5EncoderModel(T5), **options)
+
+
+def test_targets_are_written_in_the_language_asked_for(tmp_path, monkeypatch):
+    tokenizer = TOKENIZERS["m2m_100"](tmp_path)
+    torch.manual_seed(0)
+    model = M2M100ForConditionalGeneration(M2M100Config(vocab_size=300, **SIZES))
+    written = []
+
+    def generate(self, **inputs):
+        written.append(plain(self, **inputs))
+        return written[-1]
+
+    plain = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    text = {"tokenizer": tokenizer, "fit_steps": 0, "max_length": 12}
+    with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
+        convert(model, 2, calibration=Calibration(lines_of_words(200), **text))
+    source, target = LANGUAGES["m2m_100"]
+    convert(model, 2, calibration=Calibration(lines_of_words(200), **text, source_lang=source, target_lang=target))
+    begins = {row[1].item() for ids in written for row in ids}
+    assert begins == {tokenizer.get_lang_id(target)}

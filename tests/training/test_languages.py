@@ -1,0 +1,176 @@
+"""Multilingual encoder-decoders: what the decoder reads and writes is as upstream has it, and is saved so."""
+
+import pytest
+import torch
+from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
+from fixtures.uptraining import make_t5, make_text
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+
+from hf_attn_variants import convert
+from hf_attn_variants.commands import seq2seq, uptrain
+from hf_attn_variants.languages import set_languages
+from hf_attn_variants.training.engine.losses import label_objective, target_logits
+from hf_attn_variants.training.engine.text_rows import pair_collator
+
+MODELS = {
+    "mbart": (MBartConfig, MBartForConditionalGeneration),
+    "m2m_100": (M2M100Config, M2M100ForConditionalGeneration),
+}
+MODELS |= {"mbart50": MODELS["mbart"], "nllb": MODELS["m2m_100"]}
+SIZES = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_layers": 1, "decoder_layers": 1}
+SIZES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
+EVERY_KIND = pytest.mark.parametrize("kind", TOKENIZERS)
+
+
+def save(kind, folder, **fields):
+    folder.mkdir()
+    tokenizer = TOKENIZERS[kind](folder)
+    torch.manual_seed(0)
+    config_class, model_class = MODELS[kind]
+    # As upstream's checkpoints: mBART-50 begins with the end token, the first mBART with none that its config names.
+    start = {} if kind == "mbart" else {"decoder_start_token_id": 2}
+    model = model_class(config_class(vocab_size=300, **SIZES, **start, **fields))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("languages")
+    return {kind: save(kind, folder / kind) for kind in TOKENIZERS}
+
+
+@pytest.fixture
+def run(tmp_path):
+    source, target = make_text(tmp_path)
+
+    def call(command, model, *more, out="out", length=("--max_train_steps", 2)):
+        argv = ["--model_name_or_path", model, "--source_file", source, "--target_file", target, *more]
+        argv += ["--validation_source_file", source, "--validation_target_file", target, "--max_eval_samples", 8]
+        argv += ["--max_length", 40, "--output_dir", tmp_path / out, *length, "--cpu", "--disable_tqdm"]
+        return command.main(command.parse_args([str(part) for part in argv])), tmp_path / out
+
+    return call
+
+
+def flags(kind):
+    return ["--source_lang", LANGUAGES[kind][0], "--target_lang", LANGUAGES[kind][1]]
+
+
+@EVERY_KIND
+def test_batches_are_those_of_upstreams_collator(folders, kind):
+    """Sources, labels and what the decoder reads, of rows of unequal lengths, as `run_translation.py` makes them."""
+    settings = seq2seq.parse_args(
+        [str(folders[kind]), "--source_file", "s", "--target_file", "t", "--output_dir", "o", *flags(kind)]
+    )
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folders[kind]),
+        AutoModelForSeq2SeqLM.from_pretrained(folders[kind]),
+    )
+    start = set_languages(tokenizer, model.config, settings.source_lang, settings.target_lang)
+    rows = [("the dog sees", "SEES DOG THE"), ("a cat", "CAT A")]
+    ours = pair_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)([(row, (0, 0)) for row in rows])
+    theirs = AutoTokenizer.from_pretrained(folders[kind])
+    theirs.src_lang, theirs.tgt_lang = LANGUAGES[kind]
+    objective = label_objective(target_logits)
+    features = [theirs(source, text_target=target) for source, target in rows]
+    expected = DataCollatorForSeq2Seq(theirs, model)(features)
+    assert torch.equal(ours["input_ids"], expected["input_ids"]) and torch.equal(ours["labels"], expected["labels"])
+    with torch.no_grad():
+        losses = [objective.loss_sum(model, ours) / objective.count(ours), model(**expected).loss]
+    torch.testing.assert_close(*losses)
+    language = theirs.convert_tokens_to_ids(
+        getattr(theirs, "lang_code_to_token", {}).get(LANGUAGES[kind][1], LANGUAGES[kind][1])
+    )
+    assert start.decoder_start_token_id == (language if kind == "mbart" else 2)
+    assert start.forced_bos_token_id == (None if kind == "mbart" else language)
+
+
+@EVERY_KIND
+def test_a_training_saves_the_languages(run, folders, kind):
+    results, out = run(seq2seq, folders[kind], *flags(kind))
+    assert results["steps"] == 2 and "eval_bleu" in results
+    tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
+    marks = tokenizer(text_target="")["input_ids"]
+    assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
+    assert settings.decoder_start_token_id == (marks[-1] if kind == "mbart" else 2)
+    model = AutoModelForSeq2SeqLM.from_pretrained(out)
+    ids = model.generate(**tokenizer(["the dog"], return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]
+    assert ids[:2].tolist()[kind != "mbart"] == (marks[-1] if kind == "mbart" else marks[0])
+    # What the model was trained for needs no flags again; another language does.
+    again, _ = run(seq2seq, out, out="again", length=("--num_train_epochs", 0))
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"--target_lang: the \w+ knows no language 'xx'; it has \w+"):
+        run(seq2seq, folders[kind], "--source_lang", LANGUAGES[kind][0], "--target_lang", "xx", out="unknown")
+
+
+@EVERY_KIND
+def test_languages_that_nobody_chose_are_asked_for(run, folders, kind):
+    with pytest.raises(ValueError, match=r"reads several languages: give --source_lang and --target_lang, of \w+"):
+        run(seq2seq, folders[kind])
+    with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
+        run(seq2seq, folders[kind], "--target_lang", LANGUAGES[kind][1])
+
+
+def test_generation_begins_with_the_token_that_is_asked_for(run, folders):
+    target = LANGUAGES["mbart"][1]
+    _, out = run(seq2seq, folders["mbart"], *flags("mbart"), "--forced_bos_token", target)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert GenerationConfig.from_pretrained(out).forced_bos_token_id == tokenizer.convert_tokens_to_ids(target)
+
+
+def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
+    t5 = make_t5(tmp_path / "t5")
+    with pytest.raises(ValueError, match=r"--target_lang is for a tokenizer of several languages, .* has a"):
+        run(seq2seq, t5, "--target_lang", "ro_RO")
+    with pytest.raises(ValueError, match="--forced_bos_token is for a tokenizer of several languages"):
+        run(uptrain, t5, "--objective", "seq2seq", "--forced_bos_token", "ro_RO")
+
+
+@pytest.mark.parametrize("kind", ["mbart", "m2m_100"])
+def test_uptraining_keeps_them(run, folders, tmp_path, kind):
+    convert(folders[kind], 2, method="mean", output_dir=tmp_path / "gqa")
+    more = ["--teacher", folders[kind], "--objective", "seq2seq", "--predict_with_generate"]
+    with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
+        run(uptrain, tmp_path / "gqa", *more)
+    results, out = run(uptrain, tmp_path / "gqa", *more, *flags(kind))
+    assert results["steps"] == 2 and "eval_bleu" in results
+    tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
+    marks = tokenizer(text_target="")["input_ids"]
+    assert settings.decoder_start_token_id == (marks[-1] if kind == "mbart" else 2)
+    assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
+
+
+def test_a_marian_of_two_vocabularies_trains(run, tmp_path):
+    (tmp_path / "marian").mkdir()
+    tokenizer = marian_tokenizer(tmp_path / "marian")
+    target_size, pad = len(tokenizer.target_encoder), tokenizer.pad_token_id
+    torch.manual_seed(0)
+    fields = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": 0, "bos_token_id": None}
+    config = MarianConfig(
+        **SIZES, **fields, vocab_size=len(tokenizer), decoder_vocab_size=target_size,
+        share_encoder_decoder_embeddings=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    MarianMTModel(config).save_pretrained(tmp_path / "marian")
+    tokenizer.save_pretrained(tmp_path / "marian")
+    convert(tmp_path / "marian", 2, method="mean", output_dir=tmp_path / "gqa")
+    for folder in ("marian", "gqa"):
+        results, out = run(seq2seq, tmp_path / folder, "--learning_rate", "1e-2", out=f"out-{folder}")
+        assert results["steps"] == 2 and results["eval_decode_tokens"] > 0
+        assert AutoModelForSeq2SeqLM.from_pretrained(out).config.decoder_vocab_size == target_size
+        saved = AutoTokenizer.from_pretrained(out)
+        assert saved.decode(saved(text_target="THE DOG")["input_ids"], skip_special_tokens=True) == "THE DOG"
