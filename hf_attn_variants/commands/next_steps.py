@@ -126,13 +126,15 @@ def _text_flags(args: argparse.Namespace, head: str) -> list[str] | None:
     if not head.endswith(TEXT_TO_TEXT):
         named = [] if columns is None else ["--text_columns", *columns]
         return ["--train_file", file or TEXT, *named]
+    given = {f"--{name}": getattr(args, name) for name in ("source_lang", "target_lang")}
+    languages = [word for flag, value in given.items() if value is not None for word in (flag, value)]
     if file is None or not is_table(file):
-        return ["--source_file", file or TEXT, "--target_file", target or TARGETS]
+        return ["--source_file", file or TEXT, "--target_file", target or TARGETS, *languages]
     source, *second = columns or ["text"]
     if second:
         return None
     target = args.calibration_target_column or TARGET_COLUMN
-    return ["--train_file", file, "--source_column", source, "--target_column", target]
+    return ["--train_file", file, "--source_column", source, "--target_column", target, *languages]
 
 
 def _task_of_source(args: argparse.Namespace) -> str | None:

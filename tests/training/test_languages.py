@@ -1,5 +1,7 @@
 """Multilingual encoder-decoders: what the decoder reads and writes is as upstream has it, and is saved so."""
 
+import shlex
+
 import pytest
 import torch
 from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
+from hf_attn_variants.commands import convert as convert_command
 from hf_attn_variants.commands import seq2seq, uptrain
 from hf_attn_variants.languages import set_languages
 from hf_attn_variants.training.engine.losses import label_objective, target_logits
@@ -72,14 +75,9 @@ def flags(kind):
 @EVERY_KIND
 def test_batches_are_those_of_upstreams_collator(folders, kind):
     """Sources, labels and what the decoder reads, of rows of unequal lengths, as `run_translation.py` makes them."""
-    settings = seq2seq.parse_args(
-        [str(folders[kind]), "--source_file", "s", "--target_file", "t", "--output_dir", "o", *flags(kind)]
-    )
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folders[kind]),
-        AutoModelForSeq2SeqLM.from_pretrained(folders[kind]),
-    )
-    start = set_languages(tokenizer, model.config, settings.source_lang, settings.target_lang)
+    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[kind])
+    start = set_languages(tokenizer, model.config, *LANGUAGES[kind])
     rows = [("the dog sees", "SEES DOG THE"), ("a cat", "CAT A")]
     ours = pair_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)([(row, (0, 0)) for row in rows])
     theirs = AutoTokenizer.from_pretrained(folders[kind])
@@ -91,9 +89,8 @@ def test_batches_are_those_of_upstreams_collator(folders, kind):
     with torch.no_grad():
         losses = [objective.loss_sum(model, ours) / objective.count(ours), model(**expected).loss]
     torch.testing.assert_close(*losses)
-    language = theirs.convert_tokens_to_ids(
-        getattr(theirs, "lang_code_to_token", {}).get(LANGUAGES[kind][1], LANGUAGES[kind][1])
-    )
+    target = LANGUAGES[kind][1]
+    language = theirs.convert_tokens_to_ids(f"__{target}__" if kind == "m2m_100" else target)
     assert start.decoder_start_token_id == (language if kind == "mbart" else 2)
     assert start.forced_bos_token_id == (None if kind == "mbart" else language)
 
@@ -153,6 +150,21 @@ def test_uptraining_keeps_them(run, folders, tmp_path, kind):
     marks = tokenizer(text_target="")["input_ids"]
     assert settings.decoder_start_token_id == (marks[-1] if kind == "mbart" else 2)
     assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
+
+
+def test_what_comes_after_a_conversion_names_the_languages(folders, tmp_path, capsys):
+    text = make_text(tmp_path, 240)[0]
+    argv = ["--model_name_or_path", folders["m2m_100"], "--num_key_value_heads", 2, "--output_dir", tmp_path / "gqa"]
+    argv += ["--calibration_file", text, "--fit_steps", 0, "--max_length", 16, "--disable_tqdm"]
+    with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
+        convert_command.main(convert_command.parse_args([str(part) for part in argv]))
+    convert_command.main(convert_command.parse_args([str(part) for part in (*argv, *flags("m2m_100"))]))
+    printed = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line)[1:] for line in printed if line.startswith("  attn-variants")]
+    assert [name for name, *_ in commands] == ["uptrain", "seq2seq"]
+    for (_, *rest), command in zip(commands, (uptrain, seq2seq), strict=True):
+        settings = command.parse_args(rest)
+        assert (settings.source_lang, settings.target_lang) == LANGUAGES["m2m_100"]
 
 
 def test_a_marian_of_two_vocabularies_trains(run, tmp_path):

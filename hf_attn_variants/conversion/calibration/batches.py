@@ -79,8 +79,11 @@ def _tokenized(
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
-    positions = longest_input(model.config)
-    if positions is not None and (longest := max(map(len, encoded))) > positions:
+    targets = None
+    if calibration.target_texts is not None:
+        targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
+    positions, longest = longest_input(model.config), max(map(len, [*encoded, *(targets or [])]))
+    if positions is not None and longest > positions:
         raise ValueError(
             f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
             f"most {positions}."
@@ -91,9 +94,6 @@ def _tokenized(
             f"the calibration text has {tokens} tokens in {len(encoded)} lines: {MIN_TOKENS} are the least, a "
             "thousand lines of the model's own kind of text are enough."
         )
-    targets = None
-    if calibration.target_texts is not None:
-        targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
     return encoded, segments, targets
 
 
