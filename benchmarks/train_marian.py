@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
             report |= {"smoothed_loss": sum(losses[-100:]) / 100, "seconds": round(time.perf_counter() - started)}
             report |= {"transformers": transformers.__version__, "torch": torch.__version__}
             print(report, flush=True)
-            report["arguments"] = {name: str(value) for name, value in vars(args).items()}
+            report["arguments"] = {name: Path(str(value)).name for name, value in vars(args).items()}
             write(model, tokenizer, args.output_dir, report)
 
 
