@@ -121,8 +121,8 @@ class Translator:
     uptraining = ("--objective", "seq2seq", "--max_length", str(MAX_LENGTH))
     batch_size = 64
 
-    def __init__(self, data_dir: Path):
-        self.source = data_dir / "checkpoints" / self.name
+    def __init__(self, data_dir: Path, source: Path | None = None):
+        self.source = source or data_dir / "checkpoints" / self.name
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
         self.train = [read_lines(data_dir / "multi30k" / f"train.{language}.gz") for language in ("en", "de")]
         self.validation = [read_lines(data_dir / "multi30k" / f"val.{language}.gz") for language in ("en", "de")]

@@ -49,11 +49,6 @@ class Marian(Translator):
     name = "marian-multi30k-en-de"
     uptraining = ("--objective", "distill", "--max_length", "64")
 
-    def __init__(self, data_dir: Path, source: Path):
-        super().__init__(data_dir)
-        self.source = source
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-
 
 def main(args: argparse.Namespace) -> list[Row]:
     """Measure what is not there yet, print the table, and return the rows."""
