@@ -162,7 +162,8 @@ def _numbers(model: Any) -> int:
 def option_name(option: dict[str, int]) -> str:
     """Return what a table calls a conversion."""
     words = {"num_key_value_heads": "{} heads", "cross_kv_lora_rank": "cross {}", "kv_lora_rank": "self {}"}
-    return " + ".join(words[name].format(value) for name, value in option.items()) or "multi-head"
+    name = " + ".join(words[name].format(value) for name, value in option.items()) or "multi-head"
+    return name.replace("1 heads", "1 head")
 
 
 def tables(rows: list[Row]) -> str:
@@ -208,17 +209,23 @@ def plot(rows: list[Row], output: Path) -> None:
                 named: set[str] = set()  # the closed form and the fit lie close together
                 for row in mine:
                     if row["option"]:
-                        color = "C0" if "num_key_value_heads" in row["option"] else "C1"
+                        is_heads = "num_key_value_heads" in row["option"]
                         point = (_size(row, size), row[metric])
+                        color = "C0" if is_heads else "C1"
                         axes.scatter(*point, color=color, marker="s" if row["fitted"] else "o")
-                        place = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+                        # Heads are named on the lower right, latents on the upper left: many have the same size.
+                        side = ((5, -10), "left") if is_heads else ((-4, 5), "right")
+                        place = {"xytext": side[0], "ha": side[1], "textcoords": "offset points", "fontsize": 7}
                         name = option_name(row["option"])
                         axes.annotate("" if name in named else name, point, **place)
                         named.add(name)
                 base = [row[metric] for row in mine if not row["option"]]
                 if base:
                     axes.axhline(base[0], color="black", linestyle="--", linewidth=1, label="multi-head")
-                axes.set_xscale("log" if size == "numbers" else "linear")
+                if size == "numbers":
+                    axes.set_xscale("log", base=2)
+                    axes.xaxis.set_major_formatter("{x:,.0f}")
+                axes.margins(x=0.2, y=0.1)
                 axes.set_xlabel(label)
                 axes.set_ylabel(title)
                 axes.grid(alpha=0.3)
