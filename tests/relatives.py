@@ -1,6 +1,5 @@
 """The relatives of BERT and BART, Whisper among them, as rows of the table in architectures.py."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,13 +116,28 @@ _BART_FAMILY = tuple(
         "Pegasus": _GENERATION | _CAUSAL,
     }.items()
 )
-UMT5 = replace(
-    T5,
-    name="umt5",
-    config_class=hf_attn_variants.AttnVariantUMT5Config,
-    upstream_config_class=transformers.UMT5Config,
-    tiny=T5.tiny | {"d_model": 48},
-    heads={f"UM{head}": row for head, row in T5.heads.items()},
+
+
+class _UMT5(Architecture):
+    """UMT5, whose decoder looks ahead under sdpa in transformers 5.15 and 5.17: there upstream's is put right."""
+
+    def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
+        model = super().upstream_model(head, seed, **fields)
+        for name, module in model.named_modules():
+            if "decoder." in name and name.endswith("SelfAttention"):
+                module.is_causal = True
+        return model
+
+
+UMT5 = _UMT5(
+    **vars(T5)
+    | {
+        "name": "umt5",
+        "config_class": hf_attn_variants.AttnVariantUMT5Config,
+        "upstream_config_class": transformers.UMT5Config,
+        "tiny": T5.tiny | {"d_model": 48},
+        "heads": {f"UM{head}": row for head, row in T5.heads.items()},
+    }
 )
 ENCODER_DECODERS = (*_BART_FAMILY, UMT5)
 

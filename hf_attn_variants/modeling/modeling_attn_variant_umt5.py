@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
 
+from .attention_sites import AttentionHeads
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
@@ -32,6 +33,12 @@ __all__ = [
 
 class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     """`UMT5Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+        """Prepare as for T5, and let no decoder see what comes after."""
+        super().install_variant(config, heads, query_dim, memory_dim)
+        # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
+        self.is_causal = self.is_decoder and self.has_relative_attention_bias
 
     def forward(
         self,
