@@ -4,22 +4,7 @@ import importlib
 
 import transformers
 
-from .modeling.configuration_attn_variants import (
-    AttnVariantAlbertConfig,
-    AttnVariantBartConfig,
-    AttnVariantBertConfig,
-    AttnVariantConfigMixin,
-    AttnVariantDistilBertConfig,
-    AttnVariantElectraConfig,
-    AttnVariantM2M100Config,
-    AttnVariantMarianConfig,
-    AttnVariantMBartConfig,
-    AttnVariantPegasusConfig,
-    AttnVariantRobertaConfig,
-    AttnVariantT5Config,
-    AttnVariantUMT5Config,
-    AttnVariantWhisperConfig,
-)
+from .modeling.configuration_attn_variants import CONFIG_CLASSES, AttnVariantConfigMixin
 
 __all__ = [
     "ARCHITECTURES",
@@ -35,22 +20,7 @@ PREFIX = "AttnVariant"
 SAME_CLASSES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
-# A new architecture is one row.
-ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (
-    AttnVariantBertConfig,
-    AttnVariantAlbertConfig,
-    AttnVariantT5Config,
-    AttnVariantUMT5Config,
-    AttnVariantBartConfig,
-    AttnVariantMBartConfig,
-    AttnVariantMarianConfig,
-    AttnVariantM2M100Config,
-    AttnVariantPegasusConfig,
-    AttnVariantWhisperConfig,
-    AttnVariantRobertaConfig,
-    AttnVariantDistilBertConfig,
-    AttnVariantElectraConfig,
-)
+ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = CONFIG_CLASSES
 
 
 def register() -> None:

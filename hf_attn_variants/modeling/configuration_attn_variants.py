@@ -24,6 +24,7 @@ from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",
+    "CONFIG_CLASSES",
     "EAGER",
     "SDPA",
     "AttnVariantAlbertConfig",
@@ -311,19 +312,21 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
         self.model_type = "whisper"
 
 
-for _config_class in (
-    AttnVariantAlbertConfig,
-    AttnVariantBartConfig,
+# A new architecture is one class and one row.
+CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
-    AttnVariantDistilBertConfig,
-    AttnVariantElectraConfig,
-    AttnVariantM2M100Config,
-    AttnVariantMBartConfig,
-    AttnVariantMarianConfig,
-    AttnVariantPegasusConfig,
-    AttnVariantRobertaConfig,
+    AttnVariantAlbertConfig,
     AttnVariantT5Config,
     AttnVariantUMT5Config,
+    AttnVariantBartConfig,
+    AttnVariantMBartConfig,
+    AttnVariantMarianConfig,
+    AttnVariantM2M100Config,
+    AttnVariantPegasusConfig,
     AttnVariantWhisperConfig,
-):
+    AttnVariantRobertaConfig,
+    AttnVariantDistilBertConfig,
+    AttnVariantElectraConfig,
+)
+for _config_class in CONFIG_CLASSES:
     _config_class.register_for_auto_class()
