@@ -147,10 +147,10 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("unwanted", ["conversion.calibration", "conversion.methods", "training", "matplotlib"])
-def test_a_push_loads_nothing_that_fits_trains_or_draws(unwanted, loaded_by):
-    wanted = unwanted if unwanted == "matplotlib" else f"{PACKAGE}.{unwanted}"
-    assert not [each for each in loaded_by(f"{PACKAGE}.hub.push") if f"{each}.".startswith(f"{wanted}.")]
+def test_a_push_loads_nothing_that_fits_trains_or_draws(loaded_by):
+    unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.methods.", f"{PACKAGE}.training."]
+    loaded = loaded_by(f"{PACKAGE}.hub.push")
+    assert not [each for each in loaded if f"{each}.".startswith((*unwanted, "matplotlib."))]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
     assert "hf_attn_variants 0." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants", "hf_attn_variants.cli"])
+@pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants"])
 def test_the_module_is_the_command_too(module):
     ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), ended.stderr
@@ -219,8 +219,9 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
     assert row.split()[-7:] == ["256", "B", "16.0", "MiB", "0", "B", "(0%)"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("where", ["a pipe with COLUMNS", "a terminal"])
+@pytest.mark.parametrize(
+    "where, width", [("a pipe with COLUMNS", 80), ("a pipe with COLUMNS", 120), ("a terminal", 120)]
+)
 def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     argv = ["inspect", str(tmp_path), "--batch_size", "32"]

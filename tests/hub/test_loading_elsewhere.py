@@ -105,16 +105,16 @@ def save_one(architecture, variant, saved, folder):
     return folder / "repo", folder / "tensors.safetensors", folder / "resaved"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_every_auto_class_loads_elsewhere(architecture, tmp_path):
+def test_every_auto_class_loads_elsewhere(tmp_path):
     kinds = [(variant, saved) for variant in ("gqa", "gqa_talking") for saved in ("base", "language_model")]
     kinds += [("latent", "language_model"), ("by layer", "language_model")]
-    made = [save_one(architecture, *kind, tmp_path / "-".join(kind)) for kind in kinds]
+    rows = [row for row in ARCHITECTURES for _ in kinds]
+    made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()
     arguments = [path for paths in made for path in paths]
     result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout.splitlines()[-1]) == [architecture.config_class.auto_classes] * len(kinds)
+    assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in rows]
     for repo, _, resaved in made:
         assert sorted(path.name for path in resaved.glob("*.py")) == sorted(path.name for path in repo.glob("*.py"))
 
@@ -123,24 +123,26 @@ ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
     """
     import transformers
 
-    model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
     import peft
 
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
-    print(adapted.get_nb_trainable_parameters()[0])
+    models = [transformers.AutoModel.from_pretrained(folder, trust_remote_code=True) for folder in sys.argv[1:]]
+    adapted = [peft.get_peft_model(model, peft.LoraConfig(r=2)) for model in models]
+    print(json.dumps([model.get_nb_trainable_parameters()[0] for model in adapted]))
     """
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_peft_needs_no_target_modules_elsewhere(architecture, tmp_path):
+def test_peft_needs_no_target_modules_elsewhere(tmp_path):
     peft = pytest.importorskip("peft")
-    model = architecture.model(next(iter(architecture.heads)), "gqa")
-    model.save_pretrained(tmp_path / "repo")
-    result = run_elsewhere(ADAPTED_ELSEWHERE, tmp_path / "repo", home=tmp_path / "home", cwd=tmp_path)
+    models = {row.name: row.model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    folders = [tmp_path / name for name in models]
+    result = run_elsewhere(ADAPTED_ELSEWHERE, *folders, home=tmp_path / "home", cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "value", "q", "v"]))
-    assert int(result.stdout.splitlines()[-1]) == adapted.get_nb_trainable_parameters()[0]
+    lora = peft.LoraConfig(r=2, target_modules=["query", "value", "q", "v"])
+    adapted = [peft.get_peft_model(model, lora) for model in models.values()]
+    assert json.loads(result.stdout.splitlines()[-1]) == [each.get_nb_trainable_parameters()[0] for each in adapted]
 
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)

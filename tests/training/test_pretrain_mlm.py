@@ -463,7 +463,7 @@ def records(out):
     "more",
     [
         ["--optim", "adafactor", "--adafactor_scale_parameter"],
-        ["--optim", "adafactor", "--adafactor_scale_parameter", "--adafactor_relative_step"],
+        pytest.param(["--optim", "adafactor", "--adafactor_relative_step"], marks=pytest.mark.slow),
         ["--gradient_accumulation_steps", 2, "--dataloader_num_workers", 1, "--whole_word_mask"],
         ["--sentence_task", "nsp"],
     ],
