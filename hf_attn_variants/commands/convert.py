@@ -12,6 +12,7 @@ from ..conversion.calibration_settings import (
     FIT_DEFAULTS,
     MAX_AUDIO_LENGTH,
     MAX_LENGTH,
+    PASSAGE_LENGTH,
     Calibration,
 )
 
@@ -45,12 +46,13 @@ CALIBRATION_OPTIONS = (
     "source_lang",
     "target_lang",
     "max_length",
+    "calibration_passages",
     "fit_steps",
 )
 
 # Those that are fields of a `Calibration`.
 AUDIO_OPTIONS = ("calibration_audio_dir", "calibration_size", "max_length", "fit_steps")
-TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "fit_steps")
+TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passages", "fit_steps")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -173,7 +175,17 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         group.add_argument(
             f"--{side}_lang", help=f"mBART, M2M100, NLLB: the {side}s' language, as the tokenizer calls it"
         )
-    group.add_argument("--max_length", type=int, help=f"tokens at which an example is cut (default: {MAX_LENGTH})")
+    group.add_argument(
+        "--max_length",
+        type=int,
+        help=f"tokens at which an example is cut (default: {MAX_LENGTH}, passages {PASSAGE_LENGTH})",
+    )
+    group.add_argument(
+        "--calibration_passages",
+        action=argparse.BooleanOptionalAction,
+        help="encoders: join half of the examples to those that follow, to passages of 16 tokens and more, for what "
+        "the model makes of long text is kept only if it reads some (default: of single texts, yes)",
+    )
     group.add_argument(
         "--fit_steps",
         type=int,
@@ -214,7 +226,7 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
-    settings = {name: getattr(args, name) for name in TEXT_SETTINGS if name in given}
+    settings = {name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in given}
     if args.calibration_audio_dir is not None:
         if of_text := [name for name in given if name not in AUDIO_OPTIONS]:
             raise ValueError(f"--{of_text[0]} is for text, --calibration_audio_dir for audio: leave one out.")

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_AUDIO_LENGTH",
     "MAX_LENGTH",
     "MIN_TEXTS",
+    "PASSAGE_LENGTH",
     "Calibration",
 ]
 
@@ -26,6 +27,8 @@ __all__ = [
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
 # Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
+# Of a passage, where the model has positions for as many.
+PASSAGE_LENGTH = 256
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One to fit to, one that is held out.
 MIN_TEXTS = 2
@@ -42,13 +45,19 @@ class Calibration:
     kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is
     held out: nothing is fitted to it, and the errors of the report are measured on it.
 
+    What a model makes of long text is kept only if it reads long text here. So for an encoder half of the texts are
+    beginnings of passages: the texts that follow are joined to them, up to lengths from 16 tokens to 256 that are as
+    often between 16 and 32 as between 128 and 256.
+
     Args:
         texts: one example each, two at least; or pairs of texts for a model that will read pairs, as the tokenizer
             joins them.
         target_texts: encoder-decoders: the decoder's text for each of them; None = the model's own greedy outputs.
         tokenizer: the model's; None = the one beside the checkpoint (a model in memory has none).
-        max_length: tokens at which a text is cut, or the model's output for audio; None = 64, for audio 224 (and at
-            most half of the model's positions).
+        max_length: tokens at which a text is cut, or the model's output for audio; None = 64, and 256 for passages,
+            for audio 224 (and at most half of the model's positions).
+        passages: whether half of the texts go on with those after them; None = for an encoder (or a decoder alone)
+            that reads single texts. Others cannot.
         batch_size: texts a forward pass; None = 32, for audio 4.
         fit_steps: method "calibrated": Adam steps a module after the closed form; None = 400, 0 = it alone.
         fit_learning_rate: of these steps, at their beginning and relative to the root mean square of each tensor;
@@ -71,6 +80,7 @@ class Calibration:
     target_texts: Sequence[str] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int | None = None
+    passages: bool | None = None
     batch_size: int | None = None
     fit_steps: int | None = None
     fit_learning_rate: float | None = None
@@ -84,13 +94,8 @@ class Calibration:
     def __post_init__(self) -> None:
         is_text = self.audio is None
         (self._check_texts if is_text else self._check_audio)()
-        defaults = {
-            "max_length": MAX_LENGTH if is_text else MAX_AUDIO_LENGTH,
-            "batch_size": BATCH_SIZE if is_text else AUDIO_BATCH_SIZE,
-        }
-        for name, default in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+        if self.batch_size is None:
+            object.__setattr__(self, "batch_size", BATCH_SIZE if is_text else AUDIO_BATCH_SIZE)
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -98,6 +103,8 @@ class Calibration:
         rate = self.fit_learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"`fit_learning_rate` of a calibration must be more than 0; got {rate}.")
+        if self.passages and not self.can_be_passages:
+            raise ValueError("`passages` are made of single texts; pairs, texts with targets and audio stay alone.")
 
     def _check_texts(self) -> None:
         _check_is_list("texts", self.texts)
@@ -158,6 +165,22 @@ class Calibration:
         return self.tokenizer if self.audio is None else self.feature_extractor
 
     @property
+    def length(self) -> int:
+        """Tokens at which a text is cut, or the model's output for audio."""
+        default = MAX_LENGTH if self.audio is None else MAX_AUDIO_LENGTH
+        return default if self.max_length is None else self.max_length
+
+    @property
+    def passage_length(self) -> int:
+        """Tokens at which a passage is cut."""
+        return PASSAGE_LENGTH if self.max_length is None else self.max_length
+
+    @property
+    def can_be_passages(self) -> bool:
+        """Whether these texts can go on with those after them."""
+        return self.audio is None and self.target_texts is None and isinstance(self.texts[0], str)
+
+    @property
     def held_out_count(self) -> int:
         """How many of the examples are held out."""
         return max(1, round(HELD_OUT * len(self.examples)))
@@ -167,14 +190,19 @@ class Calibration:
         given = getattr(self, name)
         return FIT_DEFAULTS[name] if given is None else given
 
-    def settings(self, method: Any) -> dict[str, Any]:
-        """Return what a report says of it and of the `options` of a method, as JSON values; no text itself."""
+    def settings(self, method: Any, passage_length: int | None) -> dict[str, Any]:
+        """Return what a report says of it and of the `options` of a method, as JSON values; no text itself.
+
+        Args:
+            passage_length: tokens at which passages were cut; None = every text stood alone.
+        """
         return {
             "count": len(self.examples),
             "kind": "files of audio" if self.audio else "pairs" if isinstance(self.texts[0], tuple) else "texts",
             "targets": self.target_texts is not None,
             "held_out": self.held_out_count,
-            "max_length": self.max_length,
+            "max_length": self.length,
+            "passage_length": passage_length,
             **{name: self.fit_option(name) for name in method.options},
         }
 

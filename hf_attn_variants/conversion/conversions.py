@@ -24,6 +24,7 @@ from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
+from .calibration.passages import reads_passages
 from .calibration.processors import check_has_processor, load_processor
 from .calibration.texts import CalibrationLike, as_calibration
 from .calibration_settings import Calibration
@@ -351,7 +352,10 @@ def _calibrate_from_folder(
     if method is None:
         return None
     calibrate(plan, method, reader, *source(plan), calibration)
-    return None if calibration is None else calibration.settings(method)
+    if calibration is None:
+        return None
+    are_passages = reads_passages(plan.model_class, plan.config, calibration)
+    return calibration.settings(method, calibration.passage_length if are_passages else None)
 
 
 def _write_what_describes_it(

@@ -108,9 +108,12 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
     sentence = f"`{source}` was converted by `--method {method}`, seed {seed}."
     if calibration := step.get("calibration"):
         targets = " with their targets" if calibration["targets"] else ""
+        passages = ""
+        if length := calibration.get("passage_length"):
+            passages = f", half of them continued to passages of at most {length}"
         sentence += (
             f" Calibration: {calibration['count']:,} {calibration['kind']}{targets}, cut at "
-            f"{calibration['max_length']} tokens."
+            f"{calibration['max_length']} tokens{passages}."
         )
     fits = [layer["details"] for layer in step.get("layers", [])]
     if (error := step.get("mean_output_relative_error")) is not None:

@@ -236,7 +236,7 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     assert found["none"]["calibration"] is None
     assert "Calibration:" not in _told(tmp_path / "none")
     assert settings["held_out"] == 51
-    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned())
+    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
@@ -282,7 +282,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 1), (25, 2), (512, 51)])
 def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
     texts = [word * 99 for word in text(count)]
-    given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, batch_size=4)
+    given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
     model.config.max_position_embeddings = 1200
     parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))

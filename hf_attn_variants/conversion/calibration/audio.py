@@ -128,7 +128,7 @@ def audio_batches(
     for part, rows in chunks:
         batch = {"input_features": torch.stack([features[i] for i in rows])}
         if decodes:
-            batch |= _transcribed(model, batch["input_features"], calibration.max_length)
+            batch |= _transcribed(model, batch["input_features"], calibration.length)
         batches[part].append(batch)
     _check_enough(batches, decodes)
     return batches

@@ -2,16 +2,22 @@
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import Calibration
+from .passages import passages, reads_passages
 
 __all__ = ["MIN_TOKENS", "Batch", "check_targets", "chunks_of", "from_generated", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
+# A text is much shorter than what the model reads where it has less than its positions by this.
+FEW_POSITIONS = 4
+
+logger = logging.get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,23 +76,39 @@ def _tokenized(
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
     if tokenizer.pad_token_id is None:
         raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
-    limit = {"truncation": True, "max_length": calibration.max_length}
+    limit = {"truncation": True, "max_length": calibration.length}
     texts = calibration.texts
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
     has_types = getattr(model.config, "type_vocab_size", 0) > 1
     # ALBERT's tokenizer tells the texts of a pair apart only when asked.
-    arguments = tokenizer(*map(list, columns), **({"return_token_type_ids": True} if has_types else {}), **limit)
+    options = {"return_token_type_ids": True} if has_types else {}
+    arguments = tokenizer(*map(list, columns), **options, **limit)
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
+    positions = longest_input(model.config)
+    if reads_passages(type(model), model.config, calibration):
+        longest = min(calibration.passage_length, positions or calibration.passage_length)
+        for i, (passage, length) in passages(texts, longest).items():
+            arguments = tokenizer([passage], **options, truncation=True, max_length=length)
+            encoded[i] = arguments["input_ids"][0]
+            if segments is not None:
+                segments[i] = arguments["token_type_ids"][0]
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
     targets = None
     if calibration.target_texts is not None:
         targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
-    positions, longest = longest_input(model.config), max(map(len, [*encoded, *(targets or [])]))
+    longest = max(map(len, [*encoded, *(targets or [])]))
     if positions is not None and longest > positions:
         raise ValueError(
             f"a calibration text has {longest} tokens and the model {positions} positions: give a `max_length` of at "
             f"most {positions}."
+        )
+    if positions is not None and longest * FEW_POSITIONS < positions:
+        logger.warning(
+            "the longest calibration example has %d tokens, and the model reads up to %d: what it makes of longer "
+            "text is kept less. Give longer examples, or lines of documents (and no small --max_length).",
+            longest,
+            positions,
         )
     tokens = sum(map(len, encoded))
     if tokens < MIN_TOKENS:
@@ -118,7 +140,7 @@ def _decoder_arguments(
     if targets is None:
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.max_length)
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
         return from_generated(generated, config.pad_token_id)
     padded = _padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
     return {f"decoder_{name}": tensor for name, tensor in padded.items()}

@@ -105,7 +105,7 @@ def _measure(model: PreTrainedModel) -> str:
 def _batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> Batch:
-    limit = {"truncation": True, "max_length": text.max_length, "padding": True, "return_tensors": "pt"}
+    limit = {"truncation": True, "max_length": text.length, "padding": True, "return_tensors": "pt"}
     chosen = [text.texts[i] for i in rows]
     columns = [chosen] if isinstance(chosen[0], str) else zip(*chosen, strict=True)
     found = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)
@@ -139,7 +139,7 @@ def _targets(
         found = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
         return found["input_ids"].masked_fill(found["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.max_length)[:, 1:].cpu()
+    ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

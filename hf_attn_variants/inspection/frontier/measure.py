@@ -153,7 +153,7 @@ def measure_frontier(
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
     rows = [rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))]
     settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
-    settings |= {"targets": calibration.target_texts is not None, "max_length": calibration.max_length, "seed": seed}
+    settings |= {"targets": calibration.target_texts is not None, "max_length": calibration.length, "seed": seed}
     architecture = type(source).__name__
     return Frontier(
         checkpoint, architecture, text.measure, len(losses), settings, length, source_length, _marked(rows)

@@ -1,0 +1,83 @@
+"""Passages: half of an encoder's calibration texts go on with those after them."""
+
+import json
+import logging
+
+import pytest
+import torch
+from fixtures.calibrations import WordTokenizer, bert, calibration, t5, text
+
+from hf_attn_variants.conversion import convert_checkpoint, convert_model
+from hf_attn_variants.conversion.calibration.batches import make_batches
+from hf_attn_variants.conversion.calibration.passages import passages
+from hf_attn_variants.hub.card import model_card
+
+TEXTS = [f"{number} is a number" for number in range(400)]
+
+
+def test_every_second_text_goes_on_with_those_after_it():
+    found = passages(TEXTS, 256)
+    assert sorted(found) == list(range(0, 400, 2))
+    for number, (passage, length) in found.items():
+        parts = TEXTS[number:] + TEXTS[:number]
+        count = -(-length // 4)  # of texts of four words, one token each at least
+        assert passage == " ".join(parts[:count])
+
+
+def test_as_many_are_short_as_long():
+    lengths = [length for _, length in passages(TEXTS, 256).values()]
+    assert min(lengths) >= 16 and max(lengths) <= 256
+    for begin in (16, 32, 64, 128):
+        assert sum(begin <= length < 2 * begin for length in lengths) == pytest.approx(50, abs=2)
+
+
+def test_few_texts_and_few_positions():
+    assert passages(["a b", "c"], 64) == {0: ("a b c", 16)}
+    assert all(length == 9 for _, length in passages(TEXTS, 9).values())
+
+
+def tokens(model, **changes):
+    """How many tokens each example of a calibration has."""
+    given = calibration(**changes)
+    parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    return sorted(int(count) for part in parts for batch in part for count in batch["attention_mask"].sum(1))
+
+
+def test_an_encoder_reads_passages_by_itself_and_a_decoder_does_not():
+    alone = sorted(map(len, WordTokenizer()(text())["input_ids"]))
+    assert tokens(bert(), passages=False) == alone and max(alone) < 64
+    mixed = tokens(bert(), passages=None)
+    # Alone they have at most 23 tokens; of passages, cut at 16 to 256, log(256 / 24) / log(16) have more.
+    assert len(mixed) == 512 and sum(count > 23 for count in mixed) == pytest.approx(218, abs=4)
+    assert 200 < max(mixed) < 256
+    assert max(tokens(bert(), passages=None, max_length=40)) < 40
+    short = bert()
+    short.config.max_position_embeddings = 80
+    assert 64 < max(tokens(short, passages=None)) < 80
+    targets = {"target_texts": text()}
+    assert tokens(t5(), passages=None, **targets) == tokens(t5(), passages=False, **targets)
+
+
+def test_passages_where_they_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="`passages` are for encoders; AttnVariantT5ForConditionalGeneration has a"):
+        convert_model(t5(), 2, calibration=calibration(passages=True))
+    with pytest.raises(ValueError, match="`passages` are made of single texts"):
+        calibration(passages=True, target_texts=text())
+
+
+def test_report_and_card_tell_of_them(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(passages=None, max_length=32))
+    settings = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["calibration"]
+    assert (settings["max_length"], settings["passage_length"]) == (32, 32)
+    told = str(model_card(tmp_path / "out", repo_id="someone/name"))
+    assert "cut at 32 tokens, half of them continued to passages of at most 32." in " ".join(told.split())
+
+
+def test_text_that_is_much_shorter_than_what_the_model_reads_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "hf_attn_variants"):
+        convert_model(bert(), 2, calibration=calibration(passages=None))
+        assert not caplog.records
+        convert_model(bert(), 2, calibration=calibration())
+    (record,) = caplog.records
+    assert "the longest calibration example has 23 tokens, and the model reads up to 512" in record.getMessage()
