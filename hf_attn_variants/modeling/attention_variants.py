@@ -16,8 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
 
 __all__ = [
@@ -194,6 +196,8 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    if module.reach is not None:
+        attention_mask, position_bias = as_full_attention(module.reach, query, key, attention_mask, position_bias)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
     options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
@@ -214,18 +218,24 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fastest exact path behind upstream's attention interface ("sdpa").
 
-    Talking heads go to `talking_heads_attention`, in memory linear in n and m; where the weights are asked for, the
-    projections depend on the input, the mask is trained or there is one query only, to `attention_with_weights`.
+    Talking heads, and windows in a longer text, go to `talking_heads_attention`, in memory linear in n and m; where
+    the weights are asked for, the projections depend on the input, the mask is trained or there is one query only, to
+    `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
-    talking_heads = bool(module.projection_names)
-    if with_weights or (talking_heads and _needs_weights(module, query, attention_mask)):
+    talking_heads, reach = bool(module.projection_names), module.reach
+    in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
+    if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
+    if reach is not None and not in_blocks:
+        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    if talking_heads:
+    if in_blocks:
+        options |= {"reach": reach, "is_causal": False}
+    if talking_heads or in_blocks:
         options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
         return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
@@ -247,12 +257,14 @@ def check_implementation(config: Any, implementation: Any) -> None:
     """Check that an attention implementation can compute what a configuration asks for.
 
     Raises:
-        ValueError: where it would ignore talking heads.
+        ValueError: where it would ignore talking heads or a pattern.
     """
     talking_heads = getattr(config, "talking_heads", None)
-    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+    ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = ignored if talking_heads is None else f'talking_heads="{talking_heads}"'
+    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
         raise ValueError(
-            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
+            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
             'ignore it: use "sdpa" or "eager".'
         )
 
@@ -358,5 +370,5 @@ OWN_FUNCTIONS = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, eager_mask)
-AttentionMaskInterface.register(SDPA, sdpa_mask)
+AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
+AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))
