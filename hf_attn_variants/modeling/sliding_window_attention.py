@@ -70,7 +70,7 @@ class BlockWindows:
         self.length, self.memory = query.shape[2], key.shape[2]
         self.rows = block_rows(reach, query.device.type)
         self.made: tuple[Any, ...] = (None,)
-        self.gradient: torch.Tensor | None = None
+        self.d_table = self.gradient = None  # the table's, and what is not in it yet
         self.zero = query.new_zeros(())
 
     @property
@@ -106,8 +106,7 @@ class BlockWindows:
         kind = (rows.stop - rows.start, *(span.stop - span.start for span in spans), spans[-1].start - first)
         kind = (*kind, first if by_position else None)
         if self.made[0] != kind:
-            if self.gradient is not None:
-                self.finish_bias_gradient(self.d_table)
+            self.finish_bias_gradient(self.d_table)  # what blocks of the last kind have added up
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
             near = allowed_keys(self.reach, queries, keys)
@@ -123,8 +122,10 @@ class BlockWindows:
         self.d_table, by_head = d_table, d_logits.sum(0)
         self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)
 
-    def finish_bias_gradient(self, d_table: torch.Tensor) -> None:
-        """Add what was summed so far to the gradient of the table [1, h, 1, 2 l - 1]."""
+    def finish_bias_gradient(self, d_table: torch.Tensor | None) -> None:
+        """Add what was summed so far, if anything, to the gradient of the table [1, h, 1, 2 l - 1]."""
+        if self.gradient is None:
+            return
         index = (self.made[3] + d_table.shape[-1] // 2).flatten()
         d_table[0, :, 0].index_add_(1, index, self.gradient.flatten(1).to(d_table.dtype))
         self.gradient = None

@@ -220,6 +220,19 @@ class _Call:
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
+    def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
+        """Add a block's part of the position bias's gradient, or keep it until `finish_gradients`."""
+        if self.windows is None:
+            add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
+        else:
+            self.windows.add_bias_gradient(d_bias, d_logits)
+
+    def finish_gradients(self, d_bias: Tensor, d_logits_proj: Tensor) -> None:
+        """Do what is done once, after the last block."""
+        d_logits_proj *= self.proj_scaling
+        if self.windows is not None:
+            self.windows.finish_bias_gradient(d_bias)
+
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v], and the number of threads [1] for the backward pass.
@@ -290,10 +303,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if wants_bias:
-            if call.windows is None:
-                add_bias_gradient(bias_parts, d_logits, block.batch, block.rows)
-            else:
-                call.windows.add_bias_gradient(d_bias, d_logits)
+            call.add_bias_gradient(bias_parts, d_logits, block)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
@@ -303,9 +313,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
-    if wants_bias and call.windows is not None:
-        call.windows.finish_bias_gradient(d_bias)
-    d_logits_proj *= call.proj_scaling
+    call.finish_gradients(d_bias, d_logits_proj)
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:
