@@ -55,6 +55,11 @@ class Reach(NamedTuple):
         """Whether a query reads no later key."""
         return self.after == 0
 
+    @property
+    def most_keys(self) -> int:
+        """The keys that a query reads in a long text, but for those of global tokens, which read all."""
+        return (self.before + self.after) // self.step + 1 + self.global_tokens
+
     def covers(self, length: int, memory: int) -> bool:
         """Say whether the last `length` of `memory` positions read all of these (causal: all before them)."""
         return self.step == 1 and memory - 1 <= self.before and (self.is_causal or memory - 1 <= self.after)
