@@ -85,9 +85,11 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.py")) == sorted(
         [
+            "attention_patterns.py",
             "attention_sites.py",
             "attention_variants.py",
             "configuration_attn_variants.py",
+            "decoder_caches.py",
             "encoder_decoder_config.py",
             *FAMILY_FILES.get(architecture.name, ()),
             "field_checks.py",
@@ -96,10 +98,12 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "loading_checks.py",
             f"{architecture.config_class.modeling_file}.py",
             "query_folding.py",
+            "sliding_window_attention.py",
             "talking_heads.py",
             "talking_heads_blocked.py",
             "talking_heads_choice.py",
             "talking_heads_kernels.py",
+            "talking_heads_operands.py",
             "talking_heads_triton.py",
             "variant_config.py",
             "variant_mixins.py",
