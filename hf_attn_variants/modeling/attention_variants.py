@@ -8,6 +8,7 @@ beams of a sentence follow each other and read one memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
+from .global_tokens import global_tokens_of, with_global_tokens_first
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
@@ -196,8 +198,9 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
-    if module.reach is not None:
-        attention_mask, position_bias = as_full_attention(module.reach, query, key, attention_mask, position_bias)
+    if (reach := module.reach) is not None:
+        call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
+        attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
     options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
@@ -225,19 +228,25 @@ def sdpa_attention_forward(
     with_weights = wants_weights(module, kwargs)
     talking_heads, reach = bool(module.projection_names), module.reach
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
+    is_global = global_tokens_of(reach, kwargs)
     if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
     if reach is not None and not in_blocks:
-        attention_mask, position_bias = as_full_attention(reach, query, key, attention_mask, position_bias)
+        call = (reach, query, key, attention_mask, position_bias, is_global)
+        attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    if in_blocks:
-        options |= {"reach": reach, "is_causal": False}
     if talking_heads or in_blocks:
         options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
-        return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
+        attend = partial(talking_heads_attention, position_bias=position_bias, **options)
+        if not in_blocks:
+            return attend(query, key, value, attention_mask), None
+        attend = partial(attend, is_causal=False)  # the reach says it
+        if is_global is None:
+            return attend(query, key, value, attention_mask, reach=reach), None
+        return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 

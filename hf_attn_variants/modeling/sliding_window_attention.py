@@ -153,6 +153,7 @@ def as_full_attention(
     key: torch.Tensor,
     mask: torch.Tensor | None,
     table: torch.Tensor | None,
+    is_global: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mask and the position bias by which full attention reads what `reach` says.
 
@@ -161,6 +162,7 @@ def as_full_attention(
         query, key: [b, h_k, n, d] and [b, k, m, d].
         mask: as in `attention_with_weights`; of its keys the last m count, for a cache keeps no more.
         table: the bias by distance (`relative_bias`).
+        is_global: which tokens of an encoder are global beside the first ones, [b, n].
 
     Raises:
         ValueError: for keys before the queries of an encoder (peft's prefixes), which would be far from most of them.
@@ -180,6 +182,8 @@ def as_full_attention(
     if not is_exporting() and reach.covers(length, memory) and is_told:
         return mask, bias
     allowed = allowed_keys(reach, queries, keys)[None, None]
+    if is_global is not None:
+        allowed = allowed | is_global[:, None, None] | is_global[:, None, :, None]
     if mask is None:
         return allowed, bias
     if mask.dtype == torch.bool:

@@ -18,6 +18,7 @@ from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
+from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
 from .loading_checks import adds_talking_heads, beginning_of_talking_heads
 
@@ -156,6 +157,7 @@ class AttentionVariantMixin:
             )
         if cache is not None:
             prepare_cache(self, cache, memory)
+        check_global_mask(self, states, kwargs)
         if not self.dynamic_names:
             return {}
         inputs = {"x": states, "m": states if memory is None else memory}

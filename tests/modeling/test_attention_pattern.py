@@ -166,6 +166,60 @@ def test_generation_with_the_windows_cache_is_that_without(search):
         assert found[0].equal(found[1])
 
 
+GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
+GLOBAL_ROWS[0, [0, 11, 12, 20]] = GLOBAL_ROWS[1, [4, 18]] = 1  # of the second row one is padding; the third has none
+
+
+def with_global_rows(mask, first):
+    is_global = GLOBAL_ROWS.bool() | (torch.arange(LENGTH) < first)
+    allowed = sliding_window_mask(LENGTH, window=4) | is_global[:, None] | is_global[:, :, None]
+    return (allowed & mask.bool()[:, None])[:, None]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
+@pytest.mark.parametrize("variant", ["gqa", "latent", "talking"])
+def test_global_tokens_anywhere_by_mask(architecture, variant, first):
+    head = next(iter(architecture.heads))
+    pattern = architecture.model(head, variant, **WINDOW, num_global_tokens=first)
+    mask = padding()
+    inputs = {"input_ids": token_ids(3, LENGTH)}
+
+    class WithMask(torch.nn.Module):  # of the pattern's model alone
+        def __init__(self):
+            super().__init__()
+            self.model = pattern
+
+        state_dict, set_attn_implementation = pattern.state_dict, pattern.set_attn_implementation
+
+        def forward(self, **options):
+            return self.model(**options, global_attention_mask=GLOBAL_ROWS)
+
+    same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
+
+
+def test_a_global_mask_reaches_the_attention_of_every_head():
+    for architecture in ENCODER_ONLY:
+        for head in architecture.heads:
+            if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
+                continue  # decoders, and texts that are not rows
+            model = architecture.model(head, **WINDOW)
+            batch = {"input_ids": token_ids(3, LENGTH)}
+            with torch.no_grad():
+                found = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
+            assert not found[0].allclose(found[1]), head
+
+
+def test_wrong_global_masks_are_refused():
+    ids = token_ids(3, LENGTH)
+    with pytest.raises(ValueError, match="`global_attention_mask` needs `attention_pattern"):
+        BERT.model("BertModel")(ids, global_attention_mask=GLOBAL_ROWS)
+    with pytest.raises(ValueError, match=r"a number for each token, \[3, 23\]; got \[23\]"):
+        BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
+    with pytest.raises(ValueError, match="is for models without a bias by distance: use `encoder_num_global_tokens`"):
+        T5.model("T5EncoderModel", **prefixed(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
+
+
 def test_weights_are_zero_outside_of_the_pattern():
     model = BERT.model("BertModel", "talking", **WINDOW | GLOBAL)
     inputs = {"input_ids": token_ids(3, LENGTH)}
