@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .attention_patterns import Reach, has_pattern
 from .query_folding import is_exporting
@@ -174,9 +175,11 @@ def as_full_attention(
             f"{memory - length} among them."
         )
     keys = torch.arange(memory, device=query.device)
-    queries = keys[memory - length :]
+    queries = keys
+    if reach.is_causal:
+        queries = torch.arange(length, device=query.device) + memory - length
+        mask = None if mask is None else mask[..., -memory:]
     bias = None if table is None else relative_bias(table, queries, keys)
-    mask = None if mask is None else mask[..., -memory:]
     # Left to the function's own `is_causal`, or to a single query that reads all there is.
     is_told = not reach.is_causal or length == 1 or (mask is None and memory == length)
     if not is_exporting() and reach.covers(length, memory) and is_told:
@@ -209,7 +212,8 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
             return None
         if not is_causal:
             length, offset = options["kv_length"], options.get("kv_offset", 0)
-            padding = prepare_padding_mask(padding, length, offset)[:, offset : offset + length]
+            missing = max(0, length + offset - padding.shape[1])
+            padding = nn.functional.pad(padding, (0, missing))[:, offset : offset + length]
         is_traced = torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()
         return None if not is_traced and padding.all() else padding.bool()[:, None, None]
 

@@ -2,7 +2,8 @@
 
 "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
 work under `torch.compile`, gradient checkpointing and autocast. `talking_heads_choice` says which of them serves a
-call. Letters as in `attention_variants`.
+call. With a `reach` it is attention in windows, heads talking or not: the same blocks, of fewer keys
+(`sliding_window_attention`). Letters as in `attention_variants`.
 
 Source: arXiv 2003.02436, section 3.
 """

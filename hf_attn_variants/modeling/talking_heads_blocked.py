@@ -8,6 +8,8 @@ On a CPU a block has a sequence for each thread: torch gives a thread neighbouri
 neighbouring rows of a softmax, so what it reads is in its own core's cache. With one sequence in a block, products
 would be split by heads and mixes by positions, and most values would travel between cores.
 
+Where queries read a window, so do blocks; `BlockWindows` says which keys.
+
 Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in blocks, recomputed in the backward pass).
 """
 
