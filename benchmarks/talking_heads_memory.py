@@ -1,4 +1,4 @@
-"""Peak memory that one attention call adds, for `talking_heads.py`.
+"""Peak memory that one attention call adds, for `talking_heads.py` and `sliding_window.py`.
 
 On a CPU each measurement is a process of its own: the growth of its peak resident size. They are forked, since
 importing torch takes seconds, from one that has started no threads and allocated nothing large. On CUDA it is the
@@ -18,6 +18,8 @@ import torch
 from talking_heads_peers import make_inputs, make_peers, make_step
 
 MODES = ("forward", "training")
+# So long that a peer takes the way that is measured: what its code takes of memory when first run is no figure of it.
+WARM_UP_LENGTHS = {"window": 1024}
 
 
 def cpu_memory(
@@ -88,7 +90,7 @@ def _measure_here(point: dict, dtype: torch.dtype, threads: int) -> float:
 
 
 def _warm_up(peer: str, dtype: torch.dtype, training: bool) -> None:
-    inputs = make_inputs((1, 2, 32, 16), "plain", "cpu", dtype)
+    inputs = make_inputs((1, 2, WARM_UP_LENGTHS.get(peer, 32), 16), "plain", "cpu", dtype)
     make_step(make_peers("cpu", [peer])[peer], inputs, training)()
 
 

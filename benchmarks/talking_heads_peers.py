@@ -1,18 +1,21 @@
-"""The attention functions that `talking_heads.py` compares, their inputs, and how a step is timed."""
+"""What `talking_heads.py` and `sliding_window.py` compare: attention functions, their inputs, how a step is timed."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from hf_attn_variants.modeling.attention_variants import attention_with_weights
+from hf_attn_variants.modeling.attention_patterns import Reach
+from hf_attn_variants.modeling.attention_variants import attention_with_weights, sdpa_attention_forward
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
 WARM_UP_ROUNDS = 2
+WINDOW, GLOBAL_TOKENS = 256, 1
 
 
 def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
@@ -38,7 +41,17 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
         return attend
 
-    made = {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked")}
+    def window(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+        # As models call it: an attention without talking heads, and of a pattern.
+        module = SimpleNamespace(
+            config=SimpleNamespace(_output_attentions=False),
+            projection_names=(),
+            reach=Reach.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
+            is_causal=is_causal,
+        )
+        return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
+
+    made = {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
     if device == "cuda":
         torch._dynamo.config.cache_size_limit = 256
         made |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}

@@ -137,7 +137,7 @@ def launches(
         logits, weights: whether there is P_l, P_w.
     """
     from hf_attn_variants.modeling import talking_heads_triton as kernels
-    from hf_attn_variants.modeling.talking_heads_blocked import Operands
+    from hf_attn_variants.modeling.talking_heads_operands import Operands
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")

@@ -68,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     _add_variant_arguments(parser)
+    _add_pattern_arguments(parser.add_argument_group("windows", "which tokens a token reads, and how many there are"))
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -138,6 +139,32 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
         "--talking_heads_init",
         choices=["identity", "random"],
         help="what new projections hold (default: identity, which changes no output)",
+    )
+
+
+def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
+    for prefix, whose in (("", "encoder-decoders: the decoder's"), ("encoder_", "encoder-decoders: the encoder's")):
+        group.add_argument(
+            f"--{prefix}attention_pattern", choices=["sliding_window"], help=f"what self-attention reads ({whose})"
+        )
+        group.add_argument(
+            f"--{prefix}attention_window",
+            type=int,
+            help=f"tokens in a window, half on each side; a decoder's: the last ones ({whose})",
+        )
+        group.add_argument(
+            f"--{prefix}attention_dilation", type=int, help=f"step from a token of a window to the next ({whose})"
+        )
+        group.add_argument(
+            f"--{prefix}num_global_tokens",
+            type=int,
+            help="first tokens, of encoders, that read all and are read by all",
+        )
+    group.add_argument(
+        "--max_position_embeddings",
+        type=int,
+        help="BERT and its relatives: positions afterwards, the learned ones repeated; the tokenizer's "
+        "model_max_length with them",
     )
 
 

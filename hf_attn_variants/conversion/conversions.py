@@ -36,6 +36,7 @@ from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
 from .methods.base import CalibratedMethod, ConversionMethod
 from .plan import ConversionPlan, make_plan
+from .positions import FIELD, lengthen_tokenizer, with_positions
 from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -103,8 +104,9 @@ def convert(
             `encoder_kv_lora_rank`, `cross_kv_lora_rank` (the input's width: the input itself, which loses nothing),
             `per_layer_values`, or `kv_cache_bytes` (an encoder-decoder's: bytes a source token and bytes a generated
             token, for which ranks are chosen that lose least), `talking_heads`, `num_softmax_heads`,
-            `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, `dtype`, `seed`, and for a model in
-            memory `copy`, for a path `allow_pickle`, `revision`, `token`.
+            `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, the fields of windows
+            (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a path
+            `max_position_embeddings` (BERT's relatives: positions are repeated), `allow_pickle`, `revision`, `token`.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -159,6 +161,8 @@ def convert_model(
         TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
+    if fields.get(FIELD) is not None:
+        raise ValueError(f"`{FIELD}` is for a checkpoint: save the model, and convert its folder.")
     calibration = as_calibration(calibration, seed)
     if calibration is not None:
         check_has_processor(calibration)
@@ -195,7 +199,8 @@ def load_converted(
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
-    with open_checkpoint(folder, allow_pickle) as reader:
+    with open_checkpoint(folder, allow_pickle) as stored:
+        config, reader = with_positions(config, stored, fields)
         source = _source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         _calibrate_from_folder(plan, reader, source, request.calibration)
@@ -237,7 +242,8 @@ def convert_checkpoint(
     config, history = read_config(folder), read_history(folder)
     for problem in history.problems:
         logger.warning("the history of the model is not whole: %s", problem)
-    with open_checkpoint(folder, allow_pickle) as reader:
+    with open_checkpoint(folder, allow_pickle) as stored:
+        config, reader = with_positions(config, stored, fields)
         source = _source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         copied, left_out = side_files(folder, reader.files, allow_pickle)
@@ -249,10 +255,11 @@ def convert_checkpoint(
             copy_side_files(folder, stage, copied)
             layers = write_weights(plan, reader, entries, stage, size)
             _write_what_describes_it(plan, folder, config, copied, stage)
+            lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
                 plan,
                 layers,
-                reader.entries,
+                stored.entries,
                 entries,
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,

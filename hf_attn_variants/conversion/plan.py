@@ -155,8 +155,10 @@ def make_plan(
             attention tensors that are missing, too many, or of other shapes than the configuration says.
     """
     given = {name: value for name, value in fields.items() if value is not None and value != {}}
+    # The configuration and the tensors have the new positions already.
+    changes = given.pop("max_position_embeddings", None) is not None or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
-    _check_fields(config_class, config, given, dtype)
+    _check_fields(config_class, config, given, changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
     if model_class.config_class is not config_class:
@@ -177,7 +179,7 @@ def make_plan(
             target = model_class(new_config)
     modules = attention_modules(target, source_config, entries)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
-    _check_layers_given(given, dtype, modules)
+    _check_layers_given(given, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -201,8 +203,8 @@ def _key_value_fields(config_class: type) -> list[str]:
 
 
 def _talking_fields(config_class: type) -> list[str]:
-    """Return the fields of talking heads: all others of a variant."""
-    others = {*_key_value_fields(config_class), "per_layer_values"}
+    """Return the fields of talking heads: all others of a variant that has weights."""
+    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), "per_layer_values"}
     return [name for name in config_class.variant_fields() if name not in others]
 
 
@@ -216,7 +218,7 @@ def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: At
             )
 
 
-def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], dtype: Any) -> None:
+def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], changes: bool) -> None:
     kv_fields = config_class.kv_heads_fields()
     for name in given:
         if name not in config_class.variant_fields():
@@ -226,7 +228,7 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
             )
-    if not given and dtype is None:
+    if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
     if config.get("quantization_config"):
@@ -259,9 +261,9 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
     return new_config
 
 
-def _check_layers_given(given: Mapping[str, Any], dtype: Any, modules: list[AttentionModule]) -> None:
+def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[AttentionModule]) -> None:
     # Lists without a value expand what the source has shared; where it has nothing shared, they ask for nothing.
-    if dtype is not None or given.keys() != {"per_layer_values"}:
+    if changes or given.keys() != {"per_layer_values"}:
         return
     lists = given["per_layer_values"].values()
     if all(value is None for values in lists for value in values) and not any(

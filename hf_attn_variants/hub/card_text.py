@@ -37,6 +37,13 @@ PAPERS = {
     "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
     "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
+    "window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+}
+
+# The field of each stack's windows, of those that a model has.
+WINDOWS = {
+    "num_key_value_heads": ("attention_window", "tokens in a window of self-attention"),
+    "encoder_num_key_value_heads": ("encoder_attention_window", "tokens in a window of the encoder's attention"),
 }
 
 RANKS = {
@@ -86,6 +93,7 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
     ]
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
+    made += [(what, _by_layer(variant, name)) for name, what in _windows(variant, fields)]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
@@ -229,6 +237,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "latent": bool(ranks - {None, variant.hidden_size}),
         "exact": variant.hidden_size in ranks,
         "talking": variant.talking_heads is not None,
+        "window": bool(_windows(variant, fields)),
     }
     return [PAPERS[name] for name, is_true in are_true.items() if is_true]
 
@@ -268,7 +277,14 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
     if variant.talking_heads is not None:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
+    parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
     return " and ".join(parts)
+
+
+def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the fields of windows that are set in the stacks that a model has, each with what it is."""
+    found = [row for heads, row in WINDOWS.items() if heads in fields]
+    return [row for row in found if getattr(variant, row[0], None) is not None]
 
 
 def _latent(variant: Any, name: str) -> str:

@@ -14,7 +14,7 @@ from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
-from .counting import attention_parameters, flops_per_token, kv_cache_bytes_per_token
+from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
 
 __all__ = [
     "CostTable",
@@ -121,7 +121,7 @@ def values_by_layer(config: Any, field: str) -> list[int | None]:
 
 
 def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
-    """Return what the attention of a variant configuration is called, latents of the same stack with it.
+    """Return what the attention of a variant configuration is called, latents and windows of the same stack with it.
 
     For example "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64"; a
     latent as wide as its input, which changes no output, is "exact".
@@ -139,6 +139,10 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{layers}")
     if config.talking_heads is not None:
         parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
+    prefix = "encoder_" if field.startswith("encoder_") else ""
+    if getattr(config, f"{prefix}attention_pattern") is not None:
+        windows = values_by_layer(config, f"{prefix}attention_window")
+        parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
     return " + ".join(parts)
 
 
@@ -181,8 +185,7 @@ def cost_table(
         made = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = model_class(made)
-        cache = kv_cache_bytes_per_token(model, itemsize)
-        lengths = {site.name: source_length if site.is_cross_attention else length for site in model.attention_sites}
+        whole_cache = kv_cache_bytes(model, itemsize, length, source_length)
         rows.append(
             VariantCost(
                 name=variant_name(made, field),
@@ -192,8 +195,8 @@ def cost_table(
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
                 attention_parameters=attention_parameters(model),
                 flops_per_token=flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
-                kv_cache_bytes_per_token=cache,
-                kv_cache_bytes=None if cache is None else batch_size * sum(lengths[s] * n for s, n in cache.items()),
+                kv_cache_bytes_per_token=kv_cache_bytes_per_token(model, itemsize),
+                kv_cache_bytes=None if whole_cache is None else batch_size * whole_cache,
             )
         )
     architecture = (config.get("architectures") or [model_class.__name__])[0]

@@ -21,6 +21,7 @@ __all__ = [
     "attention_parameters",
     "attention_projection_flops",
     "flops_per_token",
+    "kv_cache_bytes",
     "kv_cache_bytes_per_token",
     "runs_once_a_sequence",
 ]
@@ -41,6 +42,24 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     return cache_bytes_per_token(model.config, sizes)
 
 
+def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, source_length: int) -> int | None:
+    """Return the bytes of a sequence's whole cache: of a window no more than it keeps; None without a cache.
+
+    Args:
+        model: a variant model.
+        itemsize: bytes a number.
+        length, source_length: tokens that a decoder has seen, and that an encoder has read.
+    """
+    sizes = []
+    for site, path, module in model.named_attentions():
+        reach, kept = module.get_submodule(site.core).reach, source_length if site.is_cross_attention else length
+        kept = kept if reach is None else min(kept, reach.before)
+        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        sizes.append((site, itemsize * numbers * kept))
+    cache = cache_bytes_per_token(model.config, sizes)
+    return None if cache is None else sum(cache.values())
+
+
 def flops_per_token(
     model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
 ) -> dict[str, int]:
@@ -52,7 +71,7 @@ def flops_per_token(
 
     Args:
         model: a variant model.
-        length: tokens that each token attends to in an encoder-only or a decoder stack.
+        length: tokens that each token attends to in an encoder-only or a decoder stack, its window's where it has one.
         source_length: the same in the encoder of an encoder-decoder, and in cross-attention.
         decodes: count a decoder's token as the next one of a generation, and latents everywhere in the form that the
             model takes (`latent_attention.absorbs`, `is_short`); otherwise all are tokens of whole texts, whose keys
@@ -76,6 +95,8 @@ def flops_per_token(
         latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
         flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
+        reach = module.get_submodule(site.core).reach
+        attended = attended if reach is None else min(attended, reach.most_keys)
         for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
             flops[memory_stack if where == "memory" else stack] += runs * count
         query_dim = maps["query"].in_features

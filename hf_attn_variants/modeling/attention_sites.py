@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from .attention_patterns import PATTERN_FIELDS, Reach
+
 __all__ = ["AttentionHeads", "AttentionSite", "named_attentions"]
 
 
@@ -76,6 +78,21 @@ class AttentionSite:
         value = output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
+
+    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | None:
+        """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
+
+        Args:
+            config: a variant configuration.
+            path: the attention's.
+            is_causal: whether its queries read no later keys.
+        """
+        prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
+        pattern, _, dilation, global_tokens = (getattr(config, prefix + name) for name in PATTERN_FIELDS)
+        if self.is_cross_attention or pattern is None:
+            return None
+        window = config.layer_value(f"{prefix}attention_window", self.layer(config, path))
+        return Reach.of(window, dilation, global_tokens, is_causal)
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

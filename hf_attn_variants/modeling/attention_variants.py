@@ -8,6 +8,7 @@ beams of a sentence follow each other and read one memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
+from .global_tokens import global_tokens_of, with_global_tokens_first
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
 
 __all__ = [
@@ -194,6 +198,9 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    if (reach := module.reach) is not None:
+        call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
+        attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
     options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
@@ -214,20 +221,32 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The fastest exact path behind upstream's attention interface ("sdpa").
 
-    Talking heads go to `talking_heads_attention`, in memory linear in n and m; where the weights are asked for, the
-    projections depend on the input, the mask is trained or there is one query only, to `attention_with_weights`.
+    Talking heads, and windows in a longer text, go to `talking_heads_attention`, in memory linear in n and m; where
+    the weights are asked for, the projections depend on the input, the mask is trained or there is one query only, to
+    `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
-    talking_heads = bool(module.projection_names)
-    if with_weights or (talking_heads and _needs_weights(module, query, attention_mask)):
+    talking_heads, reach = bool(module.projection_names), module.reach
+    in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
+    is_global = global_tokens_of(reach, kwargs)
+    if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if with_weights else None
+    if reach is not None and not in_blocks:
+        call = (reach, query, key, attention_mask, position_bias, is_global)
+        attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    if talking_heads:
+    if talking_heads or in_blocks:
         options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
-        return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
+        attend = partial(talking_heads_attention, position_bias=position_bias, **options)
+        if not in_blocks:
+            return attend(query, key, value, attention_mask), None
+        attend = partial(attend, is_causal=False)  # the reach says it
+        if is_global is None:
+            return attend(query, key, value, attention_mask, reach=reach), None
+        return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
@@ -247,12 +266,14 @@ def check_implementation(config: Any, implementation: Any) -> None:
     """Check that an attention implementation can compute what a configuration asks for.
 
     Raises:
-        ValueError: where it would ignore talking heads.
+        ValueError: where it would ignore talking heads or a pattern.
     """
     talking_heads = getattr(config, "talking_heads", None)
-    if talking_heads is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+    ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = ignored if talking_heads is None else f'talking_heads="{talking_heads}"'
+    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
         raise ValueError(
-            f'talking_heads="{talking_heads}" cannot run under attn_implementation="{implementation}", which would '
+            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
             'ignore it: use "sdpa" or "eager".'
         )
 
@@ -358,5 +379,5 @@ OWN_FUNCTIONS = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, eager_mask)
-AttentionMaskInterface.register(SDPA, sdpa_mask)
+AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
+AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))

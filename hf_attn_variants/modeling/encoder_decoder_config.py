@@ -19,6 +19,8 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         encoder_kv_lora_rank: `kv_lora_rank` of an encoder layer.
         cross_kv_lora_rank: the same of cross-attention: one latent of the encoder's outputs for all layers of the
             decoder. As wide as these: the outputs themselves, by which any checkpoint decodes as it is.
+        encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens: the
+            pattern of the encoder's attention. Cross-attention reads the whole source.
     """
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
@@ -46,6 +48,19 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
             "variant": "numbers a source token that all decoder layers make their keys and values from",
             "latent": True,
         },
+    )
+    encoder_attention_pattern: str | None = field(
+        default=None, metadata={"variant": "which tokens the encoder's attention reads", "pattern": True}
+    )
+    encoder_attention_window: int | None = field(
+        default=None, metadata={"variant": "tokens in an encoder's window", "pattern": True, "by_layer": True}
+    )
+    encoder_attention_dilation: int = field(
+        default=1, metadata={"variant": "step between the tokens of an encoder's window", "pattern": True}
+    )
+    encoder_num_global_tokens: int = field(
+        default=0,
+        metadata={"variant": "first tokens of the encoder that all read and that read all", "pattern": True},
     )
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:

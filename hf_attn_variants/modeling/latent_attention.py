@@ -204,8 +204,9 @@ def absorbs(
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
-    absorbed = rows * rank * (head_dim + memory_length)
-    expanded = memories * memory_length * rank * kv_size + rows * memory_length * head_dim
+    read = memory_length if module.reach is None else min(memory_length, module.reach.most_keys)
+    absorbed = rows * rank * (head_dim + read)
+    expanded = memories * memory_length * rank * kv_size + rows * read * head_dim
     return absorbed < expanded
 
 

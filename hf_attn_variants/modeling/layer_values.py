@@ -7,12 +7,13 @@ nobody read the field of the whole model; it is read here and turned into these 
 from collections.abc import Mapping
 from typing import Any
 
+from .attention_patterns import checked_pattern_size
 from .field_checks import checked_kv_heads, checked_rank
 
 __all__ = ["checked_layer_values", "from_per_layer_config", "without_layer_values"]
 
 # How the names of fields end that may differ by layer.
-DIFFERING = ("num_key_value_heads", "kv_lora_rank")
+DIFFERING = ("num_key_value_heads", "kv_lora_rank", "attention_window")
 
 
 def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
@@ -87,4 +88,6 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
 def _checked(config: Any, name: str, value: int | None) -> int | None:
     if name in config.rank_fields():
         return checked_rank(name, value, config.hidden_size)
+    if name in config.pattern_fields():
+        return checked_pattern_size(name, value)
     return checked_kv_heads(name, value, config.query_heads(name))

@@ -73,6 +73,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
 
         Args:
             position_bias: [1, h, n, m], of a layer below; without one, an attention with relative positions makes it.
+                Where the attention has a pattern, by distance.
             kwargs: further arguments of the attention function.
 
         Returns:
@@ -89,8 +90,12 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             latent, layer = self.latent_of(states, memory, cache)  # [b, 1, m, r]
             memory_length = latent.shape[2]
         if makes_bias:
+            length = query.shape[2]
+            if self.reach is not None:  # by distance, of one query that stands in the middle (`relative_bias`)
+                length, past_length = 1, past_length + length - 1
+                memory_length = 2 * past_length + 1
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
-            position_bias = self.compute_bias(query.shape[2], memory_length, query.device, past_length).contiguous()
+            position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
         bias = position_bias
         if bias is not None and not self.is_own:
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.

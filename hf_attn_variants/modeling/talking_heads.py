@@ -2,7 +2,8 @@
 
 "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
 work under `torch.compile`, gradient checkpointing and autocast. `talking_heads_choice` says which of them serves a
-call. Letters as in `attention_variants`.
+call. With a `reach` it is attention in windows, heads talking or not: the same blocks, of fewer keys
+(`sliding_window_attention`). Letters as in `attention_variants`.
 
 Source: arXiv 2003.02436, section 3.
 """
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from .attention_patterns import Reach
 from .configuration_attn_variants import ATTN_VARIANTS_VERSION
-from .talking_heads_blocked import Operands
 from .talking_heads_choice import BACKENDS, choose_backend
+from .talking_heads_operands import Operands
 from .talking_heads_triton import covers_device, is_supported
 
 __all__ = ["check_mask", "talking_heads_attention"]
@@ -26,7 +28,7 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 # Names carry the version: the installed package and a Hub repository of another version share one process.
 NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 # torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
-SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
 ARGUMENTS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
 ARGUMENTS = ", ".join([*ARGUMENTS, "str backend", "bool with_backward"])
 
@@ -43,6 +45,7 @@ def talking_heads_attention(
     dropout: float = 0.0,
     logits_proj: Tensor | None = None,
     weights_proj: Tensor | None = None,
+    reach: Reach | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
@@ -51,6 +54,8 @@ def talking_heads_attention(
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
             `attention_with_weights`; the mask gets no gradient, the bias does
         dropout: the probability that a mixed weight is dropped
+        reach: which keys a query reads, heads talking or not; None = all. With it only blocks compute, the mask is of
+            keys alone, boolean and [b, 1, 1, m or more], and the bias is by distance (`relative_bias`)
         backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
             seen to agree with the blocked path, which serves everything else
 
@@ -68,14 +73,17 @@ def talking_heads_attention(
     check_mask(mask)
     query, key, value = _one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
+    if reach is not None:
+        # A cache has kept the last of the keys that the mask is of.
+        mask, reach = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
     # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     operands = Operands(
-        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, reach
     )
-    if backend == "auto" and not covers_device(query.device):
+    if backend == "auto" and (reach is not None or not covers_device(query.device)):
         backend = "blocked"
     if backend == "triton" and not is_supported(operands):
         raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
@@ -125,7 +133,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
     with _without_autocast(operands.query):
         chosen = _resolve(backend, operands, with_backward)
-        logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
+        if operands.reach is None:
+            logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
         output, for_backward = BACKENDS[chosen][0](operands)
     shape = _shape_for_backward(operands, backend)
     if for_backward.shape != shape:  # the blocked path's one number, in the shape that was promised
@@ -177,7 +186,7 @@ def _gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
     d_query, d_key, d_value, *sums = _backward_op(d_output, for_backward, wants_bias, *tensors, *ctx.others)
     of = (tensors[4] if wants_bias else None, tensors[5], tensors[6])
     d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
-    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 6
+    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 7
 
 
 def _registered(name: str) -> Any:

@@ -8,17 +8,23 @@ On a CPU a block has a sequence for each thread: torch gives a thread neighbouri
 neighbouring rows of a softmax, so what it reads is in its own core's cache. With one sequence in a block, products
 would be split by heads and mixes by positions, and most values would travel between cores.
 
+Where queries read a window, so do blocks; `BlockWindows` says which keys.
+
 Source: arXiv 2003.02436, section 3 (the formula); 2112.05682 (attention in blocks, recomputed in the backward pass).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Operands", "add_bias_gradient", "backward", "forward", "group"]
+from .attention_patterns import Reach
+from .sliding_window_attention import BlockWindows
+from .talking_heads_operands import Operands
+
+__all__ = ["add_bias_gradient", "backward", "forward", "group"]
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}  # of a thread's [heads, r, m] values: a few such stay in the cache
 # Rows of a block: sizes that matrix products are fast at. With fewer they read keys and values more than they compute,
@@ -27,68 +33,30 @@ ROWS = (512, 256, 128, 64, 48, 32)
 MOST_PARTS = 8  # of one sequence, each with its copy of the keys and values
 
 
-class Operands(NamedTuple):
-    """What one call is computed from, by whichever kernel; arguments as in `talking_heads_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None = None  # four dimensions, as the bias
-    position_bias: Tensor | None = None
-    logits_proj: Tensor | None = None
-    weights_proj: Tensor | None = None
-    seed: Tensor | None = None  # whole number [1] that decides what dropout drops; None without dropout
-    scaling: float = 1.0
-    is_causal: bool = False
-    dropout: float = 0.0
-
-    @property
-    def heads_in(self) -> int:
-        """h_k, the heads of the queries."""
-        return self.query.shape[1]
-
-    @property
-    def heads(self) -> int:
-        """h, the heads of the softmax."""
-        return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
-
-    @property
-    def heads_out(self) -> int:
-        """h_v, the heads of the output."""
-        return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no query or no key."""
-        return 0 in (*self.query.shape, self.key.shape[2])
-
-    def new_output(self) -> Tensor:
-        """Return an uninitialised output [b, n, h_v, d_v]."""
-        batches, _, length, _ = self.query.shape
-        return self.value.new_empty(batches, length, self.heads_out, self.value.shape[-1])
-
-
 @dataclass
 class _Block:
-    """Some sequences, some of their query rows, and the number of keys that these rows can reach."""
+    """Some sequences, some of their query rows, and the slices of the keys that these rows can reach."""
 
     number: int
     batch: slice
-    row: int
-    end: int
-    memory: int
+    rows: slice
+    spans: tuple[slice, ...]
     size: int  # B
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.end)
+    def __post_init__(self) -> None:
+        self.length, self.memory = _count(self.rows), sum(map(_count, self.spans))  # r, m
+
+    def read(self, states: Tensor, axis: int) -> Tensor:
+        """Return the part of states that belongs to the keys that are reached, which are its axis 2 or 3."""
+        parts = [states[(slice(None),) * axis + (span,)] for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 class _Call:
     """Each step of the forward pass on one block of a call, by this many threads."""
 
     def __init__(self, operands: Operands, threads: int):
-        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout = operands
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, reach = operands
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
@@ -113,7 +81,8 @@ class _Call:
             self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
         self.added, self.allowed, self.nothing = [], None, None
-        self._take_masks(mask, bias)
+        self.windows = None if reach is None else BlockWindows(Reach(*reach), self.query, self.key, bias)
+        self._take_masks(mask, bias if reach is None else None)
 
     def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
@@ -138,20 +107,29 @@ class _Call:
 
     def blocks(self) -> Iterator[_Block]:
         batches, _, length, _ = self.query.shape
-        memory = self.key.shape[2]
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
-        fitting = max(1, elements // (max(self.heads_in, self.heads, self.heads_out) * memory))
-        size = min(batches, max(1, fitting // length) * self.threads)
+        elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
+        fitting = max(1, elements // self.key.shape[2])
         most = max(fitting, min(64, 4 * fitting))
         rows = length if length <= fitting else next((rows for rows in ROWS if rows <= most), ROWS[-1])
+        size = min(batches, max(1, fitting // length) * self.threads)
+        if self.windows is not None:
+            size = min(batches, max(1, elements // self.windows.most_elements) * self.threads)
         number = 0
         for batch in range(0, batches, size):
-            for row in range(0, length, rows):
-                end = min(row + rows, length)
-                reached = min(memory, end) if self.is_causal else memory
-                stop = min(batch + size, batches)
-                yield _Block(number, slice(batch, stop), row, end, reached, stop - batch)
+            stop = min(batch + size, batches)
+            for queries, spans in self.rows_and_spans(rows):
+                yield _Block(number, slice(batch, stop), queries, spans, stop - batch)
                 number += 1
+
+    def rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+        length, memory = self.query.shape[2], self.key.shape[2]
+        if self.windows is not None:
+            yield from self.windows.blocks(rows)
+            return
+        for row in range(0, length, rows):
+            end = min(row + rows, length)
+            yield slice(row, end), (slice(0, min(memory, end) if self.is_causal else memory),)
 
     def queries(self, block: _Block) -> Tensor:
         """[B * k, g * r, d]: the rows of a group's heads below each other, so that no key or value is repeated."""
@@ -160,18 +138,30 @@ class _Call:
 
     def keys(self, block: _Block) -> Tensor:
         """[B * k, m, d]"""
-        return self.key[block.batch, :, : block.memory].flatten(0, 1)
+        return self.gathered("keys", self.key, block)
 
     def values(self, block: _Block) -> Tensor:
         """[B * k, m, d_v]"""
-        return self.value[block.batch, :, : block.memory].flatten(0, 1)
+        return self.gathered("values", self.value, block)
+
+    def gathered(self, name: str, states: Tensor, block: _Block) -> Tensor:
+        """[B * k, m, x] of [b, k, all keys, x], in that buffer where the keys do not follow each other."""
+        parts = [states[block.batch, :, span] for span in block.spans]
+        if len(parts) > 1:
+            out = self.space(name, block.size, states.shape[1], block.memory, states.shape[3])
+            parts = [torch.cat(parts, 2, out=out)]
+        return parts[0].flatten(0, 1)
 
     def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
-        """[B, heads, r * m], uninitialised: the same memory for every block, so that it is in the cache."""
-        size = block.size * heads * (block.end - block.row) * block.memory
+        """[B, heads, r * m], uninitialised."""
+        return self.space(name, block.size, heads, block.length * block.memory)
+
+    def space(self, name: str, *shape: int) -> Tensor:
+        """A tensor of this shape, uninitialised: the same memory for every block, so that it is in the cache."""
+        size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
-        return self.buffers[name][:size].view(block.size, heads, -1)
+        return self.buffers[name][:size].view(shape)
 
     def scores(self, queries: Tensor, block: _Block) -> Tensor:
         """[B, h_k, r * m], in the buffer "scores"."""
@@ -179,17 +169,16 @@ class _Call:
 
     def softmax(self, scores: Tensor, block: _Block) -> Tensor:
         """[B, h_k, r * m] to the softmax weights [B, h, r, m], in at least float32 as fused kernels do."""
-        logits = self.buffer("softmax", self.heads, block)
-        logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
+        if self.mix_in is None and self.mix_out is None:
+            logits = scores  # nobody asks for them again
+        else:
+            logits = self.buffer("softmax", self.heads, block)
+            logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
         logits = logits.view(block.size, self.heads, -1, block.memory)
-        for added in self.added:
-            added = added[block.batch, :, block.rows, : block.memory]
-            wider = torch.promote_types(added.dtype, logits.dtype) != logits.dtype
-            logits = logits + added if wider else logits.add_(added)
-        allowed = None if self.allowed is None else self.allowed[block.batch, :, block.rows, : block.memory]
-        if self.is_causal and block.memory > block.row + 1:
-            causal = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(block.row)
-            allowed = causal if allowed is None else allowed & causal
+        allowed, added = self.masks(block)
+        for each in added:
+            wider = torch.promote_types(each.dtype, logits.dtype) != logits.dtype
+            logits = logits + each if wider else logits.add_(each)
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
         nothing = None if self.nothing is None else self.nothing[block.batch, :, block.rows]
@@ -202,6 +191,21 @@ class _Call:
             if alive.device.type != "cpu" or not alive.all():  # asking a GPU would wait for it
                 weights *= alive
         return weights if nothing is None else weights.masked_fill_(nothing, 0)
+
+    def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
+        """Return what is allowed, [B, h, r, m] or less, None: everything; and what is added to the logits."""
+        added = [block.read(each[block.batch, :, block.rows], 3) for each in self.added]
+        allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
+        if self.is_causal and block.memory > block.rows.start + 1:
+            shape, device = (block.length, block.memory), self.query.device
+            causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
+            allowed = causal if allowed is None else allowed & causal
+        if self.windows is not None:
+            near, outside = self.windows.terms(block.rows, block.spans)
+            # Each query reads itself at least. Most blocks meet no padding, and adding is faster than filling in.
+            whole = allowed is None or (allowed.device.type == "cpu" and bool(allowed.all()))
+            return None if whole else allowed & near, [*added, outside]
+        return allowed, added
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
         """[B, h, r, m] to the weights of the values [B, h_v, r * m], before dropout, in that buffer or as they are."""
@@ -217,6 +221,19 @@ class _Call:
         bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64, device=weights.device)
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
+
+    def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
+        """Add a block's part of the position bias's gradient, or keep it until `finish_gradients`."""
+        if self.windows is None:
+            add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
+        else:
+            self.windows.add_bias_gradient(d_bias, d_logits)
+
+    def finish_gradients(self, d_bias: Tensor, d_logits_proj: Tensor) -> None:
+        """Do what is done once, after the last block."""
+        d_logits_proj *= self.proj_scaling
+        if self.windows is not None:
+            self.windows.finish_bias_gradient(d_bias)
 
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -276,7 +293,7 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
         kept = call.kept(weights, block) if call.dropout > 0 else None
         d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
-        _add_product(d_value[block.batch, :, : block.memory], weights if kept is None else weights * kept, d_rows)
+        _add_product(d_value[block.batch], block, weights if kept is None else weights * kept, d_rows)
         # The weights are done with, so their gradient takes their place (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
         if kept is not None:
@@ -288,17 +305,17 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if wants_bias:
-            add_bias_gradient(bias_parts, d_logits, block.batch, block.rows)
+            call.add_bias_gradient(bias_parts, d_logits, block)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
             d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; the scores are done with
-        _add_product(d_key[block.batch, :, : block.memory], d_scores, queries)
+        _add_product(d_key[block.batch], block, d_scores, queries)
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.memory) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
-    d_logits_proj *= call.proj_scaling
+    call.finish_gradients(d_bias, d_logits_proj)
     parts = call.parts
     del call  # its buffers and copies
     if parts > 1:
@@ -308,7 +325,8 @@ def backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Oper
 
 def _number_of_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
-    if batches > 1 or operands.is_causal:  # the keys that a causal block reads are those up to its last row
+    # The keys that a causal block reads are those up to its last row, those of a window are few.
+    if batches > 1 or operands.is_causal or operands.reach is not None:
         return 1
     most = min(threads, MOST_PARTS, length // ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
@@ -335,14 +353,21 @@ def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
     return torch.bmm(matrix.expand(heads.shape[0], -1, -1), heads, out=out)
 
 
-def _add_product(total: Tensor, weights: Tensor, states: Tensor) -> None:
+def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) -> None:
     """Add weights^T states, [B, h, r * m] by [B * k, g * r, x] summed over a group's rows, to total [B, k, m, x]."""
-    weights = weights.view(*states.shape[:2], total.shape[2]).transpose(1, 2)
-    total = total.flatten(0, 1)  # of the same memory
-    if total.dtype == states.dtype:
-        total.baddbmm_(weights, states)
-    else:
-        total += weights @ states
+    weights, at = weights.view(*states.shape[:2], block.memory).transpose(1, 2), 0
+    for span in block.spans:
+        part, count = total[:, :, span].flatten(0, 1), _count(span)  # of the same memory
+        of_span = weights[:, at : at + count]
+        if part.dtype == states.dtype and part.is_contiguous():  # else torch multiplies matrix by matrix, by copies
+            part.baddbmm_(of_span, states)
+        else:
+            part += of_span @ states
+        at += count
+
+
+def _count(span: slice) -> int:
+    return len(range(span.start, span.stop, span.step or 1))
 
 
 def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slice) -> None:

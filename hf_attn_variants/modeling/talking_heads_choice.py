@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .talking_heads_blocked import Operands
 from .talking_heads_blocked import backward as blocked_backward
 from .talking_heads_blocked import forward as blocked_forward
+from .talking_heads_operands import Operands
 from .talking_heads_triton import allows_tf32, is_supported
 from .talking_heads_triton import backward as triton_backward
 from .talking_heads_triton import forward as triton_forward

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 
 import torch
 
-from .talking_heads_blocked import Operands, add_bias_gradient, group
+from .talking_heads_blocked import add_bias_gradient, group
 from .talking_heads_kernels import backward_kernel, forward_kernel, triton
+from .talking_heads_operands import Operands
 
 __all__ = ["allows_tf32", "backward", "covers_device", "forward", "is_supported"]
 
@@ -37,7 +38,7 @@ def is_supported(operands: Operands) -> bool:
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if not covers_device(query.device):
+    if operands.reach is not None or not covers_device(query.device):
         return False
     tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -95,7 +96,7 @@ class _Call:
     """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
 
     def __init__(self, operands: Operands):
-        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout = operands
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, _ = operands
         # Dot products are stored in the queries' dtype: those of float16 could overflow before they are scaled.
         self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
         query = query if self.query_scaling == 1.0 else query * self.query_scaling

@@ -1,7 +1,7 @@
 """The fields of the attention variants and their checks: what every configuration here adds to upstream's.
 
 Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436, latent
-attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention).
+attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), sliding windows 2004.05150 (Longformer).
 """
 
 import sys
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from .attention_patterns import check_patterns
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -52,6 +53,12 @@ class AttnVariantConfigMixin:
         talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
             variance scaling, the authors' default).
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
+        attention_pattern: None (each token reads all) or "sliding_window" (of an encoder-decoder: the decoder's
+            self-attention).
+        attention_window: w of a window, even. A token reads itself and w / 2 on each side; where causal the last w,
+            itself among them, and a cache keeps no more. By layer None = the layer has no window.
+        attention_dilation: the step from one token that is read to the next.
+        num_global_tokens: the number of tokens, the first ones, that read all and are read by all. Of encoders.
 
     Raises:
         ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
@@ -68,7 +75,7 @@ class AttnVariantConfigMixin:
     positions_after_padding: ClassVar[bool] = False
 
     # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
-    # marks the rank of a latent; "by_layer" what may differ by layer.
+    # marks the rank of a latent; "pattern" what says which tokens are read; "by_layer" what may differ by layer.
     num_key_value_heads: int | None = field(
         default=None,
         metadata={
@@ -87,7 +94,7 @@ class AttnVariantConfigMixin:
         },
     )
     per_layer_values: dict[str, list[int | None]] | None = field(
-        default=None, metadata={"variant": "key/value heads or ranks that differ by layer"}
+        default=None, metadata={"variant": "key/value heads, ranks or windows that differ by layer"}
     )
     talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
     num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
@@ -95,6 +102,19 @@ class AttnVariantConfigMixin:
     talking_heads_init: str = field(default="identity", metadata={"variant": "what new projections hold"})
     talking_heads_dynamic: list[str] | tuple[str, ...] = field(
         default=(), metadata={"variant": "talking heads: input-dependent terms to add"}
+    )
+    attention_pattern: str | None = field(
+        default=None,
+        metadata={"variant": "which tokens self-attention (encoder-decoders: a decoder's) reads", "pattern": True},
+    )
+    attention_window: int | None = field(
+        default=None, metadata={"variant": "tokens in a window", "pattern": True, "by_layer": True}
+    )
+    attention_dilation: int = field(
+        default=1, metadata={"variant": "step between the tokens of a window", "pattern": True}
+    )
+    num_global_tokens: int = field(
+        default=0, metadata={"variant": "first tokens that read all and are read by all", "pattern": True}
     )
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -139,6 +159,7 @@ class AttnVariantConfigMixin:
                 query_heads = self.query_heads(name)
                 value_heads = query_heads if self.talking_heads is None else self.num_value_heads
                 check_value_groups(name, count, query_heads, value_heads)
+        check_patterns(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -158,6 +179,11 @@ class AttnVariantConfigMixin:
     def rank_fields(cls) -> tuple[str, ...]:
         """Return the fields that hold the rank of a latent."""
         return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+
+    @classmethod
+    def pattern_fields(cls) -> tuple[str, ...]:
+        """Return the fields that say which tokens an attention reads; no weight depends on them."""
+        return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
 
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:

@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from .attention_patterns import Reach
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
+from .decoder_caches import prepare_cache
+from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
 from .loading_checks import adds_talking_heads, beginning_of_talking_heads
 
@@ -81,6 +84,8 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
 
+    reach: Reach | None = None  # which keys its queries read, where a pattern says so
+
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
 
@@ -110,7 +115,7 @@ class AttentionVariantMixin:
         `variant_inputs` asks again only where somebody has written another name into the configuration since.
 
         Raises:
-            ValueError: where the implementation cannot compute talking heads.
+            ValueError: where the implementation cannot compute talking heads or a pattern.
         """
         implementation = implementation_of(self)
         check_implementation(self.config, implementation)
@@ -151,7 +156,8 @@ class AttentionVariantMixin:
                 'for `output_attentions=True` use "sdpa" or "eager".'
             )
         if cache is not None:
-            self._check_cache(cache, memory)
+            prepare_cache(self, cache, memory)
+        check_global_mask(self, states, kwargs)
         if not self.dynamic_names:
             return {}
         inputs = {"x": states, "m": states if memory is None else memory}
@@ -218,18 +224,6 @@ class AttentionVariantMixin:
                 f"handed over has {kept.shape[1]} heads of {kept.shape[-1]}."
             )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]
-
-    def _check_cache(self, cache: Any, memory: torch.Tensor | None) -> None:
-        if self.heads.rank is None and self.heads.key != self.heads.value and getattr(cache, "is_compileable", False):
-            raise ValueError(
-                "A static cache needs as many key heads as value heads; this attention has "
-                f"{self.heads.key} and {self.heads.value} (`num_value_heads`). Use a dynamic cache."
-            )
-        if memory is None and not self.keeps_cache:
-            raise ValueError(
-                "`talking_heads_dynamic` m2l and m2w need the inputs of all past tokens, which a key/value cache does "
-                "not keep: pass `use_cache=False`."
-            )
 
 
 class AttnVariantModelMixin:
@@ -380,6 +374,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if rank < width and site.latent_map(model.base_model, path) is None:  # a shared one is there after the first
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
+    core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
 
 

@@ -63,6 +63,20 @@ def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
     assert flops["encoder"] * source.numel() == encoder
 
 
+def test_a_window_is_read_and_kept_alone():
+    """In the table of a model that has one: logits and sums of its keys, a cache of all but the newest of them."""
+    window = {"attention_pattern": "sliding_window", "attention_window": 8}
+    config = BERT.config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
+    rows = [cost_table(each.to_dict(), length=100).current for each in (BERT.config("gqa"), config)]
+    saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
+    assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
+    assert rows[1].name == "GQA-4 + window 8"
+    config = T5.config("mqa", **window).to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
+    current = cost_table(config, length=100, source_length=50).current
+    decoder, cross = (current.kv_cache_bytes_per_token[site] for site in ("decoder", "cross"))
+    assert current.kv_cache_bytes == 7 * decoder + 50 * cross
+
+
 # Ranks below the heads' size, above it, and the input's own width.
 RANKS = (4, 24, 48)
 

@@ -181,6 +181,16 @@ def test_a_decoders_card_counts_its_cache(t5_variant):
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
 
 
+def test_windows_are_told_and_cited(tmp_path):
+    window = {"attention_pattern": "sliding_window", "attention_window": 8}
+    windows = {f"encoder_{name}": value for name, value in window.items()}
+    T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/t5"))
+    assert "and 8 tokens in a window of the encoder's attention, as" in text
+    assert "| tokens in a window of the encoder's attention | 8 |" in text
+    assert "2004.05150" in text and "window of self-attention" not in text
+
+
 def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
     MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/marian"))

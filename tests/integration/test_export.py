@@ -49,7 +49,20 @@ def any_size():
 @EVERY_CASE
 @torch.no_grad()
 def test_torch_export_with_any_batch_and_length(architecture, variant):
-    model = architecture.model(BASES[architecture.name], variant)
+    check_export(architecture.model(BASES[architecture.name], variant))
+
+
+@pytest.mark.parametrize("architecture", [BERT, T5], ids=lambda row: row.name)
+@torch.no_grad()
+def test_torch_export_of_windows(architecture):
+    """Also of texts that are shorter than the window, which eager calls do not mask."""
+    fields = {"attention_pattern": "sliding_window", "attention_window": 10, "num_global_tokens": 1}
+    if architecture is T5:
+        fields = {f"encoder_{name}": value for name, value in fields.items()}
+    check_export(architecture.model(BASES[architecture.name], "gqa", **fields))
+
+
+def check_export(model):
     program = torch.export.export(model, (), kwargs=sentences(*EXPORTED), dynamic_shapes=any_size())
     namespaces = {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
     assert namespaces == {"aten"}

@@ -58,7 +58,13 @@ def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, v
 def heads_of(query, key, value, output, implementation=EAGER, **projections):
     heads = AttentionHeads(query, key, value, query, output, DIM, RANK)
     module = SimpleNamespace(
-        heads=heads, implementation=implementation, is_own=True, dynamic_names=(), layer_idx=0, is_causal=False
+        heads=heads,
+        implementation=implementation,
+        is_own=True,
+        dynamic_names=(),
+        layer_idx=0,
+        is_causal=False,
+        reach=None,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)

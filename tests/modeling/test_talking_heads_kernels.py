@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from fixtures.largest_tensor import LargestTensor
 from fixtures.talking_heads_calls import (
     BACKENDS,
     CUDA,
@@ -25,12 +26,11 @@ from fixtures.talking_heads_calls import (
     make_inputs,
     make_mask,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_attn_variants.modeling import talking_heads, talking_heads_blocked, talking_heads_choice, talking_heads_triton
 from hf_attn_variants.modeling.attention_variants import attention_with_weights
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
-from hf_attn_variants.modeling.talking_heads_blocked import Operands
+from hf_attn_variants.modeling.talking_heads_operands import Operands
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -175,22 +175,11 @@ def test_the_custom_op_describes_itself(backend):
     device = device_of(backend)
     query, key, value, bias, logits_proj, weights_proj = make_inputs("own value heads", (1, N, M), device=device)
     seed = torch.tensor([7], device=device)
-    inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, backend, True)
+    inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, None, backend, True)
     # The fake implementation's shapes, the schema, autograd's registration; dynamic shapes are traced apart.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     name = f"{talking_heads.NAMESPACE}::talking_heads"
     torch.library.opcheck(getattr(torch.ops, name.split("::")[0]).talking_heads.default, inputs, test_utils=tests)
-
-
-class _LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,7 +210,7 @@ def test_no_tensor_grows_with_n_times_m(monkeypatch):
         None if t is None else t.detach() for t in make_inputs(n=256, m=256)
     )
     operands = Operands(query, key, value, logits_proj=logits_proj, weights_proj=weights_proj)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         output, threads = talking_heads_blocked.forward(operands)
         talking_heads_blocked.backward(torch.ones_like(output), threads, False, operands)
     assert largest.numel <= max(2**12, query.numel()) < 4 * 256 * 256

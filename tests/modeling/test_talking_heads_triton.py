@@ -240,7 +240,7 @@ def test_loads_where_there_is_no_triton():
         "package.__path__ = ['hf_attn_variants']\n"
         "import torch\n"
         "from hf_attn_variants.modeling import talking_heads_triton\n"
-        "from hf_attn_variants.modeling.talking_heads_blocked import Operands\n"
+        "from hf_attn_variants.modeling.talking_heads_operands import Operands\n"
         "x = torch.ones(1, 2, 3, 4)\n"
         "assert talking_heads_triton.triton is None and not talking_heads_triton.is_supported(Operands(x, x, x))\n"
     )

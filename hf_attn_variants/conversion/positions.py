@@ -1,0 +1,101 @@
+"""More positions for a checkpoint that has learned ones: those it has, repeated (arXiv 2004.05150, section 5)."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+
+from ..modeling.field_checks import check_size
+from ..registration import variant_config_class
+from .checkpoint.reading import CheckpointReader
+
+__all__ = ["FIELD", "lengthen_tokenizer", "with_positions"]
+
+FIELD = "max_position_embeddings"
+WEIGHT = "embeddings.position_embeddings.weight"
+# Buffers of old checkpoints, as long as the positions: models make them.
+BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+# Beside a model, the files and fields that say how many tokens it reads.
+LENGTHS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+
+
+class LongerCheckpoint(CheckpointReader):
+    """A checkpoint with more learned positions than its files have; the files stay its reader's to close."""
+
+    def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int) -> None:
+        super().__init__(stored.folder, stored.files, stored.index_metadata)
+        self.stored, self.name, self.positions, self.first = stored, name, positions, first
+        self.entries = {each: entry for each, entry in stored.entries.items() if not each.endswith(BUFFERS)}
+        width = stored.entries[name].shape[1]
+        self.entries[name] = replace(stored.entries[name], shape=(positions, width))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor; of the positions [n, D] the first ones once, the others again and again."""
+        tensor = self.stored.read(name)
+        if name != self.name:
+            return tensor
+        first, others = tensor[: self.first], tensor[self.first :]
+        times = -(-(self.positions - self.first) // others.shape[0])
+        return torch.cat([first, others.repeat(times, 1)])[: self.positions]
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield one tensor's elements as short flat tensors."""
+        return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def with_positions(
+    config: dict[str, Any], reader: CheckpointReader, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], CheckpointReader]:
+    """Return a checkpoint's configuration and tensors with as many positions as `fields` ask for, if they do.
+
+    Args:
+        config: its config.json.
+        reader: its tensors.
+        fields: of a conversion; `max_position_embeddings` counts as the configuration does, RoBERTa's first ones
+            among them, which no token has.
+
+    Raises:
+        ValueError: for a model without learned positions like BERT's, or a number that is not larger than it has.
+    """
+    positions = fields.get(FIELD)
+    if positions is None:
+        return config, reader
+    names = [name for name in reader.entries if name.endswith(WEIGHT)]
+    if len(names) != 1:
+        raise ValueError(
+            f"`{FIELD}` is for the learned positions of BERT and its relatives, which {config.get('model_type')!r} "
+            "checkpoints have not."
+        )
+    now = reader.entries[names[0]].shape[0]
+    check_size(FIELD, positions, now + 1)
+    return config | {FIELD: positions}, LongerCheckpoint(reader, names[0], positions, _without_token(config))
+
+
+def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Let the tokenizer beside a converted model, and sentence-transformers, read as many tokens as it has positions.
+
+    Args:
+        stage: the new folder.
+        config: the new config.json.
+        fields: of the conversion.
+    """
+    if fields.get(FIELD) is None:
+        return
+    for file, name in LENGTHS.items():
+        path = stage / file
+        if path.is_file():
+            values = json.loads(path.read_text(encoding="utf-8")) | {name: fields[FIELD] - _without_token(config)}
+            path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_token(config: Mapping[str, Any]) -> int:
+    """Return how many positions no token has: RoBERTa numbers them from behind the padding token's number on."""
+    after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
+    return config.get("pad_token_id", 1) + 1 if after_padding else 0

@@ -1,0 +1,51 @@
+"""The benchmark of attention in windows: every part on small sizes, and its targets."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("sliding_window")
+
+
+def test_every_part_runs(benchmark, tmp_path, capsys):
+    sizes = ["--lengths", "256", "1024", "--hidden_size", "64", "--rounds", "1", "--num_threads", "1"]
+    benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
+    report = json.loads((tmp_path / "sliding_window_cpu.json").read_text())
+    assert [row["length"] for row in report["attention"]] == [256, 1024]
+    for row in (*report["attention"], *report["layers"], *report["memory"]):
+        assert all(value >= 0 for mode in benchmark.MODES for value in row[mode].values())
+    assert report["layers"][0]["forward"].keys() >= {benchmark.FULL, benchmark.LONGFORMER}
+    assert [each["least"] for each in report["targets"]] == [1.0, 1.0]
+    assert "to the power of" in capsys.readouterr().out
+    benchmark.main(benchmark.parse_args([*sizes, "--rows", "32", "64", "--output_dir", str(tmp_path / "rows")]))
+    report = json.loads((tmp_path / "rows/sliding_window_cpu.json").read_text())
+    assert [(row["rows"], row["length"]) for row in report["rows"]] == [(32, 256), (32, 1024), (64, 256), (64, 1024)]
+
+
+def test_growth_is_the_exponent_of_the_length(benchmark):
+    rows = [{"length": n, "forward": {"a": 3.0 * n, "b": 2.0 * n**2}} for n in (512, 1024, 2048, 4096)]
+    assert benchmark.growth(rows, "forward", "a") == pytest.approx(1)
+    assert benchmark.growth(rows, "forward", "b") == pytest.approx(2)
+    assert benchmark.growth(rows[:2], "forward", "a") is None
+
+
+def test_the_layers_compared_compute_the_same(benchmark):
+    """Ours and Longformer's, where its maps of global tokens are those of all tokens."""
+    torch.manual_seed(0)
+    layers = benchmark.make_layers(64, 1024)
+    ours, theirs = layers[benchmark.OURS], layers[benchmark.LONGFORMER].layer
+    for name in ("query", "key", "value"):
+        for target in (getattr(theirs, name), getattr(theirs, f"{name}_global")):
+            target.load_state_dict(getattr(ours, name).state_dict())
+    states = torch.randn(1, 1024, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(states)[0], layers[benchmark.LONGFORMER](states), atol=1e-5, rtol=0)

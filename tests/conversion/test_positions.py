@@ -1,0 +1,89 @@
+"""Learned positions, repeated: what they hold, the lengths beside them, and windows that read the longer text."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from architectures import ALBERT, BERT, T5, token_ids
+from fixtures.glue.tiny_bert import make_tiny_bert
+from relatives import ENCODER_DECODERS, ENCODERS
+
+from hf_attn_variants.cli import main as run
+from hf_attn_variants.conversion import convert as convert_function
+from hf_attn_variants.conversion import convert_checkpoint
+
+from .conftest import loaded, tensors_of
+
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 8, "num_global_tokens": 1}
+
+
+def positions_of(folder):
+    return next(each for name, each in tensors_of(folder).items() if "position_embeddings" in name)
+
+
+@pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
+def test_positions_are_repeated(architecture, tmp_path):
+    head = next(iter(architecture.heads))
+    source = architecture.upstream_model(head).eval()
+    source.save_pretrained(tmp_path / "source")
+    # RoBERTa's first two are of no token.
+    first = 2 if architecture.name == "roberta" else 0
+    old = source.config.max_position_embeddings
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90, **WINDOW)
+    before, after = positions_of(tmp_path / "source"), positions_of(tmp_path / "out")
+    assert after.shape[0] == 90 and after[:old].equal(before)
+    assert after[old:].equal(before[first:].repeat(3, 1)[: 90 - old])
+    assert report.parameters["after"] - report.parameters["before"] == (90 - old) * before.shape[1]
+    model = loaded(transformers.AutoModel, tmp_path / "out")
+    assert model.config.max_position_embeddings == 90 and model.config.attention_window == 8
+    with torch.no_grad():
+        assert model(token_ids(2, 80)).last_hidden_state.isfinite().all()
+        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # nothing else asked for
+        ids = token_ids(2, 9)
+        expected = source(ids).last_hidden_state
+        torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)
+
+
+def test_what_lies_beside_them_says_so(tmp_path):
+    source = make_tiny_bert(tmp_path / "source")
+    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
+    flags = "--attention_pattern sliding_window --attention_window 8 --max_position_embeddings 300 --dtype bfloat16"
+    out = tmp_path / "out"
+    arguments = ["convert", "--model_name_or_path", str(source), "--output_dir", str(out), *flags.split()]
+    assert run(arguments) == 0
+    assert transformers.AutoTokenizer.from_pretrained(out).model_max_length == 300
+    assert json.loads((out / "sentence_bert_config.json").read_text()) == {
+        "max_seq_length": 300,
+        "do_lower_case": False,
+    }
+    assert positions_of(out).dtype == torch.bfloat16
+    config = json.loads((out / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["attention_window"]) == (300, 8)
+
+
+def test_buffers_of_old_checkpoints_do_not_stay(make_source, edit_tensors, tmp_path):
+    source = make_source()
+
+    def old(tensors):
+        tensors["bert.embeddings.position_ids"] = torch.arange(32)[None]
+
+    edit_tensors(source, old)
+    convert_checkpoint(source, tmp_path / "out", max_position_embeddings=64)
+    assert not [name for name in tensors_of(tmp_path / "out") if name.endswith("position_ids")]
+    loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")(token_ids(1, 64))
+
+
+@pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda row: row.name)
+def test_other_positions_are_refused(architecture, tmp_path):
+    architecture.upstream_model(next(iter(architecture.heads))).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="is for the learned positions of BERT and its relatives"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90)
+
+
+def test_fewer_positions_and_models_in_memory_are_refused(make_source, tmp_path):
+    for wrong in (32, 16, "64", True):
+        with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number, at least 33"):
+            convert_checkpoint(make_source(), tmp_path / "out", max_position_embeddings=wrong)
+    with pytest.raises(ValueError, match="is for a checkpoint: save the model"):
+        convert_function(BERT.model("BertModel"), max_position_embeddings=64)

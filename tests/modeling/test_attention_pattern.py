@@ -1,0 +1,341 @@
+"""Models whose attention has a pattern: a plain model's under the pattern's mask, in every architecture and stack."""
+
+import pytest
+import torch
+from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
+from transformers import StaticCache
+
+import hf_attn_variants
+from hf_attn_variants.modeling import attention_variants, sliding_window_attention
+from hf_attn_variants.reference_patterns import sliding_window_mask
+
+LENGTH = 23
+WINDOW, GLOBAL = {"attention_pattern": "sliding_window", "attention_window": 4}, {"num_global_tokens": 1}
+ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
+TWO_STACKS = (T5, *ENCODER_DECODERS)
+NAMED = {"ids": lambda row: row.name}
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
+    monkeypatch.setattr(sliding_window_attention, "ROWS", (2,))
+    calls, attend = [], attention_variants.talking_heads_attention
+
+    def counted(*args, **options):
+        calls.append(options.get("reach"))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(attention_variants, "talking_heads_attention", counted)
+    return calls
+
+
+def prefixed(fields):
+    return {f"encoder_{name}": value for name, value in fields.items()}
+
+
+def padding(left=False):
+    places = torch.arange(LENGTH)
+    rows = torch.stack([places < LENGTH, places < 15, places < 3])
+    return (rows.flip(1) if left else rows).long()
+
+
+def under_mask(mask, **options):
+    return (sliding_window_mask(LENGTH, **options) & mask.bool()[:, None])[:, None]  # [b, 1, n, n]
+
+
+def same_under_mask(pattern, plain, inputs, mask, dense):
+    """Outputs of real tokens by both implementations, gradients by blocks."""
+    plain.load_state_dict(pattern.state_dict())
+    real = mask.bool()
+    for implementation in ("eager", "sdpa"):
+        for model in (pattern, plain):
+            model.set_attn_implementation(implementation)
+        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        expected = plain(**inputs, attention_mask=dense).last_hidden_state[real]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(found)
+    parameters = [[each for each in model.parameters() if each.requires_grad] for model in (pattern, plain)]
+    gradients = [
+        torch.autograd.grad((outputs * weights).sum(), of_model, allow_unused=True)
+        for outputs, of_model in zip((found, expected), parameters, strict=True)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("architecture", [*ENCODER_ONLY, *TWO_STACKS], **NAMED)
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
+def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, short_blocks):
+    two_stacks = architecture in TWO_STACKS
+    fields = prefixed(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
+    head = next(iter(architecture.heads))
+    models = [architecture.model(head, variant, **each) for each in (fields, {})]
+    stacks = [model.get_encoder() if two_stacks else model for model in models]
+    ids, mask = token_ids(3, LENGTH), padding()
+    same_under_mask(*stacks, {"input_ids": ids}, mask, under_mask(mask, window=4, global_tokens=1))
+    assert short_blocks == [(2, 2, 1, 1)] * 2
+
+
+@pytest.mark.parametrize("architecture", [BERT, *TWO_STACKS, WHISPER], **NAMED)
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
+def test_a_decoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, short_blocks):
+    head = "BertLMHeadModel" if architecture is BERT else next(iter(architecture.heads))
+    models = [architecture.model(head, variant, **each) for each in (WINDOW | {"attention_dilation": 2}, {})]
+    inputs = {"input_ids": token_ids(3, LENGTH), "use_cache": False}
+    if architecture is BERT:
+        stacks = [model.bert for model in models]
+    else:
+        stacks = [model.get_decoder() for model in models]
+        inputs["encoder_hidden_states"] = torch.randn(3, 7, models[0].config.d_model)
+    mask = padding(left=True)
+    same_under_mask(*stacks, inputs, mask, under_mask(mask, window=4, dilation=2, causal=True))
+    assert short_blocks == [(6, 0, 2, 0)] * 2
+
+
+def test_whispers_encoder_by_both_implementations(short_blocks):
+    model = WHISPER.model("WhisperModel", "gqa", **prefixed(WINDOW)).get_encoder()
+    features = WHISPER.batch("WhisperModel")["input_features"]
+    with torch.no_grad():
+        found = model(features).last_hidden_state
+        assert len(short_blocks) == 2
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(features).last_hidden_state, found, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], **NAMED)
+def test_windows_wider_than_the_text_change_nothing(architecture, short_blocks):
+    head = next(iter(architecture.heads))
+    wide = WINDOW | {"attention_window": 200}
+    wide |= prefixed(wide) if hasattr(architecture.config_class, "encoder_attention_window") else GLOBAL
+    pattern, plain = architecture.model(head, "gqa", **wide), architecture.model(head, "gqa")
+    batch = architecture.batch(head)
+    with torch.no_grad():
+        torch.testing.assert_close(pattern(**batch)[0], plain(**batch)[0], atol=1e-6, rtol=0)
+    assert not short_blocks
+
+
+@pytest.mark.parametrize(
+    "architecture, head",
+    [
+        (BERT, "BertLMHeadModel"),
+        (T5, "T5ForConditionalGeneration"),
+        (ENCODER_DECODERS[0], "BartForConditionalGeneration"),
+        (ENCODER_DECODERS[-1], "UMT5ForConditionalGeneration"),
+        (WHISPER, "WhisperForConditionalGeneration"),
+    ],
+    ids=["bert", "t5", "bart", "umt5", "whisper"],
+)
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
+def test_a_cache_keeps_the_window_alone(architecture, head, variant):
+    """Windows of two sizes; several tokens after each other, then one by one; cross-attention's cache stays whole."""
+    windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
+    model = architecture.model(head, variant, **windows)
+    batch = architecture.batch(head)
+    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
+    ids, others = batch.pop(name), batch if mask is None else {}
+    cache, steps = None, []
+    with torch.no_grad():
+        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
+        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
+            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
+            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
+            cache, steps = result.past_key_values, [*steps, result.logits]
+    begin = 0 if mask is None else 2
+    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=1e-5, rtol=0)
+    own = getattr(cache, "self_attention_cache", cache)
+    assert [layer.keys.shape[2] for layer in own.layers] == [3, 5] and own.get_seq_length() == 9
+    if own is not cache:
+        source = 20 if architecture is WHISPER else 9
+        assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {source}
+
+
+@pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}], ids=str)
+def test_generation_with_the_windows_cache_is_that_without(search):
+    for architecture, head in ((T5, "T5ForConditionalGeneration"), (ENCODER_DECODERS[0], "BartForCausalLM")):
+        model = architecture.model(head, "gqa", **WINDOW | {"attention_dilation": 2})
+        batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
+        batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | search
+        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert found[0].equal(found[1])
+
+
+GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
+GLOBAL_ROWS[0, [0, 11, 12, 20]] = GLOBAL_ROWS[1, [4, 18]] = 1  # of the second row one is padding; the third has none
+
+
+def with_global_rows(mask, first):
+    is_global = GLOBAL_ROWS.bool() | (torch.arange(LENGTH) < first)
+    allowed = sliding_window_mask(LENGTH, window=4) | is_global[:, None] | is_global[:, :, None]
+    return (allowed & mask.bool()[:, None])[:, None]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
+@pytest.mark.parametrize("variant", ["gqa", "latent", "talking"])
+def test_global_tokens_anywhere_by_mask(architecture, variant, first):
+    head = next(iter(architecture.heads))
+    pattern = architecture.model(head, variant, **WINDOW, num_global_tokens=first)
+    mask = padding()
+    inputs = {"input_ids": token_ids(3, LENGTH)}
+
+    class WithMask(torch.nn.Module):  # of the pattern's model alone
+        def __init__(self):
+            super().__init__()
+            self.model = pattern
+
+        state_dict, set_attn_implementation = pattern.state_dict, pattern.set_attn_implementation
+
+        def forward(self, **options):
+            return self.model(**options, global_attention_mask=GLOBAL_ROWS)
+
+    same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
+
+
+def test_a_global_mask_reaches_the_attention_of_every_head():
+    for architecture in ENCODER_ONLY:
+        for head in architecture.heads:
+            if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
+                continue  # decoders, and texts that are not rows
+            model = architecture.model(head, **WINDOW)
+            batch = {"input_ids": token_ids(3, LENGTH)}
+            with torch.no_grad():
+                found = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
+            assert not found[0].allclose(found[1]), head
+
+
+def test_wrong_global_masks_are_refused():
+    ids = token_ids(3, LENGTH)
+    with pytest.raises(ValueError, match="`global_attention_mask` needs `attention_pattern"):
+        BERT.model("BertModel")(ids, global_attention_mask=GLOBAL_ROWS)
+    with pytest.raises(ValueError, match=r"a number for each token, \[3, 23\]; got \[23\]"):
+        BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
+    with pytest.raises(ValueError, match="is for models without a bias by distance: use `encoder_num_global_tokens`"):
+        T5.model("T5EncoderModel", **prefixed(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
+
+
+def test_weights_are_zero_outside_of_the_pattern():
+    model = BERT.model("BertModel", "talking", **WINDOW | GLOBAL)
+    inputs = {"input_ids": token_ids(3, LENGTH)}
+    outside = ~sliding_window_mask(LENGTH, window=4, global_tokens=1)
+    with torch.no_grad():
+        result = model(**inputs, output_attentions=True)
+        torch.testing.assert_close(model(**inputs).last_hidden_state, result.last_hidden_state, atol=1e-5, rtol=0)
+    assert all(not weights[..., outside].any() for weights in result.attentions)
+    assert all((weights[..., ~outside] != 0).all() for weights in result.attentions)
+
+
+def test_layers_of_their_own_windows():
+    """None: a layer without one, under a decoder's mask that knows nothing of the future."""
+    by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
+    config = BERT.config("mha", **by_layer)
+    assert (config.attention_window, config.layer_value("attention_window", 1)) == (4, None)
+    for architecture, head in ((BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")):
+        model = architecture.model(head, **by_layer)
+        batch = architecture.batch(head)
+        name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+        batch.pop("attention_mask")
+        with torch.no_grad():
+            whole = model(**batch, use_cache=False).logits
+            changed = model(**batch | {name: batch[name].index_fill(1, torch.tensor(8), 7)}, use_cache=False).logits
+            far = model(**batch | {name: batch[name].index_fill(1, torch.tensor(0), 7)}, use_cache=False).logits
+        torch.testing.assert_close(whole[:, :8], changed[:, :8])
+        assert (whole[:, 8] - far[:, 8]).abs().max() > 1e-4  # farther than both windows
+
+
+@pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
+def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, monkeypatch):
+    monkeypatch.setattr(sliding_window_attention, "ROWS", (8,))
+    n = 600
+    fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
+    longer = {} if architecture is T5 else {"max_position_embeddings": n}
+    model = architecture.model(next(iter(architecture.heads)), "gqa", num_hidden_layers=1, **fields | longer)
+    ids = token_ids(1, n)
+    mask = (torch.arange(n) < n - 50).long()[None]
+    stacks = [model] if architecture is BERT else [model.get_encoder(), model.get_decoder()]
+    for stack in stacks:
+        with LargestTensor() as largest:
+            stack(input_ids=ids, attention_mask=mask).last_hidden_state.sum().backward()
+        assert largest.numel < n * n / 2
+
+
+def test_checkpointed_gradients_are_the_same():
+    """T5's bias goes from layer to layer by distance."""
+    model = T5.model("T5Model", "gqa", **prefixed(WINDOW | GLOBAL), **WINDOW).train()
+    model.config.dropout_rate = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) or hasattr(module, "scaling"):
+            module.p = module.dropout = 0.0
+    ids, gradients = token_ids(3, LENGTH), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
+        outputs.last_hidden_state.square().sum().backward()
+        gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
+WRONG = [
+    ({"attention_pattern": "strided"}, r'must be None or "sliding_window"; got \'strided\''),
+    ({"attention_pattern": "sliding_window"}, r"needs `attention_window`; got None"),
+    ({"attention_window": 4}, r'give `attention_pattern="sliding_window"` as well; got 4'),
+    ({"num_global_tokens": 1}, r'give `attention_pattern="sliding_window"` as well; got 1'),
+    (WINDOW | {"attention_window": 5}, "`attention_window` must be an even whole number.*got 5"),
+    (WINDOW | {"attention_window": 0}, "at least 2; got 0"),
+    (WINDOW | {"attention_window": True}, "`attention_window` must be an even whole number.*got True"),
+    (WINDOW | {"attention_dilation": 0}, "`attention_dilation` must be a whole number, at least 1; got 0"),
+    (WINDOW | {"num_global_tokens": -1}, "`num_global_tokens` must be a whole number, at least 0; got -1"),
+    (WINDOW | {"talking_heads": "both", "talking_heads_dynamic": ["x2l"]}, "cannot stand together"),
+    (WINDOW | GLOBAL | {"is_decoder": True}, "`num_global_tokens` is of encoders.*got 1"),
+    (
+        {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 3]}},
+        "`attention_window` must be an even whole number.*got 3",
+    ),
+    ({"attention_windows": 4}, "did you mean `attention_window`"),
+]
+
+
+@pytest.mark.parametrize("fields, message", WRONG, ids=[str(fields) for fields, _ in WRONG])
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BERT.config("mha", **fields)
+
+
+def test_wrong_fields_of_two_stacks_are_refused():
+    with pytest.raises(ValueError, match="`num_global_tokens` is of encoders"):
+        T5.config("mha", **WINDOW | GLOBAL)
+    with pytest.raises(ValueError, match="needs `encoder_attention_window`; got None"):
+        T5.config("mha", encoder_attention_pattern="sliding_window", **WINDOW)
+
+
+def test_what_cannot_compute_a_pattern_is_refused():
+    config = BERT.config("mha", **WINDOW)
+    with pytest.raises(ValueError, match='an attention_pattern cannot run under attn_implementation="flex_attention"'):
+        hf_attn_variants.AttnVariantBertModel._from_config(config, attn_implementation="flex_attention")
+    model = T5.model("T5ForConditionalGeneration", **WINDOW)
+    with pytest.raises(ValueError, match="needs a dynamic cache, whose layers keep a window; got StaticCache"):
+        model.decoder(input_ids=token_ids(), past_key_values=StaticCache(model.config, 16), use_cache=True)
+
+
+def test_a_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
+    model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(3, LENGTH)
+    config = BERT.config_class.from_pretrained(tmp_path / "plain", **WINDOW | GLOBAL)
+    model = model_class.from_pretrained(tmp_path / "plain", config=config).eval()
+    model.save_pretrained(tmp_path / "window")
+    again = model_class.from_pretrained(tmp_path / "window").eval()
+    assert again.config.attention_window == 4 and again.config.num_global_tokens == 1
+    plain = model_class.from_pretrained(tmp_path / "plain").eval()
+    converted = hf_attn_variants.convert(plain, num_key_value_heads=12, **WINDOW | GLOBAL).eval()
+    with torch.no_grad():
+        outputs = [each(ids).last_hidden_state for each in (model, again, converted, plain)]
+    assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2])
+    assert (outputs[0] - outputs[3]).abs().max() > 1e-3

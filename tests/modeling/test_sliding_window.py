@@ -1,0 +1,212 @@
+"""Attention in windows, in blocks and under a mask: the formula's outputs and gradients, and no n x m tensor."""
+
+import pytest
+import torch
+from fixtures.largest_tensor import LargestTensor
+from torch.nn import functional
+
+from hf_attn_variants import reference, reference_patterns
+from hf_attn_variants.modeling import sliding_window_attention, talking_heads_blocked
+from hf_attn_variants.modeling.attention_patterns import Reach
+from hf_attn_variants.modeling.attention_variants import attention_with_weights
+from hf_attn_variants.modeling.sliding_window_attention import (
+    BlockWindows,
+    allowed_keys,
+    as_full_attention,
+    fills_blocks,
+)
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+
+HEADS, D = 4, 6
+WINDOWS = {
+    "window": {"window": 6},
+    "dilated": {"window": 4, "dilation": 3},
+    "global": {"window": 6, "global_tokens": 2},
+    "dilated, global": {"window": 4, "dilation": 2, "global_tokens": 3},
+    "causal": {"window": 6, "causal": True},
+    "causal, dilated": {"window": 4, "dilation": 2, "causal": True},
+}
+EVERY_WINDOW = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(sliding_window_attention, "ROWS", (8,))
+
+
+def reach_of(window, dilation=1, global_tokens=0, causal=False):
+    return Reach.of(window, dilation, global_tokens, causal)
+
+
+def make_call(n, groups=2, biased=False, dtype=torch.float32):
+    """Queries, keys, values and a bias by distance that want gradients; padding on either side."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, heads, n, D, dtype=dtype) for heads in (HEADS, groups, groups)]
+    leaves += [torch.randn(1, HEADS, 1, 2 * n - 1, dtype=dtype)] if biased else []
+    places = torch.arange(n)
+    padding = torch.stack([places < n, places < n // 2, places >= n - 4])
+    return [leaf.requires_grad_() for leaf in leaves], padding
+
+
+def compare(found, expected, leaves, exact, atol):
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+    weights = torch.randn_like(expected)
+    found_gradients = torch.autograd.grad((found * weights.to(found.dtype)).sum(), leaves)
+    for one, other in zip(found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=atol * max(1, other.abs().max()), rtol=0)
+
+
+def by_formula(leaves, fields, padding):
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    bias = exact[3][0, :, 0] if len(exact) > 3 else None
+    output, _ = reference_patterns.sliding_window_attention(
+        *exact[:3], scale=0.4, padding=padding, bias=bias, **fields
+    )
+    return output.transpose(1, 2), exact
+
+
+@EVERY_WINDOW
+@pytest.mark.parametrize("n, groups, biased", [(41, 4, False), (41, 2, True), (64, 1, True)])
+def test_blocks_are_the_formula(fields, n, groups, biased):
+    leaves, padding = make_call(n, groups, biased)
+    expected, exact = by_formula(leaves, fields, padding)
+    bias = leaves[3] if biased else None
+    reach, mask = reach_of(**fields), padding[:, None, None]
+    assert fills_blocks(reach, leaves[0], leaves[1], mask)
+    found = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, reach=reach)
+    compare(found, expected, leaves, exact, 1e-5)
+
+
+@EVERY_WINDOW
+def test_the_mask_of_full_attention_is_the_formula(fields):
+    leaves, padding = make_call(23, biased=True)
+    expected, exact = by_formula(leaves, fields, padding)
+    mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
+    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
+    compare(found, expected, leaves, exact, 1e-5)
+    added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
+    mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], added, leaves[3])
+    again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
+    read = (sliding_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
+    torch.testing.assert_close(again[read], found[read])
+
+
+def sliding_window_mask(fields, n):
+    return reference_patterns.sliding_window_mask(n, **fields)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("fields", [WINDOWS["causal"], WINDOWS["causal, dilated"]], ids=["causal", "dilated"])
+@pytest.mark.parametrize("queries", [1, 5, 30])
+def test_the_last_queries_of_a_longer_memory(fields, queries, biased):
+    """A decoder's step, and several tokens after a cache: the keys' last positions are the queries'."""
+    leaves, padding = make_call(60, biased=biased)
+    expected, _ = by_formula(leaves, fields, padding)
+    query, key, value = leaves[0][:, :, -queries:], *leaves[1:3]
+    reach, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
+    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    # What a cache has kept of the memory; the mask is of all tokens, the bias of all distances.
+    key, value = (states[:, :, -(reach.before + queries) :] for states in (key, value))
+    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, reach=reach)
+    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+
+
+@EVERY_WINDOW
+def test_heads_that_talk_in_windows(fields):
+    leaves, padding = make_call(41, groups=4, biased=True)
+    mixes = [torch.randn(HEADS, 3).requires_grad_(), torch.randn(3, HEADS).requires_grad_()]
+    leaves[3] = torch.randn(1, 3, 1, 81).requires_grad_()
+    exact = [leaf.detach().double().requires_grad_() for leaf in (*leaves, *mixes)]
+    distance = torch.arange(41) - torch.arange(41)[:, None]
+    allowed = sliding_window_mask(fields, 41) & padding[:, None, None]
+    mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    expected, _ = reference.attention_core(
+        *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask
+    )
+    found = talking_heads_attention(
+        *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, reach=reach_of(**fields),
+        logits_proj=mixes[0], weights_proj=mixes[1],
+    )  # fmt: skip
+    compare(found, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
+
+
+@pytest.mark.parametrize("fields", [{"window": 82}, {"window": 41 * 2, "causal": True}], ids=["", "causal"])
+def test_a_window_wider_than_the_text_is_full_attention(fields):
+    leaves, padding = make_call(41)
+    reach, mask = reach_of(**fields), padding[:, None, None]
+    assert not fills_blocks(reach, leaves[0], leaves[1], mask)
+    if reach.is_causal:
+        assert as_full_attention(reach, *leaves[:2], None, None) == (None, None)  # left to the kernel's `is_causal`
+    else:
+        assert as_full_attention(reach, *leaves[:2], mask, None)[0].equal(mask)
+    found = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
+    expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=reach.is_causal)
+    torch.testing.assert_close(found, expected)
+
+
+@EVERY_WINDOW
+@pytest.mark.parametrize("n, m", [(1, 1), (7, 7), (41, 41), (96, 96), (5, 41)])
+def test_blocks_read_every_key_of_their_windows_once(fields, n, m):
+    reach = reach_of(**fields)
+    if n < m and not reach.is_causal:
+        pytest.skip("an encoder's queries are as many as its keys")
+    read = torch.zeros(n, m, dtype=torch.long)
+    for rows, spans in BlockWindows(reach, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
+        for span in spans:
+            read[rows, span] += 1
+    positions = torch.arange(m)
+    allowed = allowed_keys(reach, positions[m - n :], positions)
+    assert read.max() == 1 and not (allowed & (read == 0)).any()
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    leaves, padding = make_call(64)
+    call = {"scaling": 0.4, "reach": reach_of(6, global_tokens=1)}
+    mask = padding[:, None, None]
+    kept = talking_heads_attention(*leaves[:3], mask, **call)
+    torch.manual_seed(0)
+    drawn = [talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call).detach() for _ in range(300)]
+    assert not drawn[0].equal(drawn[1])
+    torch.testing.assert_close(torch.stack(drawn).mean(0), kept, atol=0.25, rtol=0)
+    # The backward pass drops what the forward pass dropped: outputs are linear in the values.
+    torch.manual_seed(1)
+    output = talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call)
+    (gradient,) = torch.autograd.grad(output.square().sum() / 2, leaves[2])
+    torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
+    monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 2**12)
+    sizes = []
+    for n in (256, 512):
+        leaves, padding = make_call(n, biased=biased)
+        with LargestTensor() as largest:
+            bias = leaves[3] if biased else None
+            output = talking_heads_attention(
+                *leaves[:3], padding[:, None, None], bias, scaling=0.4, reach=reach_of(6, global_tokens=1)
+            )
+            output.sum().backward()
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0] and sizes[1] == 3 * HEADS * 512 * D  # the queries
+
+
+def test_compiled_and_half_precision_calls():
+    leaves, padding = make_call(64)
+    reach, mask = reach_of(6, global_tokens=1), padding[:, None, None]
+    exact = talking_heads_attention(*leaves[:3], mask, scaling=0.4, reach=reach)
+
+    def attend(*states):
+        return talking_heads_attention(*states, mask, scaling=0.4, reach=reach)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*leaves[:3]), exact)
+    half = attend(*(leaf.detach().bfloat16() for leaf in leaves[:3]))
+    assert half.dtype == torch.bfloat16 and functional.mse_loss(half.float(), exact) < 1e-4
+
+
+def test_an_encoders_window_refuses_a_prefix():
+    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 8, 4)
+    with pytest.raises(ValueError, match="5 tokens cannot read 8, a prefix of 3 among them"):
+        as_full_attention(reach_of(2), query, key, None, None)

@@ -1,0 +1,41 @@
+"""The patterns' formulas against each other, and against windows written out by hand."""
+
+import pytest
+import torch
+
+from hf_attn_variants.reference import attention_core
+from hf_attn_variants.reference_patterns import keys_in_window, sliding_window_attention, sliding_window_mask
+
+DRAWN = {
+    "window": ({"window": 2}, ["##...", "###..", ".###.", "..###", "...##"]),
+    "dilated": ({"window": 2, "dilation": 2}, ["#.#..", ".#.#.", "#.#.#", ".#.#.", "..#.#"]),
+    "global": ({"window": 2, "global_tokens": 1}, ["#####", "###..", "####.", "#.###", "#..##"]),
+    "causal": ({"window": 2, "causal": True}, ["#....", "##...", ".##..", "..##.", "...##"]),
+    "causal, dilated": ({"window": 2, "dilation": 2, "causal": True}, ["#....", ".#...", "#.#..", ".#.#.", "..#.#"]),
+}
+
+
+@pytest.mark.parametrize("fields, rows", DRAWN.values(), ids=DRAWN)
+def test_the_mask_is_the_drawing(fields, rows):
+    assert sliding_window_mask(5, **fields).tolist() == [[cell == "#" for cell in row] for row in rows]
+
+
+def test_a_global_token_reads_all_and_is_read_by_all():
+    assert keys_in_window(1, 6, window=2, global_tokens=2) == [0, 1, 2, 3, 4, 5]
+    assert keys_in_window(5, 6, window=2, global_tokens=2) == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in DRAWN.values()], ids=DRAWN)
+def test_key_by_key_is_full_attention_under_the_mask(fields):
+    torch.manual_seed(0)
+    n, double = 7, torch.float64
+    Q = torch.randn(2, 4, n, 3, dtype=double)
+    K, V = torch.randn(2, 2, 2, n, 3, dtype=double)
+    padding = torch.arange(n) < torch.tensor([n, 3])[:, None]
+    bias = torch.randn(4, 2 * n - 1, dtype=double)
+    output, weights = sliding_window_attention(Q, K, V, scale=0.5, padding=padding, bias=bias, **fields)
+    allowed = sliding_window_mask(n, **fields) & padding[:, None, None]
+    distance = torch.arange(n) - torch.arange(n)[:, None]
+    mask = torch.zeros(allowed.shape, dtype=double).masked_fill(~allowed, -torch.inf)
+    expected = attention_core(Q, K, V, scale=0.5, bias=bias[None, :, distance + n - 1], mask=mask)
+    torch.testing.assert_close((output, weights), expected)
