@@ -105,7 +105,8 @@ def conversion(source: Path, folder: Path, heads: int, method: str, text: Path) 
     """Return the command that converts a checkpoint; `text` is what "calibrated" looks at."""
     command = script("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
     command += ["--num_key_value_heads", str(heads), "--method", method]
-    return command + (["--calibration_file", str(text), "--max_length", "32"] if method == "calibrated" else [])
+    flags = ["--calibration_file", str(text), "--max_length", "32", "--no-calibration_passages"]
+    return command + (flags if method == "calibrated" else [])
 
 
 def evaluation(folder: Path, held_out: Path) -> list[str]:

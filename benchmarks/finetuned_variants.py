@@ -249,7 +249,7 @@ def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, V
             fields["calibration"] = Calibration(task_texts(args, run.task), max_length=TASKS[run.task].max_length)
         elif fields.get("method") == "calibrated":
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
-            fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH)
+            fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH, passages=False)
         convert_checkpoint(source, folder, **fields)
     check_source(folder, source)
 
