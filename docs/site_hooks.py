@@ -14,13 +14,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hf_attn_variants.command_line import package_version
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out pages of the navigation that are not written yet."""
+    """Leave out pages of the navigation that are not written yet; name the version at the foot of each page."""
     config.nav = _there(config.nav)
+    config.copyright = f"hf_attn_variants {package_version()}"
     return config
 
 

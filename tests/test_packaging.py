@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 
 import hf_attn_variants
+from hf_attn_variants.command_line import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tracked files that only a clone has a use for.
-NOT_SHIPPED = (".ci/", ".gitignore")
+NOT_SHIPPED = (".ci/", ".github/", ".gitignore")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
 CODE = re.compile(r"^ *(```|~~~).*?^ *\1|`[^`\n]+`", re.M | re.S)
 LINK = re.compile(r'(?:\]\(|\b(?:src|href)=")([^)"\s]+)')
@@ -107,6 +109,26 @@ def test_the_wheel_is_the_package(built, repository_files):
     assert "hf_attn_variants/py.typed" in package
     assert built.metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
+
+
+def test_every_place_that_names_the_version_names_the_packages():
+    """It is written in `modeling/variant_names.py`, which travels to the Hub; setup.cfg and the commands read it."""
+    version = hf_attn_variants.__version__
+    assert package_version() == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    newest = re.search(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert (citation["version"], citation["date-released"].isoformat()) == newest.groups() == (version, newest[2])
+    assert citation["repository-code"] in (ROOT / "setup.cfg").read_text(encoding="utf-8")
+
+
+def test_workflows_call_targets_that_there_are():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    steps = []
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+        steps += [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert {words[0] for words in steps} == {"make"}
+    assert {words[1] for words in steps} == {"install", "quality", "test", "docs", "dist", "matrix"} <= targets
 
 
 def test_readmes_links_lead_to_files():

@@ -18,7 +18,7 @@ ORDER = (
     ("root helpers",),
     ("conversion",),
     ("inspection",),
-    ("training", "hub"),
+    ("training", "hub", "export"),
     ("commands",),
     ("cli",),
     ("front doors",),

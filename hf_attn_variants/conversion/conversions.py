@@ -1,6 +1,5 @@
 """The conversion itself: a checkpoint folder into another, a checkpoint into a model, or a model into a model."""
 
-import json
 import logging
 import os
 import time
@@ -13,13 +12,10 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
+from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
@@ -30,8 +26,9 @@ from .calibration.texts import CalibrationLike, as_calibration
 from .calibration_settings import Calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.reading import CheckpointReader, open_checkpoint
-from .checkpoint.source import copy_side_files, read_config, resolve_source, side_files
-from .converted_tensors import converted_tensors, planned_entries, write_weights
+from .checkpoint.source import read_config, resolve_source
+from .checkpoint_folder import generation_config, plan_folder
+from .converted_tensors import converted_tensors
 from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
 from .methods.base import CalibratedMethod, ConversionMethod
@@ -39,11 +36,9 @@ from .plan import ConversionPlan, make_plan
 from .positions import FIELD, lengthen_tokenizer, with_positions
 from .report import ConversionReport, conversion_report
 
-__all__ = ["DTYPES", "convert", "convert_checkpoint", "convert_model", "load_converted"]
+__all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
 logger = logging.getLogger(__name__)
-# How the names of tokenizers' files begin.
-TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 # What is lost without text, kept with it, and how to say that it is meant. The figures are those of docs/results.md
 # and, for latents, of docs/conversion_appendix.md.
 POOLED = (
@@ -206,7 +201,7 @@ def load_converted(
         _calibrate_from_folder(plan, reader, source, request.calibration)
         tensors = converted_tensors(plan, reader)
         model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
-    if (generation := _generation_config(plan, folder)) is not None:
+    if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
     return model
@@ -246,26 +241,23 @@ def convert_checkpoint(
         config, reader = with_positions(config, stored, fields)
         source = _source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        copied, left_out = side_files(folder, reader.files, allow_pickle)
-        entries = planned_entries(plan, reader)
-        size = sum(entry.nbytes for entry in entries.values())
-        check_disk_space(output, size + sum((folder / name).stat().st_size for name in copied))
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle)
         calibrated = _calibrate_from_folder(plan, reader, source, request.calibration)
-        with staged_folder(output) as stage:
-            copy_side_files(folder, stage, copied)
-            layers = write_weights(plan, reader, entries, stage, size)
-            _write_what_describes_it(plan, folder, config, copied, stage)
+        with new.written() as (stage, layers):
+            plan.config.save_pretrained(stage)
+            # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
+            custom_object_save(plan.model_class, stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
                 plan,
                 layers,
                 stored.entries,
-                entries,
+                new.entries,
                 source=os.fspath(model_name_or_path),
                 source_revision=folder.name if folder.parent.name == "snapshots" else revision,
                 output_dir=os.path.expanduser(output_dir),
-                files_copied=copied,
-                files_left_out=left_out,
+                files_copied=new.copied,
+                files_left_out=new.left_out,
                 calibration=calibrated,
                 seconds=round(time.perf_counter() - started, 3),
             )
@@ -292,10 +284,7 @@ class _Request:
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
         self.calibration = as_calibration(self.calibration, self.seed)
         self.method = resolve_method(self.asked_method, self.calibration)
-        asked = self.dtype
-        self.dtype = DTYPES.get(asked, asked) if isinstance(asked, str) else asked
-        if self.dtype is not None and self.dtype not in DTYPES.values():
-            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {asked!r}.")
+        self.dtype = checked_dtype(self.dtype)
 
     def plan(
         self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
@@ -334,6 +323,18 @@ class _Request:
         return [lost_by_rank([each.key, each.value]) for each in forms]
 
 
+def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that tensors can be converted to, or None for the one that they have.
+
+    Raises:
+        ValueError: for another one.
+    """
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found is not None and found not in DTYPES.values():
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    return found
+
+
 def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
     """Return the function that loads the model in a folder, in float32, and what makes its inputs, where needed."""
 
@@ -343,7 +344,7 @@ def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calib
         # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
         config = deepcopy(plan.source_config)
         model = plan.model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
-        if (generation := _generation_config(plan, folder)) is not None:
+        if (generation := generation_config(plan, folder)) is not None:
             model.generation_config = generation
         is_given = calibration is not None and calibration.processor is not None
         return model, None if is_given else load_processor(folder, calibration)
@@ -363,38 +364,3 @@ def _calibrate_from_folder(
         return None
     are_passages = reads_passages(plan.model_class, plan.config, calibration)
     return calibration.settings(method, calibration.passage_length if are_passages else None)
-
-
-def _write_what_describes_it(
-    plan: ConversionPlan, folder: Path, config: dict[str, Any], copied: list[str], stage: Path
-) -> None:
-    """Write the configuration, the code that reads it, how the model generates, and its tokenizer's class."""
-    if any(name.startswith(TOKENIZER_FILES) for name in copied):
-        _name_tokenizer_class(stage, config)
-    plan.config.save_pretrained(stage)
-    # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
-    custom_object_save(plan.model_class, stage)
-    if GENERATION_CONFIG_NAME not in copied and (generation := _generation_config(plan, folder)) is not None:
-        generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
-
-
-def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
-    # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
-    # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
-    path = stage / TOKENIZER_CONFIG_FILE
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
-    if name is not None and settings.get("tokenizer_class") is None:
-        path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
-
-
-def _generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
-    """Return how the source generates; None where nothing but the class's own defaults says it."""
-    if not plan.model_class.can_generate():
-        return None
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        return GenerationConfig.from_pretrained(folder)
-    # Old checkpoints have the number of beams and the like in config.json, where this package's classes do not look.
-    found = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
-    own = GenerationConfig.from_model_config(plan.config).to_dict()
-    return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None

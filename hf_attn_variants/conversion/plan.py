@@ -78,7 +78,7 @@ class ConversionPlan:
     def convert(
         self, module: AttentionModule, tensors: AttentionTensors, latents: Mapping[str, torch.Tensor] | None = None
     ) -> AttentionTensors:
-        """Return one module's projections with its new heads and latent, in the dtypes they came in.
+        """Return one module's projections with its new heads and latent, in the plan's dtype or those they came in.
 
         Args:
             module, tensors: the attention and what it has.
@@ -102,7 +102,9 @@ class ConversionPlan:
                 new = on_latent(new, latent, forms)
         if tensors.latent_weight is not None:
             new = new.behind(tensors.latent_weight)
-            new = new.folded(tensors.key_weight.dtype) if module.heads.rank[1] is None else new
+            if module.heads.rank[1] is None:
+                # A wider dtype that is asked for holds digits of the product that the source's would not.
+                new = new.folded(self.dtype or tensors.key_weight.dtype)
         _check_shapes(self.method, module, new)
         return new
 

@@ -17,9 +17,9 @@ def benchmark(monkeypatch):
     return importlib.import_module("onnx_latency")
 
 
-@pytest.mark.parametrize(
-    "kv_heads", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
-)
+# By default tests/export/test_onnx.py decodes with such a step.
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [2, 8, 1])
 @torch.no_grad()
 def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
     torch.manual_seed(0)

@@ -283,6 +283,7 @@ COMMAND_LINES = {
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],
     "seq2seq": ["--output_dir", "out", "--num_beams", "1", "4", "--task_name", "stsb"],
     "visualize": ["--text", "a text", "--layers", "1", "2", "--output_dir", "out"],
+    "export": ["--to", "transformers", "--output_dir", "out"],
     "push": ["--repo_id", "me/x", "--dry_run"],
 }
 # The commands that can do without a checkpoint, and the architecture that they make then.

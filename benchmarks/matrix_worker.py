@@ -1,0 +1,107 @@
+"""One cell of `transformers_matrix.py`, run under one transformers: saves repositories of every host, or loads them.
+
+`save FOLDER` needs this package and its tests on the path; `load FOLDER` runs the code in the repositories alone. Both
+print JSON as their last line.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+TENSORS = "expected.safetensors"
+RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
+VARIANTS = ("gqa", "latent", "talking")
+WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel")
+NEW_TOKENS = 6
+
+
+def save(folder: Path) -> dict[str, Any]:
+    """Save a repository for each host and variant, with its inputs and what comes of them; return their names."""
+    from architectures import ARCHITECTURES
+    from relatives import RELATIVES
+
+    import hf_attn_variants
+
+    names = []
+    for row in (*ARCHITECTURES, *RELATIVES):
+        heads = [head for head in row.heads if head.endswith((*WRITERS, "ForMaskedLM"))]
+        for head in heads:
+            for variant in VARIANTS:
+                model = row.model(head, variant, **_fields(row, variant))
+                _make_coarse(model)
+                repository = folder / f"{head}-{variant}"
+                model.save_pretrained(repository)
+                loaded = getattr(hf_attn_variants, type(model).__name__).from_pretrained(repository).eval()
+                inputs = {name: value.contiguous() for name, value in row.batch(head).items()}
+                given = {f"input.{name}": value for name, value in inputs.items()}
+                save_file(given | _outputs(loaded, inputs), repository / TENSORS)
+                names.append(repository.name)
+    return {"repositories": names, "transformers": transformers.__version__}
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Load each repository of a folder by its own code; return how its outputs differ, or the error."""
+    sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "rows": [{"repository": each.name} | _compared(each) for each in sorted(folder.iterdir())],
+    }
+
+
+def _fields(row: Any, variant: str) -> dict[str, int]:
+    if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
+        return RANKS
+    # Heads that talk are as many in both stacks.
+    return {"encoder_attention_heads": 12} if variant == "talking" and "encoder_attention_heads" in row.tiny else {}
+
+
+def _make_coarse(model: Any) -> None:
+    # Few distinct numbers, so that an archive of the repositories is small.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 16).round() / 16)
+
+
+@torch.no_grad()
+def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {"logits": model(**inputs).logits.contiguous()}
+    if type(model).__name__.endswith(WRITERS):
+        given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+        if not model.config.is_encoder_decoder:  # padding on the right is no prompt
+            given = {"input_ids": given["input_ids"]}
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "num_beams": 2, "do_sample": False}
+        found["tokens"] = model.generate(**given, **options).contiguous()
+    return found
+
+
+def _compared(repository: Path) -> dict[str, Any]:
+    saved = load_file(repository / TENSORS)
+    inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+    try:
+        config = transformers.AutoConfig.from_pretrained(repository, trust_remote_code=True)
+        places = {name.rpartition(".")[2]: auto for auto, name in config.auto_map.items() if "PreTraining" not in auto}
+        auto_class = getattr(transformers, places[config.architectures[0]])
+        model, info = auto_class.from_pretrained(repository, trust_remote_code=True, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"{len(missing)} tensors were not loaded, {missing[0]} for one")
+        found = _outputs(model.eval(), inputs)
+    except Exception as error:  # whatever a version makes of it is the result
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    row: dict[str, Any] = {
+        "largest_difference": float((found["logits"] - saved["logits"]).abs().max()),
+        "largest_logit": float(saved["logits"].abs().max()),
+    }
+    return row | ({"same_tokens": torch.equal(found["tokens"], saved["tokens"])} if "tokens" in saved else {})
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    print(json.dumps({"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))))

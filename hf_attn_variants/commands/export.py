@@ -1,0 +1,63 @@
+"""The command `attn-variants export`, which `scripts/export_checkpoint.py` is too."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from .convert import DTYPES
+
+__all__ = ["main", "parse_args"]
+
+# Options that one form has alone.
+OWN_OPTIONS = {"dtype": "transformers", "opset": "onnx"}
+EXAMPLE = """\
+examples (a folder that transformers loads without code of ours; graphs for ONNX Runtime):
+  %(prog)s t5-gqa2 --to transformers --output_dir t5-plain
+  %(prog)s t5-gqa2 --to onnx --output_dir t5-onnx
+"""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog=program_name("export_checkpoint.py"),
+        description="Write a variant checkpoint for those who run no code of ours: as a plain one of transformers, "
+        "grouped heads repeated and latents multiplied in, with the same outputs; or as ONNX graphs that keep both.",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+    )
+    add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--to", required=True, choices=("transformers", "onnx"), help="the form")
+    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="transformers: of the tensors (default: as stored)")
+    parser.add_argument("--opset", type=int, help="onnx: 18, 20 or 23, which has an attention operator (default: 18)")
+    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    args = parse_with_checkpoint(parser, argv)
+    for name, form in OWN_OPTIONS.items():
+        if getattr(args, name) is not None and args.to != form:
+            parser.error(f"--{name} is of --to {form}, not of --to {args.to}")
+    return args
+
+
+def main(args: argparse.Namespace) -> Any:
+    """Export, print a summary and return what was written.
+
+    Raises:
+        ValueError, OSError: as for `export_transformers` and `export_onnx`.
+    """
+    from ..progress import no_progress_bars
+
+    options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
+    options = {name: value for name, value in options.items() if name not in OWN_OPTIONS or value is not None}
+    if args.to == "onnx":
+        from ..export.onnx import export_onnx as export
+    else:
+        from ..export.plain import export_transformers as export
+    with no_progress_bars(args.disable_tqdm):
+        written = export(**options)
+    print(written.summary())
+    return written

@@ -1,0 +1,139 @@
+"""A checkpoint of this package as a plain one of transformers, which loads without remote code and is as exact.
+
+Grouped heads are repeated, and maps of a latent are multiplied into keys and values: what a conversion does on the way
+back. Talking heads have no form in upstream's classes.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..conversion.checkpoint.entries import TensorEntry
+from ..conversion.checkpoint.reading import open_checkpoint
+from ..conversion.checkpoint.source import read_config, resolve_source
+from ..conversion.checkpoint_folder import plan_folder
+from ..conversion.conversions import checked_dtype
+from ..conversion.methods import resolve_method
+from ..conversion.plan import ConversionPlan, make_plan
+from ..files import CONFIG_NAME, check_output_dir
+from ..inspection.costs import used_fields
+from ..model_history import read_history, write_history
+from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
+
+__all__ = ["PlainExport", "export_transformers"]
+
+logger = logging.getLogger(__name__)
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PlainExport:
+    """What was written.
+
+    Args:
+        output_dir: where.
+        architecture: upstream's class of the model.
+        heads: what changed, {field: (before, after)}; a rank becomes None, no latent.
+        parameters: elements of all tensors, before and after.
+        files_left_out: of what lay beside the weights.
+    """
+
+    output_dir: str
+    architecture: str
+    heads: dict[str, tuple[Any, Any]]
+    parameters: tuple[int, int]
+    files_left_out: list[str]
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        before, after = self.parameters
+        lines = [f"Wrote {self.output_dir}, a {self.architecture} that needs no remote code"]
+        lines += [f"  {name:<27} {old} -> {new or 'none'}" for name, (old, new) in self.heads.items()]
+        lines.append(f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})")
+        if left_out := [name for name in self.files_left_out if name not in OWN_CODE]:
+            lines.append(f"  {'left out':<27} {', '.join(left_out)}")
+        return "\n".join(lines)
+
+
+def export_transformers(
+    model_name_or_path: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    dtype: torch.dtype | str | None = None,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> PlainExport:
+    """Write a variant checkpoint as a plain one that upstream's own classes load, tensor by tensor.
+
+    Outputs are the source's: exactly where heads are repeated, up to the rounding of a matrix product where a latent
+    is multiplied in. Memory holds one layer's attention at a time; the folder appears when it is complete.
+
+    Args:
+        model_name_or_path: a checkpoint folder or a Hub id.
+        output_dir: a new or empty folder.
+        dtype: of the floating-point tensors; None keeps each one's.
+        allow_pickle, revision, token: as for `convert_checkpoint`.
+
+    Raises:
+        ValueError: if the checkpoint has talking heads, or is upstream's already; before any work.
+        OSError: if a file is missing, truncated, or cannot be written.
+    """
+    dtype = checked_dtype(dtype)
+    check_output_dir(output_dir)
+    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    output = check_output_dir(output_dir, source=folder)
+    config, history = read_config(folder), read_history(folder)
+    with open_checkpoint(folder, allow_pickle) as reader:
+        plan = _plain_plan(config, reader.entries, dtype, folder / CONFIG_NAME)
+        output_folder = plan_folder(
+            plan, reader, folder, config, output, allow_pickle, partial(travels_without_code, folder)
+        )
+        with output_folder.written() as (stage, _):
+            upstream_config(plan.config, plan.model_class).save_pretrained(stage)
+            write_history(stage, history)
+        parameters = tuple(
+            sum(entry.numel for entry in each.values()) for each in (reader.entries, output_folder.entries)
+        )
+    ranks = {name: None for name in plan.config.rank_fields()}
+    changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
+    changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+    return PlainExport(
+        os.fspath(output_dir), upstream_architecture(plan.model_class), changed, parameters, output_folder.left_out
+    )
+
+
+def _plain_plan(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, config_file: Path
+) -> ConversionPlan:
+    """Return the conversion that gives each query head a key and a value of its own, and no latent.
+
+    Raises:
+        ValueError: for a source that has no plain form, or is plain.
+    """
+    model_class, source = source_model(config)
+    if config["model_type"] != type(source).model_type:
+        raise ValueError(f"{os.fspath(config_file)} says {config['model_type']!r}: that is upstream's own already.")
+    if source.talking_heads is not None:
+        raise ValueError(
+            f"talking heads (`talking_heads` is {source.talking_heads!r}) have no form in upstream's "
+            f"{upstream_architecture(model_class)}: it mixes no heads. `--to onnx` keeps them."
+        )
+    fields = {}
+    for name in used_fields(model_class, source):
+        if name in source.kv_heads_fields():
+            fields[name] = source.query_heads(name)
+        elif getattr(source, name) is not None:
+            fields[name] = source.hidden_size  # the input itself: no latent
+            stored = dtype or source.dtype
+            if stored in HALF:
+                logger.warning(
+                    "`%s`: maps multiplied in %s lose digits; --dtype float32 keeps them.", name, str(stored)[6:]
+                )
+    return make_plan(config, entries, resolve_method("mean"), fields, dtype=dtype, config_file=config_file)

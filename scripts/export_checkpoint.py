@@ -1,0 +1,8 @@
+"""Writes a variant as a plain checkpoint of transformers: `python scripts/export_checkpoint.py --help`."""
+
+import sys
+
+from attn_variants import run
+
+if __name__ == "__main__":
+    sys.exit(run("export"))

@@ -1,0 +1,224 @@
+"""`attn-variants export --to onnx`: what the graphs compute, their names, and ONNX Runtime's tokens."""
+
+import gzip
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, BERT, T5
+from fixtures.onnx_decoding import greedy, session
+from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
+
+import hf_attn_variants
+from hf_attn_variants import cli
+from hf_attn_variants.export.onnx import export_onnx
+from hf_attn_variants.export.onnx_graphs import Sizes, model_graphs
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared/data"
+ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
+WRITERS = {
+    row.name: next(head for head in row.heads if head.endswith(("ForConditionalGeneration", "MTModel")))
+    for row in (T5, *ENCODER_DECODERS, WHISPER)
+}
+RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
+# What a configuration of each variant has; Whisper's and BART's stacks have unequal heads, which cannot talk.
+VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}}
+DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
+
+
+def writer(name, variant="gqa", **fields):
+    fields |= {field: value for field, value in VARIANTS[variant].items() if "heads" not in field or "t5" not in name}
+    # Tied to its random embeddings, and with weights this small, a model would repeat one token.
+    fields |= {} if "t5" in name else {"tie_word_embeddings": False}
+    model = ROWS[name].model(WRITERS[name], variant, **fields)
+    model.get_output_embeddings().weight = torch.nn.Parameter(torch.randn_like(model.get_output_embeddings().weight))
+    if "t5" not in name:
+        model.get_decoder().embed_tokens.weight.data *= 20
+    return model
+
+
+@pytest.mark.parametrize("name, variant", DECODED)
+@torch.no_grad()
+def test_the_three_graphs_compute_what_the_model_does(name, variant):
+    model = writer(name, variant)
+    model.set_attn_implementation("eager")
+    encoder, first, step = model_graphs(model)
+    assert [graph.name for graph in (encoder, first, step)] == [
+        "encoder_model",
+        "decoder_model",
+        "decoder_with_past_model",
+    ]
+    sizes = Sizes(batch=3, source=7, target=4)
+    inputs = encoder.inputs(sizes)
+    states = encoder.module(inputs)["last_hidden_state"]
+    tokens = torch.randint(5, 60, (3, 5))
+    expected = model(**inputs, decoder_input_ids=tokens, use_cache=False).logits
+    given = {"input_ids": tokens[:, :4], "encoder_hidden_states": states}
+    mask = {} if name == "whisper" else {"encoder_attention_mask": inputs["attention_mask"]}
+    assert (given | mask).keys() == first.axes.keys() == first.inputs(sizes).keys()
+    made = first.module(given | mask)
+    torch.testing.assert_close(made.pop("logits"), expected[:, :4], atol=2e-5, rtol=1e-5)
+    cache = {key.replace("present", "past_key_values"): value for key, value in made.items()}
+    given = {"input_ids": tokens[:, 4:]} | mask | cache
+    assert given.keys() == step.axes.keys() == step.inputs(sizes).keys()
+    if variant == "latent":
+        assert cache["past_key_values.0.encoder.key"].shape[1::2] == (1, 24)
+        names = [f"past_key_values.{name}.key" for name in ("0.decoder", "0.encoder", "1.decoder")]
+        assert list(cache) == names
+    else:
+        kinds = [f"{part}.{kind}" for part in ("decoder", "encoder") for kind in ("key", "value")]
+        assert list(cache) == [f"past_key_values.{layer}.{kind}" for layer in range(2) for kind in kinds]
+        assert cache["past_key_values.1.encoder.value"].shape[1] == model.config.num_key_value_heads
+    made = step.module(given)
+    torch.testing.assert_close(made["logits"], expected[:, 4:], atol=2e-5, rtol=1e-5)
+    assert made["present.0.decoder.key"].shape[2] == 5 and not any("encoder" in key for key in made)
+
+
+@pytest.mark.parametrize(
+    "name, variant, layers",
+    [
+        # Exporting takes seconds a graph and layer.
+        ("t5", "gqa", 1),
+        *(
+            pytest.param(*case, 2, marks=pytest.mark.slow)
+            for case in DECODED
+            if case[1] == "gqa" or case[0] in ("t5", "marian")
+        ),
+    ],
+)
+def test_onnx_runtime_alone_generates_the_tokens_of_generate(name, variant, layers, tmp_path, capsys):
+    model = writer(name, variant, **({"num_layers": 1} if layers == 1 else {}))
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    model.save_pretrained(tmp_path / "model")
+    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed anew
+    assert cli.main(["export", str(tmp_path / "model"), "--to", "onnx", "--output_dir", str(tmp_path / "onnx")]) == 0
+    printed = capsys.readouterr().out
+    assert "decoder_with_past_model.onnx  within" in printed and "opset 18" in printed
+    config = json.loads((tmp_path / "onnx/config.json").read_text())
+    assert config["model_type"] in ROWS[name].config_class.upstream_model_types and "auto_map" not in config
+    assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
+    inputs = model_graphs(model)[0].inputs(Sizes(batch=5, source=11))
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
+    start = model.config.decoder_start_token_id
+    source = {key: value.numpy() for key, value in inputs.items()}
+    found = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
+    found = found[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
+    assert found.tolist() == expected.tolist()
+    # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
+    assert name in ("marian", "pegasus") or len(set(found.flatten().tolist())) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads, opset", [(8, 18), (2, 18), (2, 23)])
+def test_a_real_t5_translates_the_same_in_onnx_runtime_alone(kv_heads, opset, tmp_path):
+    checkpoint = SHARED / "checkpoints/t5-mini-multi30k-en-de"
+    if not checkpoint.is_dir():
+        pytest.skip("needs the checkpoint beside the repository")
+    texts = [SHARED / f"multi30k/train.{side}.gz" for side in ("en", "de")]
+    lines = [gzip.open(path, "rt", encoding="utf-8").read().splitlines()[:300] for path in texts]
+    hf_attn_variants.convert(
+        checkpoint, kv_heads, calibration=list(zip(*lines, strict=True)), output_dir=tmp_path / "gqa"
+    )
+    export_onnx(tmp_path / "gqa", tmp_path / "onnx", opset=opset)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "onnx")
+    with gzip.open(SHARED / "multi30k/test_2016_flickr.en.gz", "rt", encoding="utf-8") as file:
+        batch = tokenizer([next(file).strip() for _ in range(50)], padding=True, return_tensors="pt")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "gqa").eval()
+    expected = model.generate(**batch, max_new_tokens=60, do_sample=False, num_beams=1)
+    source = {name: batch[name].numpy() for name in ("input_ids", "attention_mask")}
+    found = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
+    assert found.tolist() == expected.tolist()
+
+
+ENCODER_CASES = [
+    ("BertForQuestionAnswering", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("BertForMultipleChoice", "talking", 18, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("RobertaForMaskedLM", "latent", 23, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("DistilBertModel", "mqa", 20, ["input_ids", "attention_mask"]),
+    ("ElectraForSequenceClassification", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("AlbertModel", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("T5ForTokenClassification", "gqa", 18, ["input_ids", "attention_mask"]),
+    ("WhisperForAudioClassification", "gqa", 18, ["input_features"]),
+]
+
+
+@pytest.mark.parametrize(
+    "head, variant, opset, names",
+    [
+        pytest.param(*case, marks=[] if case[0] == "BertForQuestionAnswering" else pytest.mark.slow)
+        for case in ENCODER_CASES
+    ],
+)
+@torch.no_grad()
+def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
+    row = next(row for row in ROWS.values() if head in row.heads)
+    model = row.model(head, variant)
+    model.save_pretrained(tmp_path / "model")
+    written = export_onnx(tmp_path / "model", tmp_path / "onnx", opset=opset)
+    error, given = written.graphs["model.onnx"]
+    assert error < 1e-4 and given == names and written.architecture == head
+    operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/model.onnx").graph.node)
+    assert operators["Attention"] == (row.tiny["num_hidden_layers"] if opset == 23 else 0)
+    graph = session(tmp_path / "onnx/model.onnx")
+    batch = {name: value for name, value in row.batch(head).items() if name in names}
+    expected = model(**batch)
+    # A graph has no input that is not given: token types are 0.
+    given = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
+    for output in graph.get_outputs():
+        [found] = graph.run([output.name], given)
+        torch.testing.assert_close(torch.from_numpy(found), expected[output.name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "row, head, fields, message",
+    [
+        (BERT, "BertLMHeadModel", {}, "a BertLMHeadModel cannot be exported to ONNX: encoders can"),
+        (ROWS["bart"], "BartForCausalLM", {}, "a BartForCausalLM cannot be"),
+        (T5, "T5ForSequenceClassification", {}, "a T5ForSequenceClassification cannot be"),
+        (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, r"'m2l'.*keeps no cache"),
+    ],
+)
+def test_what_has_no_graphs_is_refused_by_name(row, head, fields, message, tmp_path):
+    row.model(head, **fields).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="`opset` must be one of 18, 20, 23; got 17"):
+        export_onnx(tmp_path, tmp_path / "onnx", opset=17)
+    command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
+    for options, message in (
+        (["--dtype", "float32"], "--dtype is of --to transformers"),
+        (["--to", "transformers", "--opset", "18"], "--opset is of --to onnx"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*command, *options])
+        assert message in capsys.readouterr().err
+    found = importlib.util.find_spec
+    missing = ("onnxscript", "onnxruntime")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest)
+    )
+    assert cli.main(command) == 2
+    assert "needs onnxscript and onnxruntime: `pip install onnxscript onnxruntime`" in capsys.readouterr().err
+
+
+def test_a_graph_that_disagrees_is_an_error(tmp_path):
+    """The file holds what another model computes."""
+    from hf_attn_variants.export.onnx import _largest_difference, _write
+
+    model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
+    [graph], [wrong] = model_graphs(model), model_graphs(other)
+    _write(graph, 18, tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert _largest_difference(graph, tmp_path / "model.onnx") < 1e-4
+        with pytest.raises(ValueError, match=r"ONNX Runtime gives last_hidden_state of model.onnx .* beside torch's"):
+            _largest_difference(wrong, tmp_path / "model.onnx")

@@ -1,0 +1,177 @@
+"""`attn-variants export --to transformers`: upstream's own classes give what ours gave, without our code."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from architectures import ALBERT, ARCHITECTURES, BERT, T5
+from relatives import RELATIVES
+from safetensors import safe_open
+
+import hf_attn_variants
+from hf_attn_variants import cli
+from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.files import GENERATED_CARD
+from hf_attn_variants.hub.card import model_card
+
+RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
+HEADS = [
+    (row, head, variant)
+    for row in (*ARCHITECTURES, *RELATIVES)
+    for head in row.heads
+    for variant in ("mqa", "latent")
+    # Each architecture's base model with heads alone, each head with latents too.
+    if variant == "latent" or head == next(iter(row.heads))
+]
+
+
+def is_pair(row):
+    return hasattr(row.config_class, "encoder_decoder_layers")
+
+
+def fields_of(row, variant):
+    return RANKS if variant == "latent" and is_pair(row) else {}
+
+
+def saved(row, head, variant, folder, **fields):
+    row.model(head, variant, **fields_of(row, variant), **fields).double().save_pretrained(folder)
+    return getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("row, head, variant", HEADS, ids=[f"{head}-{variant}" for _, head, variant in HEADS])
+@torch.no_grad()
+def test_upstreams_class_gives_the_same(row, head, variant, tmp_path):
+    ours = saved(row, head, variant, tmp_path / "ours")
+    written = export_transformers(tmp_path / "ours", tmp_path / "plain")
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert config["model_type"] in row.config_class.upstream_model_types and config["architectures"] == [head]
+    assert not {*row.config_class.variant_fields(), "auto_map"} & config.keys()
+    assert written.architecture == head and written.heads
+    # Under sdpa, UMT5's decoder looks ahead in transformers 5.15 and 5.17.
+    options = {"output_loading_info": True, "attn_implementation": "eager"}
+    plain, info = getattr(transformers, head).from_pretrained(tmp_path / "plain", **options)
+    assert type(plain).__module__.startswith("transformers.models.")
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    batch = row.batch(head)
+    batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+    expected, found = ours(**batch), plain.eval()(**batch)
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(found[0], expected[0], atol=1e-9, rtol=0)
+    if plain.can_generate() and "encoder_outputs" not in batch:
+        prompt = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
+        prompt = prompt if is_pair(row) else {"input_ids": batch["input_ids"]}
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 2}
+        assert torch.equal(plain.generate(**prompt, **options), ours.generate(**prompt, **options))
+
+
+@pytest.mark.parametrize("row", [BERT, T5], ids=lambda row: row.name)
+@torch.no_grad()
+def test_layers_that_differ_become_equal(row, tmp_path):
+    head = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}[row.name]
+    values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 16]}
+    ours = row.model(head, per_layer_values=values)
+    ours.save_pretrained(tmp_path / "ours")
+    written = export_transformers(tmp_path / "ours", tmp_path / "plain")
+    assert written.heads == {"num_key_value_heads": ([4, 1], 12), "kv_lora_rank": ([None, 16], None)}
+    plain = getattr(transformers, head).from_pretrained(tmp_path / "plain").eval()
+    batch = row.batch(head)
+    torch.testing.assert_close(plain(**batch).logits, ours(**batch).logits, atol=2e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
+    torch.manual_seed(0)
+    mt5 = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5.tiny)).eval()
+    mt5.save_pretrained(tmp_path / "mt5")
+    hf_attn_variants.convert(tmp_path / "mt5", 12, output_dir=tmp_path / "ours")
+    export_transformers(tmp_path / "ours", tmp_path / "plain")
+    plain = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").eval()
+    assert plain.config.model_type == "t5"
+    batch = T5.batch("T5ForConditionalGeneration")
+    torch.testing.assert_close(plain(**batch).logits, mt5(**batch).logits, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "head, variant, message",
+    [
+        ("BertForMaskedLM", "talking", "talking heads .*'both'.* have no form in upstream's BertForMaskedLM"),
+        ("BertModel", "gqa_talking", "have no form in upstream's BertModel"),
+    ],
+)
+def test_what_has_no_upstream_form_is_refused_by_name(head, variant, message, tmp_path):
+    saved(BERT, head, variant, tmp_path / "ours")
+    with pytest.raises(ValueError, match=message):
+        export_transformers(tmp_path / "ours", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+def test_a_plain_source_and_a_wrong_dtype_are_refused(tmp_path):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="'bert': that is upstream's own already"):
+        export_transformers(tmp_path / "bert", tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"`dtype` must be one of .*; got 'int8'"):
+        export_transformers(tmp_path / "bert", tmp_path / "plain", dtype="int8")
+    assert not (tmp_path / "plain").exists()
+
+
+def test_shards_stay_and_half_precision_is_told_of(tmp_path, caplog):
+    model = ALBERT.model("AlbertForMaskedLM", "latent").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
+    with caplog.at_level(logging.WARNING):
+        export_transformers(tmp_path / "ours", tmp_path / "plain")
+    assert "`kv_lora_rank`: maps multiplied in bfloat16 lose digits" in caplog.text
+    names = [sorted(path.name for path in (tmp_path / folder).glob("*.safetensors")) for folder in ("ours", "plain")]
+    assert names[0] == names[1] and len(names[0]) > 1
+    assert (tmp_path / "plain/model.safetensors.index.json").is_file()
+    caplog.clear()
+    export_transformers(tmp_path / "ours", tmp_path / "wide", dtype="float32")
+    assert "lose digits" not in caplog.text
+    with safe_open(next((tmp_path / "wide").glob("*.safetensors")), "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}
+    plain = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "wide").eval()
+    batch = ALBERT.batch("AlbertForMaskedLM")
+    with torch.no_grad():
+        expected = model.float()(**batch).logits
+        torch.testing.assert_close(plain(**batch).logits, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
+    saved(BERT, "BertForSequenceClassification", "gqa", tmp_path / "ours")
+    (tmp_path / "ours/README.md").write_text(str(model_card(tmp_path / "ours", "me/ours")))
+    (tmp_path / "ours/tokenizer_config.json").write_text("{}")
+    (tmp_path / "ours/own.py").write_text("pass")
+    assert GENERATED_CARD in (tmp_path / "ours/README.md").read_text()
+    assert (
+        cli.main(["export", str(tmp_path / "ours"), "--to", "transformers", "--output_dir", str(tmp_path / "p")]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "a BertForSequenceClassification that needs no remote code" in printed and "4 -> 12" in printed
+    assert "left out                    README.md\n" in printed
+    found = sorted(path.name for path in (tmp_path / "p").iterdir())
+    assert found == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
+    assert json.loads((tmp_path / "p/tokenizer_config.json").read_text()) == {}
+    (tmp_path / "ours/README.md").write_text("by hand")
+    export_transformers(tmp_path / "ours", tmp_path / "again")
+    assert (tmp_path / "again/README.md").read_text() == "by hand"
+
+
+def test_a_process_without_this_package_loads_it(tmp_path):
+    ours = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
+    export_transformers(tmp_path / "ours", tmp_path / "plain")
+    script = """
+import sys
+sys.modules["hf_attn_variants"] = None  # importing it is an error
+from transformers import AutoModelForSeq2SeqLM
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])
+print(type(model).__name__, model.num_parameters())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "plain"], capture_output=True, text=True, check=True
+    )
+    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5.tiny))
+    assert done.stdout.split() == ["T5ForConditionalGeneration", str(plain.num_parameters())]
+    assert plain.num_parameters() > ours.num_parameters()
