@@ -24,6 +24,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.attention_patterns import has_pattern
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
@@ -82,7 +83,7 @@ def export_transformers(
         allow_pickle, revision, token: as for `convert_checkpoint`.
 
     Raises:
-        ValueError: if the checkpoint has talking heads, or is upstream's already; before any work.
+        ValueError: if the checkpoint has talking heads or windows, or is upstream's already; before any work.
         OSError: if a file is missing, truncated, or cannot be written.
     """
     dtype = checked_dtype(dtype)
@@ -124,6 +125,11 @@ def _plain_plan(
         raise ValueError(
             f"talking heads (`talking_heads` is {source.talking_heads!r}) have no form in upstream's "
             f"{upstream_architecture(model_class)}: it mixes no heads. `--to onnx` keeps them."
+        )
+    if has_pattern(source):
+        raise ValueError(
+            f"windows (`attention_pattern`) have no form in upstream's {upstream_architecture(model_class)}: it reads "
+            "everything. `--to onnx` keeps them."
         )
     fields = {}
     for name in used_fields(model_class, source):

@@ -37,6 +37,9 @@ def fields_of(row, variant):
     return RANKS if variant == "latent" and is_pair(row) else {}
 
 
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
+
+
 def saved(row, head, variant, folder, **fields):
     row.model(head, variant, **fields_of(row, variant), **fields).double().save_pretrained(folder)
     return getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder).eval()
@@ -96,14 +99,22 @@ def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head, variant, message",
+    "architecture, head, variant, fields, message",
     [
-        ("BertForMaskedLM", "talking", "talking heads .*'both'.* have no form in upstream's BertForMaskedLM"),
-        ("BertModel", "gqa_talking", "have no form in upstream's BertModel"),
+        (
+            BERT,
+            "BertForMaskedLM",
+            "talking",
+            {},
+            "talking heads .*'both'.* have no form in upstream's BertForMaskedLM",
+        ),
+        (BERT, "BertModel", "gqa_talking", {}, "have no form in upstream's BertModel"),
+        (BERT, "BertModel", "gqa", WINDOW, "windows .* have no form in upstream's BertModel"),
+        (T5, "T5Model", "mha", {f"encoder_{name}": value for name, value in WINDOW.items()}, "windows .* T5Model"),
     ],
 )
-def test_what_has_no_upstream_form_is_refused_by_name(head, variant, message, tmp_path):
-    saved(BERT, head, variant, tmp_path / "ours")
+def test_what_has_no_upstream_form_is_refused_by_name(architecture, head, variant, fields, message, tmp_path):
+    architecture.model(head, variant, **fields).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
