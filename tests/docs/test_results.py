@@ -97,6 +97,36 @@ def encoding() -> Rows:
 
 
 @table("results.md")
+def windows() -> Rows:
+    measured = load("sliding_window_cpu")
+    memory = {row["shape"][2]: row for row in measured["memory"]}
+    for row, layer in zip(measured["attention"], measured["layers"], strict=True):
+        cells, length = [f"{row['length']:,}"], row["length"]
+        for mode in ("forward", "training"):
+            full, window = row[mode]["sdpa"], row[mode]["window"]
+            whole = layer[mode]["BERT layer"] / layer[mode]["BERT layer, window"]
+            peer = layer[mode]["Longformer's self-attention"] / layer[mode]["self-attention, window"]
+            used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
+            cells += [f"{milliseconds(full)}, {milliseconds(window)} ({full / window:.2f}x)"]
+            cells += [f"{whole:.2f}x, {peer:.2f}x, {used:.2f}"]
+        yield cells
+
+
+@table("results.md")
+def retention() -> Rows:
+    rows = load("retention")["runs"]
+    for heads in dict.fromkeys(row["heads"] for row in rows):
+        alone, passages = (found(rows, heads=heads, passages=each, fit_steps=None) for each in ("no", "yes"))
+        for kind, before in alone["kinds"].items():
+            cells = [f"{kept['error']:.2f}" + _embeddings(kept) for kept in (before, passages["kinds"][kind])]
+            yield [heads, kind, *cells]
+
+
+def _embeddings(kept: dict[str, float]) -> str:
+    return f", {kept['cosine']:.3f} / {kept['neighbours']:.2f}" if "cosine" in kept else ""
+
+
+@table("results.md")
 def quickstart() -> Rows:
     for row in load("quickstart")["rows"]:
         scores = [
