@@ -374,8 +374,8 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if rank < width and site.latent_map(model.base_model, path) is None:  # a shared one is there after the first
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
-    core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
+    core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
 
 
 def _add_latent(base_model: nn.Module, path: str, width: int, rank: int) -> None:
