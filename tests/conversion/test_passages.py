@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ def test_an_encoder_reads_passages_by_itself_and_a_decoder_does_not():
     assert 64 < max(tokens(short, passages=None)) < 80
     targets = {"target_texts": text()}
     assert tokens(t5(), passages=None, **targets) == tokens(t5(), passages=False, **targets)
+
+
+def test_no_passage_to_fit_to_has_held_out_text():
+    texts = [chr(number) * 30 for number in range(207, 257)]  # each of one token of its own
+    given = replace(calibration(passages=None), texts=texts)
+    used, held_out = (
+        {int(token) for batch in part for token in batch["input_ids"].unique()}
+        for part in make_batches(bert(), given.tokenizer, given, torch.Generator().manual_seed(0))
+    )
+    space = WordTokenizer()([" "])["input_ids"][0][0]
+    assert len(held_out - {0, space}) == 5 and used & held_out <= {0, space}
 
 
 def test_passages_where_they_cannot_be_are_refused():

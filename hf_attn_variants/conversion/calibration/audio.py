@@ -13,7 +13,7 @@ from transformers import FeatureExtractionMixin, PreTrainedModel
 
 from ...progress import progress_bar
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
-from .batches import MIN_TOKENS, Batch, chunks_of, from_generated
+from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated
 
 __all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration"]
 
@@ -122,7 +122,7 @@ def audio_batches(
             "with `architectures` of its config.json."
         )
     features = [_features(feature_extractor, path) for path in calibration.audio]
-    chunks: Any = chunks_of(calibration, [0] * len(features), generator)
+    chunks: Any = chunks_of(calibration, [0] * len(features), drawn_parts(calibration, generator))
     chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:

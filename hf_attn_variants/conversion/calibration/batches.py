@@ -10,7 +10,7 @@ from ...registration import longest_input
 from ..calibration_settings import Calibration
 from .passages import passages, reads_passages
 
-__all__ = ["MIN_TOKENS", "Batch", "check_targets", "chunks_of", "from_generated", "make_batches"]
+__all__ = ["MIN_TOKENS", "Batch", "check_targets", "chunks_of", "drawn_parts", "from_generated", "make_batches"]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -20,6 +20,7 @@ FEW_POSITIONS = 4
 logger = logging.get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
+Parts = tuple[list[int], list[int]]
 
 
 def make_batches(
@@ -31,8 +32,9 @@ def make_batches(
         generator: draws the texts that are held out.
     """
     reads = decoder_input(type(model), model.config)
-    encoded, segments, targets = _tokenized(model, tokenizer, calibration)
-    chunks = chunks_of(calibration, list(map(len, encoded)), generator)
+    parts = drawn_parts(calibration, generator)
+    encoded, segments, targets = _tokenized(model, tokenizer, calibration, parts)
+    chunks = chunks_of(calibration, list(map(len, encoded)), parts)
     if reads is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
@@ -47,15 +49,19 @@ def make_batches(
     return batches
 
 
-def chunks_of(calibration: Calibration, lengths: list[int], generator: torch.Generator) -> list[tuple[int, list[int]]]:
-    """Draw the examples that are held out, and return which go together: 0 or 1 = held out, and their numbers.
+def drawn_parts(calibration: Calibration, generator: torch.Generator) -> Parts:
+    """Draw the examples that are held out, and return the numbers of those to fit to and of these."""
+    drawn = torch.randperm(len(calibration.examples), generator=generator).tolist()
+    return drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
+
+
+def chunks_of(calibration: Calibration, lengths: list[int], parts: Parts) -> list[tuple[int, list[int]]]:
+    """Return which examples go together: 0 or 1 = held out, and their numbers.
 
     Args:
         lengths: those of similar length are together.
-        generator: draws.
+        parts: as `drawn_parts` returned them.
     """
-    drawn = torch.randperm(len(lengths), generator=generator).tolist()
-    parts = drawn[calibration.held_out_count :], drawn[: calibration.held_out_count]
     return [
         (part, order[start : start + calibration.batch_size])
         for part, order in enumerate(sorted(rows, key=lambda i: (lengths[i], i)) for rows in parts)
@@ -71,7 +77,7 @@ def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
 
 
 def _tokenized(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, parts: Parts
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
     if tokenizer.pad_token_id is None:
@@ -87,11 +93,12 @@ def _tokenized(
     positions = longest_input(model.config)
     if reads_passages(type(model), model.config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
-        for i, (passage, length) in passages(texts, longest).items():
-            arguments = tokenizer([passage], **options, truncation=True, max_length=length)
-            encoded[i] = arguments["input_ids"][0]
-            if segments is not None:
-                segments[i] = arguments["token_type_ids"][0]
+        for rows in map(sorted, parts):  # each part's own: what is held out is in no passage to fit to
+            for i, (passage, length) in passages([texts[row] for row in rows], longest).items():
+                arguments = tokenizer([passage], **options, truncation=True, max_length=length)
+                encoded[rows[i]] = arguments["input_ids"][0]
+                if segments is not None:
+                    segments[rows[i]] = arguments["token_type_ids"][0]
     if max(map(max, encoded)) >= model.config.vocab_size:
         raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
     targets = None
