@@ -206,7 +206,8 @@ def _key_value_fields(config_class: type) -> list[str]:
 
 def _talking_fields(config_class: type) -> list[str]:
     """Return the fields of talking heads: all others of a variant that has weights."""
-    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), "per_layer_values"}
+    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), *config_class.from_scratch_fields()}
+    others |= {"per_layer_values"}
     return [name for name in config_class.variant_fields() if name not in others]
 
 
@@ -230,6 +231,8 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
             )
+        if name in config_class.from_scratch_fields():
+            raise ValueError(f"`{name}` is of models that are trained from scratch: no conversion gives it.")
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")

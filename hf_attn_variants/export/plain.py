@@ -25,6 +25,7 @@ from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
 from ..modeling.attention_patterns import has_pattern
+from ..modeling.sinusoidal_positions import has_sinusoids
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
@@ -130,6 +131,11 @@ def _plain_plan(
         raise ValueError(
             f"windows (`attention_pattern`) have no form in upstream's {upstream_architecture(model_class)}: it reads "
             "everything. `--to onnx` keeps them."
+        )
+    if has_sinusoids(source):
+        raise ValueError(
+            'sinusoidal positions (`position_embedding_type="sinusoidal"`) have no form in upstream\'s '
+            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
         )
     fields = {}
     for name in used_fields(model_class, source):

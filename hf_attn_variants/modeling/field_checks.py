@@ -8,6 +8,7 @@ __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
     "check_head_size",
+    "check_position_type",
     "check_size",
     "check_value_groups",
     "checked_count",
@@ -200,6 +201,21 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) 
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+def check_position_type(value: str | None, known: Sequence[str | None], model_type: str) -> None:
+    """Check the kind of positions that a model of this type has.
+
+    Raises:
+        ValueError: for one that is not among `known`; transformers 5 has dropped BERT's relative ones.
+    """
+    if isinstance(value, str | None) and value in known:
+        return
+    reason = ""
+    if isinstance(value, str) and value.startswith("relative_key"):
+        reason = ": neither transformers 5 nor this package reads the embeddings of distances of such a checkpoint"
+    words = " or ".join("None" if each is None else f'"{each}"' for each in known)
+    raise ValueError(f"`position_embedding_type` of {model_type!r} must be {words}; got {value!r}{reason}.")
 
 
 @contextmanager

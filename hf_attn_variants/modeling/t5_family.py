@@ -9,6 +9,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from .attention_sites import AttentionHeads, AttentionSite
 from .attention_variants import attention_function
 from .latent_attention import attend_to_latent
+from .sinusoidal_positions import has_sinusoids
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
@@ -52,8 +53,14 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
     """
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads."""
+        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads.
+
+        With sinusoidal positions there is no bias.
+        """
         super().install_variant(config, heads, query_dim, memory_dim)
+        if self.has_relative_attention_bias and has_sinusoids(config):
+            self.has_relative_attention_bias = False
+            del self.relative_attention_bias
         if self.has_relative_attention_bias and heads.softmax != heads.query:
             like = self.relative_attention_bias.weight
             self.relative_attention_bias = nn.Embedding(

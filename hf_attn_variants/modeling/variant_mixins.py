@@ -20,7 +20,8 @@ from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
-from .loading_checks import adds_talking_heads, beginning_of_talking_heads
+from .loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
+from .sinusoidal_positions import EmbeddingsMixin
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -261,7 +262,7 @@ class AttnVariantModelMixin:
         """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
         for module in self.modules():
             if type(module) in self.variant_classes:
-                _change_class(module, self.variant_classes[type(module)])
+                _change_class(module, self.variant_classes[type(module)], self.config)
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self)
         if _adds_talking_heads.get():
@@ -321,6 +322,7 @@ class AttnVariantModelMixin:
         if adds:
             begin = beginning_of_talking_heads(model.config)
             logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
+        warn_of_positions(model.config, source, kwargs)
         return loaded
 
     @classmethod
@@ -349,8 +351,10 @@ class AttnVariantModelMixin:
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def _change_class(module: nn.Module, variant: type) -> None:
+def _change_class(module: nn.Module, variant: type, config: Any) -> None:
     module.__class__ = variant
+    if isinstance(module, EmbeddingsMixin):
+        module.install_positions(config)
     if isinstance(module, PreTrainedModel):
         # Upstream's constructor notes facts by the class's name (what its outputs record, for one): run it for ours.
         PreTrainedModel.__init__(variant.__new__(variant), module.config)

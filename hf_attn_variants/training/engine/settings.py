@@ -80,6 +80,9 @@ class NewModelSettings(ModelSettings):
     talking_heads: str | None = option(
         "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")
     )
+    position_embedding_type: str | None = option(
+        "Positions in place of the architecture's own.", None, resume=ALWAYS, choices=("sinusoidal",)
+    )
 
     def check(self) -> None:
         super().check()
