@@ -1,16 +1,29 @@
 """Attention that reads a part of the memory, by its formula: the executable specification of the patterns.
 
 Sources: sliding windows, dilated or not, and global tokens, arXiv 2004.05150 (Longformer), section 3.1; windows under
-a bias by distance, 2112.07916 (LongT5), section 3.1.1. Letters as in `reference`: b batch, h heads, n length, k size
-of a head. Here a query's keys are listed one by one, so that nothing is shared with the package's masks and blocks.
+a bias by distance, 2112.07916 (LongT5), section 3.1.1; random blocks, 2007.14062 (BigBird), section 2; strided and
+fixed patterns, 1904.10509 (Sparse Transformers), sections 4.2 and 4.3; local blocks, 1801.10198, section 4.2.4.
+Letters as in `reference`: b batch, h heads, n length, k size of a head. Here a query's keys are listed one by one, so
+that nothing is shared with the package's masks and blocks.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from .reference import masked_softmax
 
-__all__ = ["keys_in_window", "sliding_window_attention", "sliding_window_mask"]
+__all__ = [
+    "keys_by_stride",
+    "keys_in_local_block",
+    "keys_in_random_blocks",
+    "keys_in_window",
+    "keys_of_fixed_pattern",
+    "pattern_mask",
+    "sliding_window_attention",
+    "sliding_window_mask",
+]
 
 
 def keys_in_window(
@@ -80,3 +93,74 @@ def sliding_window_attention(
         weights[:, :, i, keys] = row.detach()
         rows.append((row[..., None] * V[:, :, keys]).sum(2))
     return torch.stack(rows, dim=2), weights
+
+
+def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, causal: bool = False) -> list[int]:
+    """The positions that position i of n reads in the strided pattern (1904.10509, 4.3).
+
+    Part 1: the `stride` last ones and itself; part 2: every `stride`-th from it on back. None: both, in one head; with
+    `split heads` half of the heads have part 1 and half part 2. Not causal: the same on both sides.
+    """
+    near = {j for j in range(n) if abs(i - j) <= stride}
+    far = {j for j in range(n) if (i - j) % stride == 0}
+    return _read(i, near, far, part, causal)
+
+
+def keys_of_fixed_pattern(
+    i: int, n: int, *, block: int, summary: int, part: int | None = None, causal: bool = False
+) -> list[int]:
+    """The positions that position i of n reads in the fixed pattern (1904.10509, 4.3).
+
+    Part 1: its block; part 2: the last `summary` positions of each block, and itself. None: both, in one head.
+    """
+    near = {j for j in range(n) if j // block == i // block}
+    far = {j for j in range(n) if j % block >= block - summary} | {i}
+    return _read(i, near, far, part, causal)
+
+
+def keys_in_local_block(i: int, n: int, *, block: int, causal: bool = False) -> list[int]:
+    """The positions that position i of n reads where the text is cut into blocks (1801.10198, 4.2.4)."""
+    return _read(i, {j for j in range(n) if j // block == i // block}, set(), None, causal)
+
+
+def keys_in_random_blocks(
+    i: int, n: int, *, block: int, random: int, seed: int = 0, layer: int = 0, causal: bool = False
+) -> list[int]:
+    """The positions that position i of n reads: its block, the two beside it and `random` others (2007.14062, 2).
+
+    Which others is drawn once a layer: of the blocks farther away, those with the smallest draws.
+    """
+    own, blocks = i // block, -(-n // block)
+    others = [j for j in range(blocks) if (own - j > 1 if causal else abs(own - j) > 1)]
+    drawn = sorted(others, key=lambda j: (_draw(seed, layer, own, j), j))[:random]
+    read = {own - 1, own, own + 1, *drawn}
+    return _read(i, {j for j in range(n) if j // block in read}, set(), None, causal)
+
+
+def pattern_mask(n: int, keys: Callable[[int, int], Iterable[int]], *, global_tokens: int = 0) -> Tensor:
+    """A pattern as a mask [n, n] of full attention: True where position i reads position j.
+
+    keys: a function of i and n that lists what position i reads. The first global_tokens read all, and all read them.
+    """
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for i in range(n):
+        mask[i, list(keys(i, n))] = True
+    mask[:global_tokens] = True
+    mask[:, :global_tokens] = True
+    return mask
+
+
+def _read(i: int, near: set[int], far: set[int], part: int | None, causal: bool) -> list[int]:
+    read = {None: near | far, 1: near, 2: far}[part]
+    return sorted(j for j in read if not causal or j <= i)
+
+
+def _draw(*numbers: int) -> int:
+    """A number of 32 bits that looks drawn, of a seed, a layer and two blocks: each is added to what was mixed."""
+    drawn = 0
+    for number in numbers:
+        drawn = (drawn + number) % 2**32
+        for _ in range(2):
+            drawn = (drawn ^ drawn // 2**16) * 0x45D9F3B % 2**32
+        drawn ^= drawn // 2**16
+    return drawn

@@ -129,8 +129,8 @@ def _plain_plan(
         )
     if has_pattern(source):
         raise ValueError(
-            f"windows (`attention_pattern`) have no form in upstream's {upstream_architecture(model_class)}: it reads "
-            "everything. `--to onnx` keeps them."
+            "windows and other patterns (`attention_pattern`) have no form in upstream's "
+            f"{upstream_architecture(model_class)}: it reads everything. `--to onnx` keeps them."
         )
     if has_sinusoids(source):
         raise ValueError(

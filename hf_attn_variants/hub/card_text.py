@@ -37,13 +37,23 @@ PAPERS = {
     "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
     "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
-    "window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+    "sliding_window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+    "random_blocks": ("BigBird: random blocks", "2007.14062"),
+    "strided": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
+    "fixed": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
+    "local_blocks": ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198"),
 }
 
-# The field of each stack's windows, of those that a model has.
+# The fields of each stack's windows and blocks, of those that a model has.
 WINDOWS = {
-    "num_key_value_heads": ("attention_window", "tokens in a window of self-attention"),
-    "encoder_num_key_value_heads": ("encoder_attention_window", "tokens in a window of the encoder's attention"),
+    "num_key_value_heads": (
+        ("attention_window", "tokens in a window of self-attention"),
+        ("attention_block_size", "tokens in a block of self-attention's pattern"),
+    ),
+    "encoder_num_key_value_heads": (
+        ("encoder_attention_window", "tokens in a window of the encoder's attention"),
+        ("encoder_attention_block_size", "tokens in a block of the encoder's pattern"),
+    ),
 }
 
 RANKS = {
@@ -237,9 +247,10 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "latent": bool(ranks - {None, variant.hidden_size}),
         "exact": variant.hidden_size in ranks,
         "talking": variant.talking_heads is not None,
-        "window": bool(_windows(variant, fields)),
     }
-    return [PAPERS[name] for name, is_true in are_true.items() if is_true]
+    prefixes = ["encoder_" if name.startswith("encoder_") else "" for name in kv_fields]
+    are_true |= {getattr(variant, f"{prefix}attention_pattern"): True for prefix in prefixes}
+    return list(dict.fromkeys(PAPERS[name] for name, is_true in are_true.items() if is_true and name is not None))
 
 
 def _by_layer(variant: Any, name: str) -> str:
@@ -282,8 +293,8 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
 
 
 def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the fields of windows that are set in the stacks that a model has, each with what it is."""
-    found = [row for heads, row in WINDOWS.items() if heads in fields]
+    """Return the fields of windows and blocks that are set in the stacks that a model has, each with what it is."""
+    found = [row for heads, rows in WINDOWS.items() if heads in fields for row in rows]
     return [row for row in found if getattr(variant, row[0], None) is not None]
 
 

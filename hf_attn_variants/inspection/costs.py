@@ -140,7 +140,10 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     if config.talking_heads is not None:
         parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
     prefix = "encoder_" if field.startswith("encoder_") else ""
-    if getattr(config, f"{prefix}attention_pattern") is not None:
+    pattern = getattr(config, f"{prefix}attention_pattern")
+    if pattern not in (None, "sliding_window"):
+        parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
+    elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
     return " + ".join(parts)

@@ -96,7 +96,7 @@ def flops_per_token(
         flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         reach = module.get_submodule(site.core).reach
-        attended = attended if reach is None else min(attended, reach.most_keys)
+        attended = attended if reach is None else reach.keys_read(attended)
         for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
             flops[memory_stack if where == "memory" else stack] += runs * count
         query_dim = maps["query"].in_features

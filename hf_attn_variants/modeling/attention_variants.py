@@ -18,9 +18,11 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_patterns import has_pattern
+from .block_patterns import BlockPattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
 
@@ -229,6 +231,10 @@ def sdpa_attention_forward(
     talking_heads, reach = bool(module.projection_names), module.reach
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
+    if isinstance(reach, BlockPattern) and not with_weights and is_global is None:
+        if gathers(reach, query, key, attention_mask):
+            attend = _by_either(module, _options(module, query, None, scaling, dropout, False))
+            return attend_in_blocks(attend, reach, (query, key, value), attention_mask, position_bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
@@ -248,6 +254,14 @@ def sdpa_attention_forward(
             return attend(query, key, value, attention_mask, reach=reach), None
         return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
+
+
+def _by_either(module: nn.Module, options: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    """Return attention of query, key, value, mask and position bias, heads talking or not, without the weights."""
+    projections = {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+    if not module.projection_names:
+        return partial(fused_attention, **options)
+    return lambda *operands: attention_with_weights(*operands, **options, **projections)[0]
 
 
 def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:

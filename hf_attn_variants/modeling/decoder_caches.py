@@ -40,7 +40,7 @@ def prepare_cache(module: nn.Module, cache: Any, memory: torch.Tensor | None) ->
         return
     if is_static:
         raise ValueError(
-            f"`attention_pattern` needs a dynamic cache, whose layers keep a window; got {type(cache).__name__}."
+            f"`attention_pattern` needs a dynamic cache, as long as what is read; got {type(cache).__name__}."
         )
     if reach.before < MAX_SIZE:
         keep_window(cache, module.layer_idx, reach)

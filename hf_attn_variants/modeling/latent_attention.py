@@ -204,7 +204,7 @@ def absorbs(
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
-    read = memory_length if module.reach is None else min(memory_length, module.reach.most_keys)
+    read = memory_length if module.reach is None else module.reach.keys_read(memory_length)
     absorbed = rows * rank * (head_dim + read)
     expanded = memories * memory_length * rank * kv_size + rows * read * head_dim
     return absorbed < expanded

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .attention_patterns import check_patterns
+from .attention_patterns import BlockPatternFields, check_patterns
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -35,7 +35,7 @@ __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
 @dataclass(kw_only=True, repr=False)
-class AttnVariantConfigMixin:
+class AttnVariantConfigMixin(BlockPatternFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
     Args:
@@ -54,8 +54,8 @@ class AttnVariantConfigMixin:
         talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
             variance scaling, the authors' default).
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
-        attention_pattern: None (each token reads all) or "sliding_window" (of an encoder-decoder: the decoder's
-            self-attention).
+        attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
+            encoder-decoder: the decoder's self-attention).
         attention_window: w of a window, even. A token reads itself and w / 2 on each side; where causal the last w,
             itself among them, and a cache keeps no more. By layer None = the layer has no window.
         attention_dilation: the step from one token that is read to the next.

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
-from .attention_patterns import Reach
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
@@ -85,7 +84,7 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
 
-    reach: Reach | None = None  # which keys its queries read, where a pattern says so
+    reach: Any = None  # which keys its queries read, where a pattern says so
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
