@@ -68,6 +68,7 @@ class NewModel:
     kv_heads: int | None = None
     talking_heads: str | None = None
     positions: str | None = None
+    score: str | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +76,8 @@ class NewModel:
         size = f"{self.heads}x{WIDTH // self.heads}"
         kind = {None: "MHA", 1: "MQA"}.get(self.kv_heads, f"GQA-{self.kv_heads}")
         name = f"{'talking heads' if self.talking_heads else kind} {size}"
-        return name + (f", {self.positions} positions" if self.positions else "")
+        name += f", {self.positions} positions" if self.positions else ""
+        return name + (f", {self.score} scores" if self.score else "")
 
     @property
     def feed_forward(self) -> int:
@@ -91,6 +93,7 @@ class NewModel:
         flags += ["--num_key_value_heads", str(self.kv_heads)] if self.kv_heads else []
         flags += ["--talking_heads", self.talking_heads] if self.talking_heads else []
         flags += ["--position_embedding_type", self.positions] if self.positions else []
+        flags += ["--score_function", self.score] if self.score else []
         return [*flags, "--tokenizer_name", args.tokenizer]
 
 
@@ -137,6 +140,7 @@ VARIANTS: dict[str, list[Variant]] = {
         NewModel(2, talking_heads="both"),
         NewModel(2),
         NewModel(8, positions="sinusoidal"),
+        NewModel(8, score="additive"),
     ],
     "finetune": [
         ConvertedModel(),

@@ -63,7 +63,9 @@ BLOCKS = {
         ["#....", ".#...", ".##..", ".#.#.", ".#.##"],
     ),
     "local": (keys_in_local_block, {"block": 3}, ["###..", "###..", "###..", "...##", "...##"]),
-    "local, causal": (keys_in_local_block, {"block": 3, "causal": True}, ["#....", "##...", "###..", "...#.", "...##"]),
+    "local, causal": (
+        keys_in_local_block, {"block": 3, "causal": True}, ["#....", "##...", "###..", "...#.", "...##"],
+    ),
     "random, none": (keys_in_random_blocks, {"block": 1, "random": 0}, ["##...", "###..", ".###.", "..###", "...##"]),
 }  # fmt: skip
 

@@ -236,6 +236,11 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
+    if config.get("score_function"):
+        raise ValueError(
+            f"a checkpoint with other scores than dot products (`score_function` is {config['score_function']!r}) "
+            "cannot be converted."
+        )
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
     talking = [name for name in _talking_fields(config_class) if name in given]

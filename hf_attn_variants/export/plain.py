@@ -137,6 +137,11 @@ def _plain_plan(
             'sinusoidal positions (`position_embedding_type="sinusoidal"`) have no form in upstream\'s '
             f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
         )
+    if source.score_function is not None:
+        raise ValueError(
+            f"additive scores (`score_function` is {source.score_function!r}) have no form in upstream's "
+            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
+        )
     fields = {}
     for name in used_fields(model_class, source):
         if name in source.kv_heads_fields():

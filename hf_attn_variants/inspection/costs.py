@@ -137,6 +137,8 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             text += " (exact)" if known == {config.hidden_size} else ""
             layers = "" if None not in ranks else f" in {len(ranks) - ranks.count(None)} of {len(ranks)} layers"
             parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{layers}")
+    if config.score_function is not None:
+        parts.append(f"{config.score_function} scores")
     if config.talking_heads is not None:
         parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
     prefix = "encoder_" if field.startswith("encoder_") else ""

@@ -95,8 +95,11 @@ def flops_per_token(
         latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
         flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        reach = module.get_submodule(site.core).reach
-        attended = attended if reach is None else reach.keys_read(attended)
+        core = module.get_submodule(site.core)
+        attended = attended if core.reach is None else core.reach.keys_read(attended)
+        if core.score is not None:  # the product with its vector is counted as that of query and key would be
+            flops[stack] += 2 * runs * core.score.query_map.numel()
+            flops[memory_stack] += 2 * runs * core.score.key_map.numel()
         for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
             flops[memory_stack if where == "memory" else stack] += runs * count
         query_dim = maps["query"].in_features

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .block_patterns import BlockPattern
 from .query_folding import is_exporting
 from .sliding_window_attention import relative_bias
 
@@ -20,8 +21,10 @@ ROWS, FEWEST_KEYS = 128, 1024
 
 
 def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Say whether a call is computed in blocks; a mask must be of keys alone, and boolean."""
-    if torch.compiler.is_compiling() or is_exporting() or query.shape[0] != key.shape[0]:
+    """Say whether a call is of a pattern and computed in blocks; a mask must be of keys alone, and boolean."""
+    if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
+        return False
+    if query.shape[0] != key.shape[0]:
         return False
     by_key = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
     return by_key and query.shape[2] > 1 and key.shape[2] >= FEWEST_KEYS and not pattern.covers(0, key.shape[2])
@@ -37,7 +40,7 @@ def attend_in_blocks(
     """Return the outputs [b, n, h_v, d] of attention to the keys of a pattern.
 
     Args:
-        attend: a function of query, key, value, mask and position bias.
+        attend: a function of query, key, value, mask and position bias, which may return the weights as well.
         pattern: says which keys are read (`BlockPattern`).
         states: query [b, h_k, n, d], key [b, k, m, d] and value.
         mask: boolean, of keys alone [b, 1, 1 or n, m or more]; of its keys the last m count.
@@ -56,7 +59,8 @@ def attend_in_blocks(
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]
         bias = None if table is None else relative_bias(table, queries, read)
-        return attend(query, key[:, :, read], value[:, :, read], allowed, bias)
+        output = attend(query, key[:, :, read], value[:, :, read], allowed, bias)
+        return output[0] if isinstance(output, tuple) else output
 
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
     outputs = []

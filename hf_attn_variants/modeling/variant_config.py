@@ -17,6 +17,7 @@ from .field_checks import (
     MAX_LAYERS,
     check_head_size,
     check_position_type,
+    check_score_function,
     check_size,
     check_value_groups,
     checked_count,
@@ -62,6 +63,7 @@ class AttnVariantConfigMixin(BlockPatternFields):
         num_global_tokens: the number of tokens, the first ones, that read all and are read by all. Of encoders.
         position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
             "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
+        score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
 
     Raises:
         ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
@@ -125,6 +127,9 @@ class AttnVariantConfigMixin(BlockPatternFields):
     position_embedding_type: str | None = field(
         default=None, metadata={"variant": "positions, where they are not the host's own", "from_scratch": True}
     )
+    score_function: str | None = field(
+        default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
@@ -170,6 +175,7 @@ class AttnVariantConfigMixin(BlockPatternFields):
                 check_value_groups(name, count, query_heads, value_heads)
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
+        check_score_function(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
+from .additive_score import score_of
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
@@ -378,6 +379,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
+    core.score = score_of(core, heads, model.config)
     core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
 
 

@@ -33,6 +33,7 @@ def test_the_flags_of_a_new_model_are_the_commands(comparison):
         )
         assert settings.position_embedding_type == model.positions, model.name
         assert settings.talking_heads == model.talking_heads, model.name
+        assert settings.score_function == model.score, model.name
 
 
 def test_fewer_key_value_heads_have_as_many_parameters(comparison):

@@ -93,7 +93,7 @@ def save_one(architecture, variant, saved, folder):
     if variant == "by layer":
         count = architecture.config().layer_count("kv_lora_rank")
         variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
-        fields |= {"position_embedding_type": "sinusoidal"}
+        fields |= {"position_embedding_type": "sinusoidal", "score_function": "additive"}
     architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)

@@ -83,6 +83,7 @@ class NewModelSettings(ModelSettings):
     position_embedding_type: str | None = option(
         "Positions in place of the architecture's own.", None, resume=ALWAYS, choices=("sinusoidal",)
     )
+    score_function: str | None = option("Scores in place of dot products.", None, resume=ALWAYS, choices=("additive",))
 
     def check(self) -> None:
         super().check()
