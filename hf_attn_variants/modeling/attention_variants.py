@@ -17,9 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_kernels import has_kernel
 from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
+from .linear_attention import kernel_attention_forward
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
@@ -198,6 +200,9 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     if (reach := module.reach) is not None:
         call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
         attention_mask, position_bias = as_full_attention(*call)
@@ -226,6 +231,9 @@ def sdpa_attention_forward(
     `attention_with_weights`.
     """
     with_weights = wants_weights(module, kwargs)
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, with_weights)
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     talking_heads, reach = bool(module.projection_names), module.reach
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
@@ -266,10 +274,11 @@ def check_implementation(config: Any, implementation: Any) -> None:
     """Check that an attention implementation can compute what a configuration asks for.
 
     Raises:
-        ValueError: where it would ignore talking heads or a pattern.
+        ValueError: where it would ignore talking heads, a pattern or a kernel.
     """
     talking_heads = getattr(config, "talking_heads", None)
     ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = "an attention_kernel" if has_kernel(config) else ignored
     ignored = ignored if talking_heads is None else f'talking_heads="{talking_heads}"'
     if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
         raise ValueError(

@@ -21,6 +21,7 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
             decoder. As wide as these: the outputs themselves, by which any checkpoint decodes as it is.
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens: the
             pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
@@ -61,6 +62,12 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
     encoder_num_global_tokens: int = field(
         default=0,
         metadata={"variant": "first tokens of the encoder that all read and that read all", "pattern": True},
+    )
+    encoder_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what the encoder's attention has for a softmax", "kernel": True}
+    )
+    cross_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what cross-attention has for a softmax", "kernel": True}
     )
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:

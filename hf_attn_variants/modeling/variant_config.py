@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from .attention_kernels import KernelFields, check_kernels
 from .attention_patterns import check_patterns
 from .field_checks import (
     MAX_LABELS,
@@ -34,8 +35,10 @@ __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
 @dataclass(kw_only=True, repr=False)
-class AttnVariantConfigMixin:
+class AttnVariantConfigMixin(KernelFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
+
+    Those of kernels in the place of a softmax are `KernelFields`'.
 
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
@@ -160,6 +163,7 @@ class AttnVariantConfigMixin:
                 value_heads = query_heads if self.talking_heads is None else self.num_value_heads
                 check_value_groups(name, count, query_heads, value_heads)
         check_patterns(self)
+        check_kernels(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 

@@ -65,6 +65,7 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
         layer_idx=0,
         is_causal=False,
         reach=None,
+        kernel=None,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)
