@@ -48,6 +48,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             projection_names=(),
             reach=Reach.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
             score=None,
+            kernel=None,
             is_causal=is_causal,
         )
         return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]

@@ -207,6 +207,7 @@ def _key_value_fields(config_class: type) -> list[str]:
 def _talking_fields(config_class: type) -> list[str]:
     """Return the fields of talking heads: all others of a variant that has weights."""
     others = {*_key_value_fields(config_class), *config_class.pattern_fields(), *config_class.from_scratch_fields()}
+    others |= {*config_class.kernel_fields()}
     others |= {"per_layer_values"}
     return [name for name in config_class.variant_fields() if name not in others]
 

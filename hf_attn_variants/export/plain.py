@@ -24,6 +24,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import has_pattern
 from ..modeling.sinusoidal_positions import has_sinusoids
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
@@ -141,6 +142,11 @@ def _plain_plan(
         raise ValueError(
             f"additive scores (`score_function` is {source.score_function!r}) have no form in upstream's "
             f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
+        )
+    if has_kernel(source):
+        raise ValueError(
+            f"kernels (`attention_kernel`) have no form in upstream's {upstream_architecture(model_class)}: it has a "
+            "softmax. `--to onnx` keeps them."
         )
     fields = {}
     for name in used_fields(model_class, source):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from .attention_kernels import AttentionKernel
 from .attention_patterns import Reach
 from .block_patterns import BlockPattern
 
@@ -97,6 +98,13 @@ class AttentionSite:
         window = config.layer_value(f"{prefix}attention_window", layer)
         sizes = (getattr(config, prefix + name) for name in ("attention_dilation", "num_global_tokens"))
         return Reach.of(window, *sizes, is_causal)
+
+    def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+        """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
+        prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
+        prefix = "cross_" if self.is_cross_attention else prefix
+        head_dim = config.attention_head_dim(self.kv_heads_field)
+        return AttentionKernel.of(config, prefix, head_dim, path, is_causal and not self.is_cross_attention)
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

@@ -17,9 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_kernels import has_kernel
 from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
+from .linear_attention import kernel_attention_forward
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
@@ -201,6 +203,9 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     if (reach := module.reach) is not None:
         call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
         attention_mask, position_bias = as_full_attention(*call)
@@ -229,6 +234,9 @@ def sdpa_attention_forward(
     there is one query only, to `attention_with_weights`.
     """
     asked = wants_weights(module, kwargs)
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, asked)
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     with_weights = asked or module.score is not None
     talking_heads, reach = bool(module.projection_names), module.reach
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
@@ -279,10 +287,11 @@ def check_implementation(config: Any, implementation: Any) -> None:
     """Check that an attention implementation can compute what a configuration asks for.
 
     Raises:
-        ValueError: where it would ignore talking heads, a pattern or a score.
+        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
     """
     fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
     ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = "an attention_kernel" if has_kernel(config) else ignored
     ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
     if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
         raise ValueError(

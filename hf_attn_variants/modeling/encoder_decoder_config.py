@@ -22,6 +22,7 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
@@ -78,6 +79,12 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
     encoder_split_attention_heads: bool = field(
         default=False,
         metadata={"variant": "half of the encoder's heads read near, the others far tokens", "pattern": True},
+    )
+    encoder_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what the encoder's attention has for a softmax", "kernel": True}
+    )
+    cross_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what cross-attention has for a softmax", "kernel": True}
     )
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from .attention_kernels import LEARNED, RANDOM
 from .field_checks import checked_rank
 from .layer_values import without_layer_values
 from .sinusoidal_positions import has_sinusoids
@@ -43,6 +44,7 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
+    _check_kernel_kept(config_class, source, held, wanted)
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
     plain = {"num_value_heads": heads}
     if "relative_attention_num_buckets" in held:
@@ -109,6 +111,19 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
             f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
             f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
+
+
+def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
+    kernels = {held.get(name) for name in config_class.kernel_fields()}
+    for name in config_class.kernel_fields():
+        is_size = name == "attention_kernel_features" and kernels & {*LEARNED, *RANDOM}
+        if name in wanted and (is_size or held.get(name) in LEARNED) and wanted[name] != held.get(name):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={held.get(name)!r}, the configuration asks for "
+                f"{wanted[name]!r}: loading neither drops nor resizes what a kernel has learned. Use the checkpoint's "
+                "own configuration."
+            )
 
 
 def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:

@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
-from .attention_patterns import Reach, has_pattern
+from .attention_kernels import asks_for_padding_alone
+from .attention_patterns import Reach
 from .block_patterns import BlockPattern
 from .query_folding import is_exporting
 
@@ -30,6 +31,7 @@ __all__ = [
     "block_rows",
     "fills_blocks",
     "keep_window",
+    "layers_up_to",
     "mask_of_padding",
     "relative_bias",
 ]
@@ -201,10 +203,10 @@ def as_full_attention(
 
 
 def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Return upstream's mask function, but where an attention has a pattern: there padding alone, [b, 1, 1, m].
+    """Return upstream's mask function, but where an attention has a pattern or a kernel: there padding alone.
 
-    What is causal, or within a window, the attention knows itself: a mask of n x m would be larger than all it
-    computes. A decoder's mask is as long as all tokens seen, whatever of them a layer's cache has kept.
+    It is [b, 1, 1, m]. What is causal, or within a window, the attention knows itself: a mask of n x m would be larger
+    than all it computes. A decoder's mask is as long as all tokens seen, whatever of them a layer's cache has kept.
     """
 
     def mask(**options: Any) -> torch.Tensor | None:
@@ -212,7 +214,7 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
             return upstream(**options)
-        if not has_pattern(options.get("config"), True if is_causal else None):
+        if not asks_for_padding_alone(options.get("config"), True if is_causal else None):
             return upstream(**options)
         if padding is None:
             return None
@@ -231,8 +233,14 @@ def keep_window(cache: Any, layer: int, reach: Reach) -> None:
 
     Cross-attention's layers stay as they are, which a window in the configuration (`sliding_window`) would cut too.
     """
+    layers = layers_up_to(cache, layer)
+    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
+        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+
+
+def layers_up_to(cache: Any, layer: int) -> list[Any]:
+    """Return the layers that a cache has for self-attention, as many as to reach this one."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())
-    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+    return layers

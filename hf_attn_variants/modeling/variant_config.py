@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from .attention_kernels import KernelFields, check_kernels
 from .attention_patterns import BlockPatternFields, check_patterns
 from .field_checks import (
     MAX_LABELS,
@@ -36,8 +37,10 @@ __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
 @dataclass(kw_only=True, repr=False)
-class AttnVariantConfigMixin(BlockPatternFields):
+class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
+
+    Those of kernels in the place of a softmax are `KernelFields`'.
 
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
@@ -176,6 +179,7 @@ class AttnVariantConfigMixin(BlockPatternFields):
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         check_score_function(self)
+        check_kernels(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
