@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from .reference import masked_softmax
+from .reference import attention_core, masked_softmax
 
 __all__ = [
     "keys_by_stride",
@@ -20,6 +20,7 @@ __all__ = [
     "keys_in_random_blocks",
     "keys_in_window",
     "keys_of_fixed_pattern",
+    "memory_compressed_attention",
     "pattern_mask",
     "sliding_window_attention",
     "sliding_window_mask",
@@ -148,6 +149,30 @@ def pattern_mask(n: int, keys: Callable[[int, int], Iterable[int]], *, global_to
     mask[:global_tokens] = True
     mask[:, :global_tokens] = True
     return mask
+
+
+def memory_compressed_attention(
+    Q: Tensor, K: Tensor, V: Tensor, C_k: Tensor, C_v: Tensor, *, scale: float, padding: Tensor | None = None
+) -> Tensor:
+    """Attention to keys and values that a convolution has shortened (1801.10198, 4.2.4).
+
+    Q [b, h, n, k], K and V [b, G, m, k], C_k and C_v [G, s, k, k]: key J of head g is sum_t K[sJ + t] C_k[g, t], of
+    tokens behind the end none. padding [b, m]: True where there is a token; the others count as zeros, and a key of
+    none is not read. -> [b, h, n, k].
+    """
+    m, stride = K.shape[2], C_k.shape[1]
+    padding = torch.ones(K.shape[0], m, dtype=torch.bool) if padding is None else padding
+    short: list[list[Tensor]] = [[], []]
+    read = []
+    for start in range(0, m, stride):
+        tokens = range(start, min(start + stride, m))
+        read.append(padding[:, list(tokens)].any(1))
+        for states, conv, made in ((K, C_k, short[0]), (V, C_v, short[1])):
+            real = [states[:, :, j] * padding[:, None, j, None] for j in tokens]
+            made.append(sum(torch.einsum("bgd,gde->bge", x, conv[:, t]) for t, x in enumerate(real)))
+    mask = torch.zeros(len(padding), 1, 1, len(read), dtype=Q.dtype)
+    mask = mask.masked_fill(~torch.stack(read, 1)[:, None, None], -torch.inf)
+    return attention_core(Q, *(torch.stack(made, 2) for made in short), scale=scale, mask=mask)[0]
 
 
 def _read(i: int, near: set[int], far: set[int], part: int | None, causal: bool) -> list[int]:

@@ -39,6 +39,7 @@ PATTERNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "strided": (("attention_block_size",), ("split_attention_heads", "num_global_tokens")),
     "fixed": (("attention_block_size", "num_summary_tokens"), ("split_attention_heads", "num_global_tokens")),
     "local_blocks": (("attention_block_size",), ("num_global_tokens",)),
+    "memory_compressed": (("attention_block_size",), ()),
 }
 # Farther than any text: a layer without a window. Sizes beyond are mistakes.
 MAX_SIZE = 2**31
@@ -49,7 +50,8 @@ class BlockPatternFields:
     """The fields of patterns that are made of blocks.
 
     Args:
-        attention_block_size: l, the tokens of a block; of "strided" the stride.
+        attention_block_size: l, the tokens of a block; "strided": the stride; "memory_compressed": the tokens that
+            become one.
         num_random_blocks: "random_blocks": how many others a block reads beside itself and its neighbours.
         attention_seed: "random_blocks": what they are drawn from, once a layer.
         num_summary_tokens: "fixed": how many tokens at each block's end all others read.
@@ -124,7 +126,8 @@ def check_patterns(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown pattern, a size that breaks its rule, a size without its pattern or a pattern
-            without a size it needs, global tokens in a decoder, and a pattern beside input-dependent talking heads.
+            without a size it needs, global tokens in a decoder, a pattern beside input-dependent talking heads, and
+            compressed memory where it has no meaning.
     """
     for prefix in _prefixes(config):
         pattern = getattr(config, f"{prefix}attention_pattern")
@@ -148,6 +151,8 @@ def check_patterns(config: Any) -> None:
                 f"and {block}."
             )
         _check_decoder(config, prefix)
+        if pattern == "memory_compressed":
+            _check_compression(config, prefix)
         if config.talking_heads_dynamic:
             raise ValueError(
                 f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
@@ -210,3 +215,20 @@ def _check_decoder(config: Any, prefix: str) -> None:
             "`num_global_tokens` is of encoders: a decoder's tokens read no later ones; got "
             f"{config.num_global_tokens}."
         )
+
+
+def _check_compression(config: Any, prefix: str) -> None:
+    is_decoder = not prefix and (getattr(config, "is_decoder", False) or len(_prefixes(config)) > 1)
+    has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
+    rank = getattr(config, f"{prefix}kv_lora_rank")
+    reason = None
+    if is_decoder:
+        reason = "a decoder, whose tokens read no later ones, and several are read as one"
+    elif has_bias:
+        reason = (
+            'a bias by distance, which one of several tokens has not (`position_embedding_type="sinusoidal"` has none)'
+        )
+    elif rank is not None:
+        reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
+    if reason is not None:
+        raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')

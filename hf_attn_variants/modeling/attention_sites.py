@@ -90,7 +90,7 @@ class AttentionSite:
         """
         prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
         pattern, layer = getattr(config, f"{prefix}attention_pattern"), self.layer(config, path)
-        if self.is_cross_attention or pattern is None:
+        if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
             return None
         if pattern != "sliding_window":
             return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)

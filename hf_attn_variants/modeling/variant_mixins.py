@@ -21,6 +21,7 @@ from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
 from .loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
+from .memory_compression import compression_of
 from .sinusoidal_positions import EmbeddingsMixin
 
 __all__ = [
@@ -84,8 +85,6 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
 
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
-
-    reach: Any = None  # which keys its queries read, where a pattern says so
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
@@ -379,7 +378,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
-    core.score = score_of(core, heads, model.config)
+    core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
     core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
 
 

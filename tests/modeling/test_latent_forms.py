@@ -66,6 +66,7 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
         is_causal=False,
         reach=None,
         score=None,
+        compression=None,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)
