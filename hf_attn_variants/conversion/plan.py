@@ -236,11 +236,11 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
-    patterns = [f"{prefix}attention_pattern" for prefix in ("", "encoder_")]
-    if "memory_compressed" in [each.get(name) for each in (config, given) for name in patterns]:
+    asked = {each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")}
+    if learned := asked & {"memory_compressed", "transient_global"}:
         raise ValueError(
-            '`attention_pattern="memory_compressed"` has parameters that no conversion makes: load the checkpoint '
-            "with it (`from_pretrained`), and train."
+            f"`attention_pattern` {learned.pop()!r} has parameters that no conversion makes: load the checkpoint with "
+            "it (`from_pretrained`), and train."
         )
     if config.get("score_function"):
         raise ValueError(

@@ -15,6 +15,7 @@ __all__ = [
     "PATTERN_FIELDS",
     "BlockPatternFields",
     "Reach",
+    "TransientGlobal",
     "check_patterns",
     "checked_pattern_size",
     "has_pattern",
@@ -40,6 +41,7 @@ PATTERNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fixed": (("attention_block_size", "num_summary_tokens"), ("split_attention_heads", "num_global_tokens")),
     "local_blocks": (("attention_block_size",), ("num_global_tokens",)),
     "memory_compressed": (("attention_block_size",), ()),
+    "transient_global": (("attention_window", "attention_block_size"), ()),
 }
 # Farther than any text: a layer without a window. Sizes beyond are mistakes.
 MAX_SIZE = 2**31
@@ -121,6 +123,20 @@ class Reach(NamedTuple):
         return self.step == 1 and memory - 1 <= self.before and (self.is_causal or memory - 1 <= self.after)
 
 
+class TransientGlobal(NamedTuple):
+    """The tokens within `radius` of a query, and a summary of each `block` tokens (`transient_global`)."""
+
+    radius: int
+    block: int
+
+    is_causal = property(lambda self: False)
+    before = property(lambda self: MAX_SIZE)  # of an encoder, which has no cache
+
+    def keys_read(self, memory: int) -> int:
+        """Return how many of `memory` keys and their summaries a query in their midst reads."""
+        return min(memory, 2 * self.radius + 1) + memory // self.block
+
+
 def check_patterns(config: Any) -> None:
     """Check the pattern fields of a configuration, each stack's.
 
@@ -153,6 +169,8 @@ def check_patterns(config: Any) -> None:
         _check_decoder(config, prefix)
         if pattern == "memory_compressed":
             _check_compression(config, prefix)
+        if pattern == "transient_global":
+            _check_summaries(config, prefix)
         if config.talking_heads_dynamic:
             raise ValueError(
                 f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
@@ -232,3 +250,16 @@ def _check_compression(config: Any, prefix: str) -> None:
         reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
     if reason is not None:
         raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
+
+
+def _check_summaries(config: Any, prefix: str) -> None:
+    if not (prefix and config.makes_summaries):
+        raise ValueError(
+            f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
+            f"{config.model_type!r}."
+        )
+    if (rank := config.encoder_kv_lora_rank) is not None:
+        raise ValueError(
+            '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
+            f"{rank}."
+        )

@@ -71,6 +71,20 @@ def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
         torch.testing.assert_close(stack(ids[:, :8])[0], result[0][:, :8], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
+def test_it_composes_with_talking_heads_and_scores(fields):
+    model, ids, mask = (
+        BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
+        token_ids(2, 30),
+        torch.ones(2, 30),
+    )
+    mask[1, 20:] = 0
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask)[0]
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids, attention_mask=mask)[0], found, atol=1e-5, rtol=0)
+
+
 def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
