@@ -237,6 +237,12 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
+    asked = {each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")}
+    if learned := asked & {"memory_compressed", "transient_global"}:
+        raise ValueError(
+            f"`attention_pattern` {learned.pop()!r} has parameters that no conversion makes: load the checkpoint with "
+            "it (`from_pretrained`), and train."
+        )
     if config.get("score_function"):
         raise ValueError(
             f"a checkpoint with other scores than dot products (`score_function` is {config['score_function']!r}) "

@@ -41,6 +41,11 @@ PAPERS = {
     "random_blocks": ("BigBird: random blocks", "2007.14062"),
     "strided": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
     "fixed": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
+    "transient_global": ("LongT5: transient global tokens", "2112.07916"),
+    "memory_compressed": (
+        "Generating Wikipedia by summarizing long sequences: memory-compressed attention",
+        "1801.10198",
+    ),
     "local_blocks": ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198"),
 }
 

@@ -97,6 +97,10 @@ def flops_per_token(
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = module.get_submodule(site.core)
         attended = attended if core.reach is None else core.reach.keys_read(attended)
+        if core.compression is not None:
+            attended = -(-attended // core.compression.stride)
+            convolutions = core.compression.key_conv.numel() + core.compression.value_conv.numel()
+            flops[stack] += 2 * runs * convolutions // core.compression.stride
         if core.score is not None:  # the product with its vector is counted as that of query and key would be
             flops[stack] += 2 * runs * core.score.query_map.numel()
             flops[memory_stack] += 2 * runs * core.score.key_map.numel()

@@ -15,6 +15,7 @@ __all__ = [
     "PATTERN_FIELDS",
     "BlockPatternFields",
     "Reach",
+    "TransientGlobal",
     "check_patterns",
     "checked_pattern_size",
     "has_pattern",
@@ -39,6 +40,8 @@ PATTERNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "strided": (("attention_block_size",), ("split_attention_heads", "num_global_tokens")),
     "fixed": (("attention_block_size", "num_summary_tokens"), ("split_attention_heads", "num_global_tokens")),
     "local_blocks": (("attention_block_size",), ("num_global_tokens",)),
+    "memory_compressed": (("attention_block_size",), ()),
+    "transient_global": (("attention_window", "attention_block_size"), ()),
 }
 # Farther than any text: a layer without a window. Sizes beyond are mistakes.
 MAX_SIZE = 2**31
@@ -49,7 +52,8 @@ class BlockPatternFields:
     """The fields of patterns that are made of blocks.
 
     Args:
-        attention_block_size: l, the tokens of a block; of "strided" the stride.
+        attention_block_size: l, the tokens of a block; "strided": the stride; "memory_compressed": the tokens that
+            become one.
         num_random_blocks: "random_blocks": how many others a block reads beside itself and its neighbours.
         attention_seed: "random_blocks": what they are drawn from, once a layer.
         num_summary_tokens: "fixed": how many tokens at each block's end all others read.
@@ -119,12 +123,27 @@ class Reach(NamedTuple):
         return self.step == 1 and memory - 1 <= self.before and (self.is_causal or memory - 1 <= self.after)
 
 
+class TransientGlobal(NamedTuple):
+    """The tokens within `radius` of a query, and a summary of each `block` tokens (`transient_global`)."""
+
+    radius: int
+    block: int
+
+    is_causal = property(lambda self: False)
+    before = property(lambda self: MAX_SIZE)  # of an encoder, which has no cache
+
+    def keys_read(self, memory: int) -> int:
+        """Return how many of `memory` keys and their summaries a query in their midst reads."""
+        return min(memory, 2 * self.radius + 1) + memory // self.block
+
+
 def check_patterns(config: Any) -> None:
     """Check the pattern fields of a configuration, each stack's.
 
     Raises:
         ValueError: for an unknown pattern, a size that breaks its rule, a size without its pattern or a pattern
-            without a size it needs, global tokens in a decoder, and a pattern beside input-dependent talking heads.
+            without a size it needs, global tokens in a decoder, a pattern beside input-dependent talking heads, and
+            compressed memory where it has no meaning.
     """
     for prefix in _prefixes(config):
         pattern = getattr(config, f"{prefix}attention_pattern")
@@ -148,6 +167,10 @@ def check_patterns(config: Any) -> None:
                 f"and {block}."
             )
         _check_decoder(config, prefix)
+        if pattern == "memory_compressed":
+            _check_compression(config, prefix)
+        if pattern == "transient_global":
+            _check_summaries(config, prefix)
         if config.talking_heads_dynamic:
             raise ValueError(
                 f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
@@ -209,4 +232,34 @@ def _check_decoder(config: Any, prefix: str) -> None:
         raise ValueError(
             "`num_global_tokens` is of encoders: a decoder's tokens read no later ones; got "
             f"{config.num_global_tokens}."
+        )
+
+
+def _check_compression(config: Any, prefix: str) -> None:
+    is_decoder = not prefix and (getattr(config, "is_decoder", False) or len(_prefixes(config)) > 1)
+    has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
+    rank = getattr(config, f"{prefix}kv_lora_rank")
+    reason = None
+    if is_decoder:
+        reason = "a decoder, whose tokens read no later ones, and several are read as one"
+    elif has_bias:
+        reason = (
+            'a bias by distance, which one of several tokens has not (`position_embedding_type="sinusoidal"` has none)'
+        )
+    elif rank is not None:
+        reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
+    if reason is not None:
+        raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
+
+
+def _check_summaries(config: Any, prefix: str) -> None:
+    if not (prefix and config.makes_summaries):
+        raise ValueError(
+            f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
+            f"{config.model_type!r}."
+        )
+    if (rank := config.encoder_kv_lora_rank) is not None:
+        raise ValueError(
+            '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
+            f"{rank}."
         )

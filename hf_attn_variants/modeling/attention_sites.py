@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention_kernels import AttentionKernel
-from .attention_patterns import Reach
+from .attention_patterns import MAX_SIZE, Reach, TransientGlobal
 from .block_patterns import BlockPattern
 
 __all__ = ["AttentionHeads", "AttentionSite", "named_attentions"]
@@ -81,7 +81,7 @@ class AttentionSite:
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
 
-    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | BlockPattern | None:
+    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | BlockPattern | TransientGlobal | None:
         """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
 
         Args:
@@ -91,8 +91,12 @@ class AttentionSite:
         """
         prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
         pattern, layer = getattr(config, f"{prefix}attention_pattern"), self.layer(config, path)
-        if self.is_cross_attention or pattern is None:
+        if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
             return None
+        if pattern == "transient_global":
+            window = config.layer_value(f"{prefix}attention_window", layer)
+            block = getattr(config, f"{prefix}attention_block_size")
+            return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
         if pattern != "sliding_window":
             return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)
         window = config.layer_value(f"{prefix}attention_window", layer)

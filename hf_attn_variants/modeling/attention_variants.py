@@ -22,6 +22,7 @@ from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .linear_attention import kernel_attention_forward
+from .memory_compression import compressing
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
@@ -397,7 +398,7 @@ def _mix_heads(
     return mixed
 
 
-OWN_FUNCTIONS = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
+OWN_FUNCTIONS = {EAGER: compressing(eager_attention_forward), SDPA: compressing(sdpa_attention_forward)}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.

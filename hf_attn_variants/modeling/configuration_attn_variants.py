@@ -180,6 +180,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
+    makes_summaries = True
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",

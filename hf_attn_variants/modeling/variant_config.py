@@ -81,6 +81,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     head_dim_field: ClassVar[str | None] = None
     # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
     positions_after_padding: ClassVar[bool] = False
+    # Whether its encoder can sum blocks of tokens (`transient_global`).
+    makes_summaries: ClassVar[bool] = False
     # What `position_embedding_type` may be; None = the host's own.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 

@@ -14,7 +14,7 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from .additive_score import score_of
-from .attention_kernels import AttentionKernel, has_kernel
+from .attention_kernels import has_kernel
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
 from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
@@ -23,6 +23,7 @@ from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
 from .linear_attention import init_kernel, install_kernel
 from .loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
+from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
 from .sinusoidal_positions import EmbeddingsMixin
 
@@ -46,9 +47,6 @@ _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default
 
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
-
-    reach: Any = None  # which keys its queries read, where a pattern says so
-    kernel: AttentionKernel | None = None  # what its weights are made by in a softmax's place
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
@@ -350,7 +348,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
-    core.score = score_of(core, heads, model.config)
+    core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal), heads)

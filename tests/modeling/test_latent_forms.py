@@ -67,6 +67,7 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
         reach=None,
         score=None,
         kernel=None,
+        compression=None,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)
