@@ -38,12 +38,25 @@ PAPERS = {
     "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
     "window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+    "elu": ("Transformers are RNNs: linear attention", "2006.16236"),
+    "hedgehog": ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347"),
+    "favor": ("Rethinking attention with Performers", "2009.14794"),
+    "rfa": ("Random feature attention", "2103.02143"),
 }
 
 # The field of each stack's windows, of those that a model has.
 WINDOWS = {
     "num_key_value_heads": ("attention_window", "tokens in a window of self-attention"),
     "encoder_num_key_value_heads": ("encoder_attention_window", "tokens in a window of the encoder's attention"),
+}
+
+# The fields of each stack's kernels, and what they stand for.
+KERNELS = {
+    "num_key_value_heads": (
+        ("attention_kernel", "self-attention's softmax"),
+        ("cross_attention_kernel", "cross-attention's softmax"),
+    ),
+    "encoder_num_key_value_heads": (("encoder_attention_kernel", "the softmax of the encoder's attention"),),
 }
 
 RANKS = {
@@ -94,6 +107,7 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
     made += [(what, _by_layer(variant, name)) for name, what in _windows(variant, fields)]
+    made += [(f"in the place of {what}", kernel) for kernel, what in _kernels(variant, fields)]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
@@ -239,6 +253,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "talking": variant.talking_heads is not None,
         "window": bool(_windows(variant, fields)),
     }
+    are_true |= {kernel: True for kernel, _ in _kernels(variant, fields)}
     return [PAPERS[name] for name, is_true in are_true.items() if is_true]
 
 
@@ -278,7 +293,14 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
+    parts += [f"the kernel {kernel} in the place of {what}" for kernel, what in _kernels(variant, fields)]
     return " and ".join(parts)
+
+
+def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the kernels of the stacks that a model has, each with what it stands for."""
+    rows = [row for heads, of_stack in KERNELS.items() if heads in fields for row in of_stack]
+    return [(kernel, what) for name, what in rows if (kernel := getattr(variant, name, None)) is not None]
 
 
 def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
