@@ -20,6 +20,7 @@ from ..modeling.attention_patterns import PATTERNS
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -78,6 +79,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     _add_variant_arguments(parser)
     _add_pattern_arguments(parser.add_argument_group("windows", "which tokens a token reads, and how many there are"))
+    _add_kernel_arguments(parser.add_argument_group("kernels", "linear attention; fitted with --calibration_file"))
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -183,6 +185,22 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
         help="BERT and its relatives: positions afterwards, the learned ones repeated; the tokenizer's "
         "model_max_length with them",
     )
+
+
+def _add_kernel_arguments(group: argparse._ActionsContainer) -> None:
+    stacks = {
+        "": "self-attention (encoder-decoders: the decoder's)",
+        "encoder_": "the encoder of an encoder-decoder",
+        "cross_": "cross-attention of an encoder-decoder",
+    }
+    for prefix, whose in stacks.items():
+        group.add_argument(
+            f"--{prefix}attention_kernel", choices=KERNELS, help=f"linear attention in the place of {whose}'s softmax"
+        )
+    group.add_argument(
+        "--attention_kernel_features", type=int, help="width of hedgehog's maps, number of favor's and rfa's vectors"
+    )
+    group.add_argument("--attention_kernel_seed", type=int, help="of random vectors (default: 0)")
 
 
 def _json(text: str) -> Any:

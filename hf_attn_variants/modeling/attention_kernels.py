@@ -59,6 +59,14 @@ class AttentionKernel(NamedTuple):
     is_causal: bool
     seed: int  # of its random vectors
 
+    def width(self, head_dim: int) -> int:
+        """Return F, how many features a head of d numbers has."""
+        return {"elu": head_dim, "favor": self.features}.get(self.name, 2 * self.features)
+
+    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+        """Return the numbers of a state: sums of values, and of weights, for each feature and key/value head."""
+        return kv_heads * self.width(head_dim) * (head_dim + 1)
+
     @classmethod
     def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool) -> "AttentionKernel | None":
         """Return the kernel that a configuration gives the attention at a path, if it gives one.

@@ -25,6 +25,7 @@ from .query_folding import QueryFold, beams_of, is_exporting
 from .talking_heads import without_autocast
 
 __all__ = [
+    "KERNEL_TENSORS",
     "KernelState",
     "attend_by_kernel",
     "causal_sums",
@@ -32,12 +33,17 @@ __all__ = [
     "init_kernel",
     "install_kernel",
     "kernel_attention_forward",
+    "kernel_tensors",
     "key_features",
     "query_features",
 ]
 
 # Tokens of a chunk: its weights, C x C, are as large as a state of usual sizes.
 CHUNK = 128
+# What hedgehog's maps begin as, times the identity: near what a fit to a softmax finds.
+FIRST_MAP = 2.0
+# Of an attention with a kernel: learned maps and scales, and random vectors.
+KERNEL_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "kernel_vectors")
 # The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
 MEMORY_STATE = "_memory_state"
 # What the sum of a query's weights is at least: rfa's estimates may be near zero or below (as in its authors' code).
@@ -69,14 +75,19 @@ def install_kernel(module: nn.Module, kernel: AttentionKernel | None, heads: Att
         module._is_hf_initialized = False
 
 
+def kernel_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what `install_kernel` added to an attention, by name."""
+    return {name: tensor for name in KERNEL_TENSORS if (tensor := getattr(module, name, None)) is not None}
+
+
 def init_kernel(module: nn.Module) -> None:
-    """Initialise what `install_kernel` added: maps as the identity, scales as ones, vectors drawn by the seed."""
+    """Initialise what `install_kernel` added: maps as 2 I, scales as ones, vectors by the seed."""
     kernel = getattr(module, "kernel", None)
     if kernel is None:
         return
     for name in ("query_kernel_proj", "key_kernel_proj"):
         if (maps := getattr(module, name, None)) is not None:
-            init.copy_(maps, torch.eye(*maps.shape[1:], dtype=maps.dtype, device=maps.device).expand_as(maps))
+            init.copy_(maps, _first_maps(*maps.shape[1:], kernel.seed).to(maps).expand_as(maps))
     if kernel.name == "rfa":
         init.ones_(module.kernel_scale)
     if kernel.name in RANDOM:
@@ -95,8 +106,20 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torc
     drawn = torch.randn(count, size, generator=generator)
     if not are_orthogonal:
         return drawn
+    turned = _orthogonal_rows(count, size, generator)
+    return turned * drawn.norm(dim=1, keepdim=True)  # lengths as independent vectors have them
+
+
+def _first_maps(size: int, width: int, seed: int) -> torch.Tensor:
+    """Return what hedgehog's maps [size, width] begin as: the identity and, beside it, it turned at random."""
+    rows = _orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(seed))
+    return FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]
+
+
+def _orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Return random unit vectors [count, size], each `size` of them orthogonal to each other."""
     blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
-    return torch.cat(blocks)[:count] * drawn.norm(dim=1, keepdim=True)  # lengths as independent vectors have them
+    return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
 def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -105,7 +128,7 @@ def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> to
     if name == "favor":
         logits = _favor_logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
-    return _features(module, query, scaling, "query_kernel_proj")
+    return _features(module, query, "query_kernel_proj")
 
 
 def key_features(
@@ -115,10 +138,10 @@ def key_features(
 
     Args:
         read: which keys are read, [b or 1, 1, m, 1]; the others' features are zeros. None = all.
-        scaling: the factor of a softmax's dot products, a square root of which is in queries and in keys.
+        scaling: the factor of a softmax's dot products; of favor a square root of it is in queries and in keys.
     """
     if module.kernel.name != "favor":
-        features = _features(module, key, scaling, "key_kernel_proj")
+        features = _features(module, key, "key_kernel_proj")
         return (features if read is None else features * read), None
     logits = _favor_logits(module, key, scaling)
     logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
@@ -127,12 +150,12 @@ def key_features(
     return (logits - top).exp(), top
 
 
-def _features(module: nn.Module, states: torch.Tensor, scaling: float, proj: str) -> torch.Tensor:
+def _features(module: nn.Module, states: torch.Tensor, proj: str) -> torch.Tensor:
     name = module.kernel.name
     if name == "elu":
         return nn.functional.elu(states) + 1
     if name == "hedgehog":
-        mapped = states @ (getattr(module, proj).to(states.dtype) * scaling**0.5)
+        mapped = states @ getattr(module, proj).to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)
     heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
     states = nn.functional.normalize(states, dim=-1) * scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]

@@ -70,9 +70,7 @@ def by_formula(module, states, padding, causal=False):
     if name == "elu":
         phi_q, phi_k = reference_linear.elu_features(Q), reference_linear.elu_features(K)
     elif name == "hedgehog":
-        phi_q, phi_k = (
-            reference_linear.hedgehog_features(x * SCALING**0.5, W) for x, W in zip((Q, K), parameters, strict=True)
-        )
+        phi_q, phi_k = (reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), parameters, strict=True))
     elif name == "favor":
         phi_q, phi_k = (
             reference_linear.favor_features(x * SCALING**0.5, module.kernel_vectors.double()) for x in (Q, K)
