@@ -93,7 +93,9 @@ def save_one(architecture, variant, saved, folder):
     if variant == "by layer":
         count = architecture.config().layer_count("kv_lora_rank")
         variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
-        fields |= {"position_embedding_type": "sinusoidal", "score_function": "additive"}
+        fields["score_function"] = "additive"
+        if "sinusoidal" in architecture.config_class.position_types:
+            fields["position_embedding_type"] = "sinusoidal"
     architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)

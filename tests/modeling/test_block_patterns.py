@@ -272,16 +272,19 @@ def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
 
 WRONG = [
     ({"attention_pattern": "local_blocks"}, '="local_blocks"` needs `attention_block_size`; got None'),
-    ({"attention_block_size": 4}, '`attention_pattern` "random_blocks" or .*"local_blocks"; got 4 with'),
+    ({"attention_block_size": 4}, '`attention_pattern` "random_blocks" or .*"local_blocks" or .*; got 4 with'),
     (fields_of("local_blocks") | {"attention_block_size": 0}, "a whole number, at least 1; got 0"),
-    (fields_of("local_blocks") | {"attention_window": 4}, '`attention_window` is of .*"sliding_window"; got 4 with'),
+    (
+        fields_of("local_blocks") | {"attention_window": 4},
+        '`attention_window` is of .*"sliding_window" or "transient_global"; got 4 with',
+    ),
     (fields_of("random_blocks") | {"num_random_blocks": 0}, "needs `num_random_blocks`; got 0"),
     (fields_of("fixed") | {"num_summary_tokens": 5}, "at most `attention_block_size`; got 5 and 4"),
     (fields_of("strided") | {"split_attention_heads": 1}, "must be True or False; got 1"),
     (fields_of("strided") | {"is_decoder": True, "num_global_tokens": 1}, "`num_global_tokens` is of encoders"),
     (
         fields_of("strided") | {"per_layer_values": {"attention_window": [4, 6]}},
-        '`attention_window` is of `attention_pattern` "sliding_window"; got 6',
+        '`attention_window` is of `attention_pattern` "sliding_window" or .*; got 6',
     ),
 ]
 
