@@ -24,10 +24,12 @@ def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Te
     """Say whether a call is of a pattern and computed in blocks; a mask must be of keys alone, and boolean."""
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
-    if query.shape[0] != key.shape[0]:
+    length, memory = query.shape[2], key.shape[2]
+    # Keys before an encoder's queries, such as peft's prefixes, are refused where masks are made.
+    if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == memory):
         return False
     by_key = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
-    return by_key and query.shape[2] > 1 and key.shape[2] >= FEWEST_KEYS and not pattern.covers(0, key.shape[2])
+    return by_key and length > 1 and memory >= FEWEST_KEYS and not pattern.covers(length, memory)
 
 
 def attend_in_blocks(

@@ -305,6 +305,14 @@ def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
         assert again(ids)[0].equal(made(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
 
 
+def test_keys_before_an_encoders_queries_are_refused(short_blocks):
+    pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
+    assert not scattered_attention.gathers(pattern, query, key, None)
+    assert scattered_attention.gathers(pattern, key, key, None)
+    with pytest.raises(ValueError, match="9 tokens cannot read 12, a prefix of 3 among them"):
+        as_full_attention(pattern, query, key, None, None)
+
+
 def test_every_architecture_takes_a_pattern():
     for architecture in (*ARCHITECTURES, *RELATIVES):
         assert architecture.config("mha", **fields_of("fixed")).attention_pattern == "fixed"
