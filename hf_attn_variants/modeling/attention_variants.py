@@ -17,8 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_kernels import has_kernel
-from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .linear_attention import kernel_attention_forward
@@ -33,7 +31,6 @@ __all__ = [
     "SDPA",
     "attention_function",
     "attention_with_weights",
-    "check_implementation",
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
@@ -282,23 +279,6 @@ def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def implementation_of(module: nn.Module) -> str | None:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
-
-
-def check_implementation(config: Any, implementation: Any) -> None:
-    """Check that an attention implementation can compute what a configuration asks for.
-
-    Raises:
-        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
-    """
-    fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
-    ignored = "an attention_pattern" if has_pattern(config) else None
-    ignored = "an attention_kernel" if has_kernel(config) else ignored
-    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
-    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
-            'ignore it: use "sdpa" or "eager".'
-        )
 
 
 def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

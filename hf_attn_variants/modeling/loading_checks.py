@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be loaded with a configuration, or has to be converted first."""
+"""Whether a checkpoint can be loaded with a configuration, or has to be converted first; and what can compute it."""
 
 import json
 from collections.abc import Mapping
@@ -6,12 +6,14 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .attention_kernels import LEARNED, RANDOM
+from .attention_kernels import LEARNED, RANDOM, has_kernel
+from .attention_patterns import has_pattern
 from .field_checks import checked_rank
 from .layer_values import without_layer_values
 from .sinusoidal_positions import has_sinusoids
+from .variant_names import EAGER, SDPA
 
-__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "warn_of_positions"]
+__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
 
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -71,6 +73,23 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
         logger.warning(
             f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
             "Train it."
+        )
+
+
+def check_implementation(config: Any, implementation: Any) -> None:
+    """Check that an attention implementation can compute what a configuration asks for.
+
+    Raises:
+        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
+    """
+    fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
+    ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = "an attention_kernel" if has_kernel(config) else ignored
+    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
+    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
+            'ignore it: use "sdpa" or "eager".'
         )
 
 

@@ -40,8 +40,6 @@ __all__ = ["AttnVariantConfigMixin", "can_cache"]
 class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
-    Those of kernels in the place of a softmax are `KernelFields`'.
-
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
             = GQA. Stored as an int.
@@ -81,8 +79,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     head_dim_field: ClassVar[str | None] = None
     # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
     positions_after_padding: ClassVar[bool] = False
-    # Whether its encoder can sum blocks of tokens (`transient_global`).
-    makes_summaries: ClassVar[bool] = False
+    makes_summaries: ClassVar[bool] = False  # whether its encoder can sum blocks of tokens (`transient_global`)
     # What `position_embedding_type` may be; None = the host's own.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 

@@ -16,13 +16,18 @@ from transformers.utils import logging
 from .additive_score import score_of
 from .attention_kernels import has_kernel
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
-from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
+from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
 from .linear_attention import init_kernel, install_kernel
-from .loading_checks import adds_talking_heads, beginning_of_talking_heads, warn_of_positions
+from .loading_checks import (
+    adds_talking_heads,
+    beginning_of_talking_heads,
+    check_implementation,
+    warn_of_positions,
+)
 from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
 from .sinusoidal_positions import EmbeddingsMixin
