@@ -82,7 +82,10 @@ class SentenceEncoder:
 
     def evaluate(self, folder: Path) -> dict[str, float]:
         """Return the metrics of a checkpoint."""
-        model = AutoModel.from_pretrained(folder)
+        return self.scores_of(AutoModel.from_pretrained(folder))
+
+    def scores_of(self, model: torch.nn.Module) -> dict[str, float]:
+        """Return the metrics of a model."""
         embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
         cosines = torch.nn.functional.cosine_similarity(embeddings, self.embeddings)
         spearman = similarity_spearman(model, self.tokenizer, self.pairs, self.scores)

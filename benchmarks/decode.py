@@ -49,7 +49,7 @@ CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn")
 UPSTREAM = "upstream MHA"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="example:" + __doc__.split("Example:")[1],
@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--skip_encoder", action="store_true", help="do not time the encoder")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--run_name", help="the files' name; default: made of the settings")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error(f"--max_new_tokens must be at least 2, the first token and a step; got {args.max_new_tokens}")
     if args.compile and args.cache != "static":
@@ -126,7 +126,8 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     heads, kind = heads_of(fields), "marian" if args.shape in MARIANS else "t5"
 
     def made(model_type: str, **others: Any) -> Any:
-        return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | others))
+        with torch.device(args.device):  # a GPU draws a large model's weights in no time
+            return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | others))
 
     models = {UPSTREAM: made(kind)}
     for k in args.num_key_value_heads:
@@ -178,32 +179,41 @@ class FirstToken(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-@torch.no_grad()
-def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, source_length: int) -> list[dict]:
-    """Return one row for each contestant at one batch size and source length."""
-    config = models[UPSTREAM].config
+def source_of(
+    model: Any, args: argparse.Namespace, batch_size: int, source_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what decoders are given of a source: random states [b, m, d_model], and the mask [b, m]."""
     torch.manual_seed(0)
-    states = torch.randn(batch_size, source_length, config.d_model, device=args.device)
-    states = states.to(getattr(torch, args.dtype))
+    states = torch.randn(batch_size, source_length, model.config.d_model, device=args.device)
     mask = torch.ones(batch_size, source_length, dtype=torch.long, device=args.device)
     if args.padded:
         mask[::2, source_length - source_length // 4 :] = 0
+    return states.to(getattr(torch, args.dtype)), mask
+
+
+@torch.no_grad()
+def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, source_length: int) -> list[dict]:
+    """Return one row for each contestant at one batch size and source length; ratios are to the first one's."""
+    states, mask = source_of(next(iter(models.values())), args, batch_size, source_length)
     parts = {name: kv_cache_parts(decode(model, states, mask, args)[0], model, args) for name, model in models.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for repeat in range(args.repeats):
         # In turn, and each round from another one on: what else the machine does hits all alike.
         for name in rotated(list(models), repeat):
             times[name].append(decode(models[name], states, mask, args)[1:])
-    encoder = None if args.skip_encoder else encoder_seconds(models[UPSTREAM], batch_size, source_length, args)
+    first_model = next(iter(models.values()))
+    encoder = None if args.skip_encoder else encoder_seconds(first_model, batch_size, source_length, args)
     bandwidth, arithmetic = read_bandwidth(args.device), arithmetic_rate(args.device, getattr(torch, args.dtype))
     rows: list[dict[str, Any]] = []
     for name, model in models.items():
         first, total = (statistics.median(column) for column in zip(*times[name], strict=True))
         step = statistics.median((end - start) / (args.max_new_tokens - 1) for start, end in times[name])
+        config = model.config
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         row = {
             "model": name,
-            "num_key_value_heads": getattr(model.config, "num_key_value_heads", None) or config.num_attention_heads,
-            "cross_kv_lora_rank": getattr(model.config, "cross_kv_lora_rank", None),
+            "num_key_value_heads": kv_heads,
+            "cross_kv_lora_rank": getattr(config, "cross_kv_lora_rank", None),
             "batch_size": batch_size,
             "source_length": source_length,
             "decode_seconds": total,

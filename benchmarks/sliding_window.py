@@ -83,9 +83,9 @@ def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     return found
 
 
-def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
-    """Return the layers by name, each a function of states [1, n, hidden size]; without dropout."""
-    sizes = {
+def layer_sizes(hidden_size: int) -> dict[str, Any]:
+    """Return the fields of a BERT of one layer, BERT-base's where the states are 768 wide; without dropout."""
+    return {
         "hidden_size": hidden_size,
         "num_attention_heads": hidden_size // HEAD_DIM,
         "intermediate_size": 4 * hidden_size,
@@ -94,13 +94,20 @@ def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
         "attention_probs_dropout_prob": 0.0,
         "hidden_dropout_prob": 0.0,
     }
+
+
+def bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
+    """Return the layer of our BERT with these fields: a function of states [1, n, hidden size]."""
+    config = hf_attn_variants.AttnVariantBertConfig(**layer_sizes(hidden_size), **fields)
+    return hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).encoder.layer[0]
+
+
+def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
+    """Return the layers by name, each a function of states [1, n, hidden size]; without dropout."""
     window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
-    layers = {}
-    for name, fields in ((FULL, {}), (WINDOWED, window)):
-        config = hf_attn_variants.AttnVariantBertConfig(**sizes, **fields)
-        layers[name] = hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).encoder.layer[0]
+    layers = {FULL: bert_layer(hidden_size), WINDOWED: bert_layer(hidden_size, **window)}
     layers[OURS] = layers[WINDOWED].attention.self
-    config = transformers.LongformerConfig(**sizes, attention_window=[WINDOW])
+    config = transformers.LongformerConfig(**layer_sizes(hidden_size), attention_window=[WINDOW])
     layers[LONGFORMER] = Longformer(LongformerSelfAttention(config, 0), length)
     return layers
 
@@ -130,12 +137,14 @@ def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
     states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
     layers = {name: each.to(args.device, dtype) for name, each in make_layers(args.hidden_size, length).items()}
     for mode in MODES:
-        steps = {name: _layer_step(layer, states, mode == "training") for name, layer in layers.items()}
+        steps = {name: layer_step(layer, states, mode == "training") for name, layer in layers.items()}
         row[mode] = interleaved(steps, args.device, args.rounds)
     return row
 
 
-def _layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
+def layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
+    """Return one call of a layer, with its backward pass for training."""
+
     def call() -> torch.Tensor:
         output = layer(states)
         return output[0] if isinstance(output, tuple) else output

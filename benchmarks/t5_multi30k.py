@@ -67,13 +67,17 @@ class NewModel:
     heads: int
     kv_heads: int | None = None
     talking_heads: str | None = None
+    positions: str | None = None
+    score: str | None = None
 
     @property
     def name(self) -> str:
         """How tables call it."""
         size = f"{self.heads}x{WIDTH // self.heads}"
         kind = {None: "MHA", 1: "MQA"}.get(self.kv_heads, f"GQA-{self.kv_heads}")
-        return f"{'talking heads' if self.talking_heads else kind} {size}"
+        name = f"{'talking heads' if self.talking_heads else kind} {size}"
+        name += f", {self.positions} positions" if self.positions else ""
+        return name + (f", {self.score} scores" if self.score else "")
 
     @property
     def feed_forward(self) -> int:
@@ -88,6 +92,8 @@ class NewModel:
         flags = ["--model_type", "t5", "--config_overrides", ",".join(f"{k}={v}" for k, v in fields.items())]
         flags += ["--num_key_value_heads", str(self.kv_heads)] if self.kv_heads else []
         flags += ["--talking_heads", self.talking_heads] if self.talking_heads else []
+        flags += ["--position_embedding_type", self.positions] if self.positions else []
+        flags += ["--score_function", self.score] if self.score else []
         return [*flags, "--tokenizer_name", args.tokenizer]
 
 
@@ -133,6 +139,8 @@ VARIANTS: dict[str, list[Variant]] = {
         NewModel(4),
         NewModel(2, talking_heads="both"),
         NewModel(2),
+        NewModel(8, positions="sinusoidal"),
+        NewModel(8, score="additive"),
     ],
     "finetune": [
         ConvertedModel(),

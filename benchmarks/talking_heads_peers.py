@@ -1,4 +1,4 @@
-"""What `talking_heads.py` and `sliding_window.py` compare: attention functions, their inputs, how a step is timed."""
+"""What benchmarks of attention compare: attention functions, their inputs, how a step is timed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from hf_attn_variants.modeling.attention_kernels import KERNELS, AttentionKernel
 from hf_attn_variants.modeling.attention_patterns import Reach
+from hf_attn_variants.modeling.attention_sites import AttentionHeads
 from hf_attn_variants.modeling.attention_variants import attention_with_weights, sdpa_attention_forward
+from hf_attn_variants.modeling.linear_attention import init_kernel, install_kernel
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
 WARM_UP_ROUNDS = 2
@@ -47,15 +51,41 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             config=SimpleNamespace(_output_attentions=False),
             projection_names=(),
             reach=Reach.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
+            score=None,
+            kernel=None,
             is_causal=is_causal,
         )
         return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
 
-    made = {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
+    def linear(kernel):
+        modules = {}
+
+        def attend(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+            heads, head_dim = query.shape[1], query.shape[3]
+            if not modules:
+                modules["one"] = kernel_module(kernel, heads, head_dim, is_causal).to(query.device, query.dtype)
+            return sdpa_attention_forward(modules["one"], query, key, value, None, scaling, position_bias=bias)[0]
+
+        return attend
+
+    made = {name: linear(name) for name in KERNELS if name is not None}
+    made |= {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
     if device == "cuda":
         torch._dynamo.config.cache_size_limit = 256
         made |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}
     return {name: made[name] for name in peers if name in made}
+
+
+def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, features: int | None = None) -> nn.Module:
+    """An attention without projections that has a kernel, as models call the attention function with one."""
+    module = nn.Module()
+    module.register_parameter("like", nn.Parameter(torch.zeros(())))
+    module.config = SimpleNamespace(_output_attentions=False)
+    fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
+    kernel = AttentionKernel.of(fields, "", head_dim, "benchmark", is_causal)
+    install_kernel(module, kernel, AttentionHeads(heads, heads, heads, heads, heads, head_dim))
+    init_kernel(module)
+    return module
 
 
 def make_inputs(shape: tuple[int, int, int, int], option: str, device: str, dtype: torch.dtype) -> dict:

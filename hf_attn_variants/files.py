@@ -37,6 +37,7 @@ __all__ = [
     "check_output_dir",
     "load_json",
     "make_folders",
+    "parse_json",
     "remove_empty_folders",
     "staged_folder",
 ]
@@ -79,9 +80,21 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         ValueError: if it is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding=encoding))
-    except (ValueError, RecursionError) as error:
+        return parse_json(path.read_text(encoding=encoding))
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: if it is not JSON, or lists in lists nest deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it nests too deep ({error})") from error
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

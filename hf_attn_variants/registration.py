@@ -5,6 +5,7 @@ import importlib
 import transformers
 
 from .modeling.configuration_attn_variants import CONFIG_CLASSES, AttnVariantConfigMixin
+from .modeling.sinusoidal_positions import has_sinusoids
 
 __all__ = [
     "ARCHITECTURES",
@@ -58,6 +59,8 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
 def longest_input(config: transformers.PreTrainedConfig) -> int | None:
     """Return how many tokens a model of this configuration, upstream's or ours, has positions for; None: no limit."""
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+    if has_sinusoids(config):
+        return None
     rows = (row for row in ARCHITECTURES if config.model_type in (*row.upstream_model_types, row.model_type))
     row = next(rows, None)
     if positions is None or row is None or not row.positions_after_padding:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from .files import parse_json
+
 __all__ = [
     "column_names",
     "column_value",
@@ -173,14 +175,14 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
     lines = itertools.chain(first, lines)
     if first and first[0][1].lstrip().startswith("["):
         try:
-            values = json.loads("\n".join(line for _, line in lines))
+            values = parse_json("\n".join(line for _, line in lines))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON list: {error}") from error
         yield from ((f"row {number}", value) for number, value in enumerate(values, start=1))
         return
     for number, line in lines:
         try:
-            yield f"line {number}", json.loads(line)
+            yield f"line {number}", parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "

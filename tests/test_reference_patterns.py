@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from hf_attn_variants.reference import attention_core
-from hf_attn_variants.reference_patterns import keys_in_window, sliding_window_attention, sliding_window_mask
+from hf_attn_variants.reference_patterns import (
+    keys_by_stride,
+    keys_in_local_block,
+    keys_in_random_blocks,
+    keys_in_window,
+    keys_of_fixed_pattern,
+    pattern_mask,
+    sliding_window_attention,
+    sliding_window_mask,
+)
 
 DRAWN = {
     "window": ({"window": 2}, ["##...", "###..", ".###.", "..###", "...##"]),
@@ -39,3 +48,44 @@ def test_key_by_key_is_full_attention_under_the_mask(fields):
     mask = torch.zeros(allowed.shape, dtype=double).masked_fill(~allowed, -torch.inf)
     expected = attention_core(Q, K, V, scale=0.5, bias=bias[None, :, distance + n - 1], mask=mask)
     torch.testing.assert_close((output, weights), expected)
+
+
+BLOCKS = {
+    "strided": (keys_by_stride, {"stride": 2}, ["###.#", "####.", "#####", ".####", "#.###"]),
+    "strided, near, causal": (
+        keys_by_stride, {"stride": 2, "part": 1, "causal": True}, ["#....", "##...", "###..", ".###.", "..###"],
+    ),
+    "strided, far": (keys_by_stride, {"stride": 2, "part": 2}, ["#.#.#", ".#.#.", "#.#.#", ".#.#.", "#.#.#"]),
+    "fixed": (keys_of_fixed_pattern, {"block": 2, "summary": 1}, ["##.#.", "##.#.", ".###.", ".###.", ".#.##"]),
+    "fixed, far, causal": (
+        keys_of_fixed_pattern,
+        {"block": 2, "summary": 1, "part": 2, "causal": True},
+        ["#....", ".#...", ".##..", ".#.#.", ".#.##"],
+    ),
+    "local": (keys_in_local_block, {"block": 3}, ["###..", "###..", "###..", "...##", "...##"]),
+    "local, causal": (
+        keys_in_local_block, {"block": 3, "causal": True}, ["#....", "##...", "###..", "...#.", "...##"],
+    ),
+    "random, none": (keys_in_random_blocks, {"block": 1, "random": 0}, ["##...", "###..", ".###.", "..###", "...##"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, fields, rows", BLOCKS.values(), ids=BLOCKS)
+def test_a_pattern_of_blocks_is_the_drawing(keys, fields, rows):
+    mask = pattern_mask(5, lambda i, n: keys(i, n, **fields))
+    assert mask.tolist() == [[cell == "#" for cell in row] for row in rows]
+
+
+def test_random_blocks_are_so_many_and_spread_over_the_text():
+    fields = {"block": 4, "random": 2, "seed": 3}
+    counts = torch.zeros(25)
+    for block in range(25):
+        read = keys_in_random_blocks(4 * block, 100, **fields)
+        near = range(max(0, 4 * block - 4), min(100, 4 * block + 8))
+        drawn = sorted(set(read) - set(near))
+        assert len(drawn) == 8 and all(key // 4 * 4 in drawn for key in drawn)
+        counts[[key // 4 for key in drawn[::4]]] += 1
+    assert counts.max() <= 8 and (counts > 0).sum() >= 16  # of 50 draws over 25 blocks
+    assert keys_in_random_blocks(40, 100, **fields) != keys_in_random_blocks(40, 100, **fields, layer=1)
+    causal = {**fields, "causal": True}
+    assert keys_in_random_blocks(40, 60, **causal) == keys_in_random_blocks(40, 100, **causal)

@@ -3,7 +3,11 @@
 Their colours are readable on light and on dark pages: dark letters in light boxes, middle grey for what is between.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from hf_attn_variants import reference_patterns
 
 QUERY, KEY, VALUE, WEIGHT, PLAIN = "#9ecbff", "#ffcf8a", "#9fe0b0", "#d9c2f5", "#d0d7de"
 GREY, INK = "#77818c", "#14191f"
@@ -122,6 +126,44 @@ def talking_heads() -> Drawing:
     return d
 
 
+def patterns() -> Drawing:
+    """Which of 16 tokens each of them reads; summaries, and what one half of split heads reads, in another colour."""
+    n, cell, across = 16, 11, 5
+    window = partial(reference_patterns.keys_in_window, window=4)
+    stride = partial(reference_patterns.keys_by_stride, stride=4)
+    fixed = partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=1)
+    drawn = partial(reference_patterns.keys_in_random_blocks, block=2, random=1, seed=1)
+    block = partial(reference_patterns.keys_in_local_block, block=4)
+    panels: list[tuple[str, list[Callable[[int, int], list[int]]], int, int]] = [
+        ("sliding_window, 1 global", [window], 1, 0),
+        ("sliding_window, causal", [partial(window, causal=True)], 0, 0),
+        ("... dilated by 2", [partial(window, dilation=2, causal=True)], 0, 0),
+        ("strided, causal", [partial(stride, part=part, causal=True) for part in (1, 2)], 0, 0),
+        ("fixed, causal", [partial(fixed, part=part, causal=True) for part in (1, 2)], 0, 0),
+        ("random_blocks, 1 global", [drawn], 1, 0),
+        ("local_blocks", [block], 0, 0),
+        ("local_blocks, causal", [partial(block, causal=True)], 0, 0),
+        ("transient_global", [window], 0, 4),
+        ("memory_compressed", [], 0, 4),
+    ]
+    size = n * cell
+    d = Drawing(across * (size + 14) + 4, -(-len(panels) // across) * (size + 36) + 4, "Which tokens a token reads")
+    for panel, (title, parts, global_tokens, summaries) in enumerate(panels):
+        left, top = 4 + panel % across * (size + 14), 26 + panel // across * (size + 36)
+        d.text(left + size / 2, top - 8, title, 13)
+        d.box(left, top, size, size, "#eef1f4")
+        masks = [reference_patterns.pattern_mask(n, keys, global_tokens=global_tokens) for keys in parts]
+        step = size / (summaries + n * bool(masks))  # a column
+        for i in range(n):
+            fills = [KEY] * summaries
+            for j in range(n if masks else 0):
+                fills.append(QUERY if masks[0][i, j] else KEY if masks[-1][i, j] else "")
+            for column, fill in enumerate(fills):
+                if fill:
+                    d.box(left + column * step, top + i * cell, step - 1, cell - 1, fill)
+    return d
+
+
 if __name__ == "__main__":
-    for draw in (one_head, shared_heads, talking_heads):
+    for draw in (one_head, shared_heads, talking_heads, patterns):
         draw().save(Path(__file__).with_name(f"{draw.__name__}.svg"))

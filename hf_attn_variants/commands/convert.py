@@ -15,12 +15,22 @@ from ..conversion.calibration_settings import (
     PASSAGE_LENGTH,
     Calibration,
 )
+from ..modeling.attention_patterns import PATTERNS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# Fields of patterns of blocks.
+BLOCK_FIELDS = {
+    "attention_block_size": "tokens of a block; strided: the stride",
+    "num_random_blocks": "random_blocks: how many a block reads by chance",
+    "attention_seed": "random_blocks: what they are drawn from",
+    "num_summary_tokens": "fixed: tokens at each block's end that all read",
+}
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
@@ -69,6 +79,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     _add_variant_arguments(parser)
     _add_pattern_arguments(parser.add_argument_group("windows", "which tokens a token reads, and how many there are"))
+    _add_kernel_arguments(parser.add_argument_group("kernels", "linear attention; fitted with --calibration_file"))
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -145,7 +156,7 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
     for prefix, whose in (("", "encoder-decoders: the decoder's"), ("encoder_", "encoder-decoders: the encoder's")):
         group.add_argument(
-            f"--{prefix}attention_pattern", choices=["sliding_window"], help=f"what self-attention reads ({whose})"
+            f"--{prefix}attention_pattern", choices=list(PATTERNS), help=f"what self-attention reads ({whose})"
         )
         group.add_argument(
             f"--{prefix}attention_window",
@@ -160,12 +171,36 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
             type=int,
             help="first tokens, of encoders, that read all and are read by all",
         )
+        for name, what in BLOCK_FIELDS.items():
+            group.add_argument(f"--{prefix}{name}", type=int, help=f"{what} ({whose})")
+        group.add_argument(
+            f"--{prefix}split_attention_heads",
+            action="store_true",
+            default=None,
+            help=f"strided, fixed: half of the heads read near, the others far tokens ({whose})",
+        )
     group.add_argument(
         "--max_position_embeddings",
         type=int,
         help="BERT and its relatives: positions afterwards, the learned ones repeated; the tokenizer's "
         "model_max_length with them",
     )
+
+
+def _add_kernel_arguments(group: argparse._ActionsContainer) -> None:
+    stacks = {
+        "": "self-attention (encoder-decoders: the decoder's)",
+        "encoder_": "the encoder of an encoder-decoder",
+        "cross_": "cross-attention of an encoder-decoder",
+    }
+    for prefix, whose in stacks.items():
+        group.add_argument(
+            f"--{prefix}attention_kernel", choices=KERNELS, help=f"linear attention in the place of {whose}'s softmax"
+        )
+    group.add_argument(
+        "--attention_kernel_features", type=int, help="width of hedgehog's maps, number of favor's and rfa's vectors"
+    )
+    group.add_argument("--attention_kernel_seed", type=int, help="of random vectors (default: 0)")
 
 
 def _json(text: str) -> Any:

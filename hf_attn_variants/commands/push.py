@@ -1,7 +1,6 @@
 """The command behind `scripts/push_to_hub.py` and `attn-variants push`."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,10 @@ def _read_text(path: str | None) -> str | None:
 def _read_evaluations(path: str | None) -> list[dict[str, Any]]:
     if path is None:
         return []
+    from ..files import parse_json
+
     try:
-        values = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        values = parse_json(Path(path).expanduser().read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--evaluations {path} is not JSON: {error}") from error
     if not isinstance(values, list):

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..modeling.attention_kernels import AttentionKernel
 from ..modeling.attention_sites import AttentionSite
+from ..modeling.linear_attention import kernel_tensors
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors
@@ -29,6 +31,7 @@ class AttentionModule:
         new_tensors: the same after the conversion. A latent that attentions share is named by each of them.
         shapes: for each field of `new_tensors`, its shape.
         projections: the talking-heads parameters to add, {name in the checkpoint: shape}.
+        kernel: what stands for its softmax, before and after.
     """
 
     name: str
@@ -38,6 +41,24 @@ class AttentionModule:
     new_tensors: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     projections: dict[str, tuple[int, ...]]
+    kernel: tuple[AttentionKernel | None, AttentionKernel | None] = (None, None)
+
+    @property
+    def gets_kernel(self) -> bool:
+        """Whether a kernel takes the place of its softmax."""
+        return self.kernel[0] is None and self.kernel[1] is not None
+
+    @property
+    def reduced(self) -> bool:
+        """Whether it gets fewer heads, a smaller latent or a kernel: what a method decides."""
+        return self.heads.reduced or self.gets_kernel
+
+    @property
+    def change(self) -> str:
+        """What the conversion does to it, as reports have it: "same", or "pool", "compress", "kernel", ..."""
+        if not self.gets_kernel:
+            return self.heads.change
+        return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
     @property
     def new_latent(self) -> str | None:
@@ -47,11 +68,11 @@ class AttentionModule:
 
     def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
-        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()})
+        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()}, kernel=self.kernel[0])
 
     def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections after the conversion, from where these are."""
-        return AttentionTensors(**{part: read(name) for part, name in self.new_tensors.items()})
+        return AttentionTensors(**{part: read(name) for part, name in self.new_tensors.items()}, kernel=self.kernel[1])
 
 
 def attention_modules(
@@ -105,14 +126,24 @@ def _attention_module(
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if LATENT in new_tensors:
         shapes[LATENT] = (heads.rank[1], width)
-    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    parameters = module.get_submodule(site.core).named_parameters(recurse=False)
-    projections = {f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters}
+    core, core_module = (
+        f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}.",
+        module.get_submodule(site.core),
+    )
+    kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
+    of_kernel = kernel_tensors(core_module)
+    for part, tensor in of_kernel.items():
+        new_tensors[part], shapes[part] = f"{core}{part}", tuple(tensor.shape)
+        if kernel[0] is not None:
+            tensors[part] = f"{core}{part}"
+            _check_tensor(tensors[part], entries, list(tensor.shape))
+    parameters = core_module.named_parameters(recurse=False)
+    projections = {f"{core}{name}": tuple(each.shape) for name, each in parameters if name not in of_kernel}
     if source_config.talking_heads is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
         projections = {}
-    return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections)
+    return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel)
 
 
 def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..files import CONFIG_NAME, check_disk_space, staged_folder
+from ..model_history import read_json
 from .checkpoint.entries import TensorEntry
 from .checkpoint.reading import CheckpointReader
 from .checkpoint.source import copy_side_files, side_files
@@ -117,7 +118,7 @@ def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
     # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
     # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
     path = stage / TOKENIZER_CONFIG_FILE
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = read_json(path) or {}
     name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])
     if name is not None and settings.get("tokenizer_class") is None:
         path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")

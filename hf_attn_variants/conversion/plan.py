@@ -72,8 +72,8 @@ class ConversionPlan:
 
     @property
     def reduced(self) -> list[AttentionModule]:
-        """The attention modules that get fewer key/value heads or a smaller latent."""
-        return [module for module in self.modules if module.heads.reduced]
+        """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
+        return [module for module in self.modules if module.reduced]
 
     def convert(
         self, module: AttentionModule, tensors: AttentionTensors, latents: Mapping[str, torch.Tensor] | None = None
@@ -87,11 +87,11 @@ class ConversionPlan:
         Raises:
             ValueError: if the method returns a tensor of another shape.
         """
-        if module.heads.change == "same":
+        if module.change == "same":
             return tensors
         # What reads a latent is an attention like any other, whose memory is the latent.
         new = replace(tensors, latent_weight=None)
-        if isinstance(self.method, CalibratedMethod) and module.heads.reduced:
+        if isinstance(self.method, CalibratedMethod) and module.reduced:
             new = self.method.pool(new, module.heads, self.layer(module))
         else:
             new = self.with_new_heads(module, new)
@@ -100,6 +100,8 @@ class ConversionPlan:
                 shared = (latents or {}).get(module.new_latent)
                 latent = best_latent([forms.key, forms.value], module.heads.rank[1]) if shared is None else shared
                 new = on_latent(new, latent, forms)
+            if module.gets_kernel:
+                new = new.with_new_kernel(module.kernel[1], module.heads)
         if tensors.latent_weight is not None:
             new = new.behind(tensors.latent_weight)
             if module.heads.rank[1] is None:
@@ -206,7 +208,9 @@ def _key_value_fields(config_class: type) -> list[str]:
 
 def _talking_fields(config_class: type) -> list[str]:
     """Return the fields of talking heads: all others of a variant that has weights."""
-    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), "per_layer_values"}
+    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), *config_class.from_scratch_fields()}
+    others |= {*config_class.kernel_fields()}
+    others |= {"per_layer_values"}
     return [name for name in config_class.variant_fields() if name not in others]
 
 
@@ -230,9 +234,22 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")
             )
+        if name in config_class.from_scratch_fields():
+            raise ValueError(f"`{name}` is of models that are trained from scratch: no conversion gives it.")
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
+    asked = {each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")}
+    if learned := asked & {"memory_compressed", "transient_global"}:
+        raise ValueError(
+            f"`attention_pattern` {learned.pop()!r} has parameters that no conversion makes: load the checkpoint with "
+            "it (`from_pretrained`), and train."
+        )
+    if config.get("score_function"):
+        raise ValueError(
+            f"a checkpoint with other scores than dot products (`score_function` is {config['score_function']!r}) "
+            "cannot be converted."
+        )
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
     talking = [name for name in _talking_fields(config_class) if name in given]
@@ -254,6 +271,15 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
             f"a conversion keeps the value heads: the source has {source_config.num_value_heads}, the new config "
             f"{new_config.num_value_heads} (`num_value_heads`, or `num_softmax_heads` with P_l alone)."
         )
+    for name in config_class.kernel_fields():
+        old, new = getattr(source_config, name), getattr(new_config, name)
+        if old != new and any(
+            getattr(source_config, each) for each in config_class.kernel_fields() if "_kernel_" not in each
+        ):
+            raise ValueError(
+                f"the source has a kernel in a softmax's place, which a conversion keeps: `{name}` is {old!r}, the "
+                f"new config asks for {new!r}."
+            )
     has_bias = hasattr(new_config, "relative_attention_num_buckets")
     if has_bias and new_config.num_softmax_heads != source_config.num_softmax_heads:
         raise ValueError(
@@ -269,7 +295,7 @@ def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[A
         return
     lists = given["per_layer_values"].values()
     if all(value is None for values in lists for value in values) and not any(
-        module.heads.change != "same" for module in modules
+        module.change != "same" for module in modules
     ):
         raise ValueError(
             f"nothing to convert: `per_layer_values` gives no layer a value; got {given['per_layer_values']}."

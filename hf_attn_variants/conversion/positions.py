@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
+from ..model_history import read_json
 from ..modeling.field_checks import check_size
 from ..registration import variant_config_class
 from .checkpoint.reading import CheckpointReader
@@ -90,8 +91,8 @@ def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[s
         return
     for file, name in LENGTHS.items():
         path = stage / file
-        if path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8")) | {name: fields[FIELD] - _without_token(config)}
+        if (found := read_json(path)) is not None:
+            values = found | {name: fields[FIELD] - _without_token(config)}
             path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modeling.attention_kernels import AttentionKernel
+from ..modeling.attention_sites import AttentionHeads
+from ..modeling.linear_attention import init_kernel, install_kernel, kernel_tensors
 from .grouping import HeadCounts
 
 __all__ = ["LATENT", "ROLES", "AttentionTensors", "pool_key_value"]
@@ -22,7 +25,8 @@ class AttentionTensors:
     """One attention module's projections, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
 
     `latent_weight` [r, D] makes the latent of the memory that keys and values are made from; None where they are made
-    from the memory itself. It may be one for several attentions. `details` holds what a method wants to say about this
+    from the memory itself. It may be one for several attentions. `kernel` is what stands for a softmax, computed with
+    what has the names of `linear_attention.KERNEL_TENSORS`. `details` holds what a method wants to say about this
     layer in the report (JSON values).
     """
 
@@ -35,6 +39,11 @@ class AttentionTensors:
     value_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     latent_weight: torch.Tensor | None = None
+    kernel: AttentionKernel | None = None
+    query_kernel_proj: torch.Tensor | None = None
+    key_kernel_proj: torch.Tensor | None = None
+    kernel_scale: torch.Tensor | None = None
+    kernel_vectors: torch.Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def pair(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -54,6 +63,15 @@ class AttentionTensors:
         own = self.latent_weight
         joined = latent_weight if own is None else (own.double() @ latent_weight.double()).to(latent_weight)
         return replace(self, latent_weight=joined)
+
+    def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
+        """Return the same projections with a kernel in a softmax's place, as a new model has it."""
+        made = nn.Module()
+        made.register_parameter("like", nn.Parameter(self.query_weight.new_zeros(())))
+        counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, heads.head_dim)
+        install_kernel(made, kernel, counts)
+        init_kernel(made)
+        return replace(self, kernel=kernel, **{name: each.detach() for name, each in kernel_tensors(made).items()})
 
     def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":
         """Return the same attention without a latent: W A in the place of W, in this dtype."""

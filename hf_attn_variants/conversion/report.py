@@ -34,7 +34,8 @@ __all__ = ["ConversionReport", "LayerReport", "conversion_report", "layer_report
 class LayerReport:
     """One attention module: heads before and after, and relative errors (None where the source's products are 0).
 
-    `change` is "same", or what happened: heads "pool" or "expand", a latent "compress" or "expand". `rank` is that of
+    `change` is "same", or what happened: heads "pool" or "expand", a latent "compress" or "expand", a softmax
+    becomes a "kernel". `rank` is that of
     the latent which keys and values are made from, None where that is the input.
 
     `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
@@ -98,8 +99,8 @@ class ConversionReport:
     seconds: float = 0.0
 
     def reduced(self) -> bool:
-        """Whether an attention has fewer heads now, or a smaller latent."""
-        return any({"pool", "compress"} & set(layer.change.split(", ")) for layer in self.layers)
+        """Whether an attention has fewer heads now, a smaller latent or a kernel."""
+        return any({"pool", "compress", "kernel"} & set(layer.change.split(", ")) for layer in self.layers)
 
     @property
     def mean_logits_relative_error(self) -> float | None:
@@ -193,7 +194,7 @@ def layer_report(
 ) -> LayerReport:
     """Compare one attention before with what is stored of it, {tensor name: tensor}."""
     errors: tuple[float | None, float | None] = (0.0, 0.0)
-    if module.heads.change != "same" or plan.dtype is not None:
+    if module.change != "same" or plan.dtype is not None:
         # Of what is stored, rounding to another dtype included.
         final = module.read_converted(stored.__getitem__)
         if groups := after.details.get("head_groups"):
@@ -201,7 +202,7 @@ def layer_report(
         errors = attention_errors(before.folded(), final.folded(), module.heads)
     heads = module.heads
     return LayerReport(
-        module.name, module.site.name, heads.change, heads.key, heads.value, *errors, after.details, heads.rank
+        module.name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
     )
 
 
@@ -237,6 +238,9 @@ def _cache_bytes(
         sizes = []
         for module in plan.modules:
             numbers = cached_numbers(module.site.heads(config, module.name), config.hidden_size)
+            kernel = module.kernel[config is plan.config]
+            if kernel is not None and kernel.is_causal:
+                numbers = 0  # a state, of one size for any number of tokens
             sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
         found.append(cache_bytes_per_token(config, sizes))
     old, new = found

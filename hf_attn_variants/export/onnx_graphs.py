@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..modeling.attention_kernels import has_kernel
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import longest_input
 from .upstream import upstream_architecture
@@ -78,6 +79,11 @@ def model_graphs(model: PreTrainedModel) -> list[Graph]:
         raise ValueError(
             f"a decoder whose `talking_heads_dynamic` is {list(config.talking_heads_dynamic)} keeps no cache, and a "
             "step's graph takes one."
+        )
+    if has_kernel(config, is_causal=True):
+        raise ValueError(
+            f"a decoder whose `attention_kernel` is {config.attention_kernel!r} keeps sums over all tokens, and a "
+            "step's graph takes keys and values. Kernels of encoders and of cross-attention can be exported."
         )
     return [_encoder_stack_graph(model, limits), *_decoder_graphs(model, limits)]
 

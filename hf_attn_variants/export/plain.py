@@ -24,7 +24,9 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import has_pattern
+from ..modeling.sinusoidal_positions import has_sinusoids
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
@@ -128,8 +130,23 @@ def _plain_plan(
         )
     if has_pattern(source):
         raise ValueError(
-            f"windows (`attention_pattern`) have no form in upstream's {upstream_architecture(model_class)}: it reads "
-            "everything. `--to onnx` keeps them."
+            "windows and other patterns (`attention_pattern`) have no form in upstream's "
+            f"{upstream_architecture(model_class)}: it reads everything. `--to onnx` keeps them."
+        )
+    if has_sinusoids(source):
+        raise ValueError(
+            'sinusoidal positions (`position_embedding_type="sinusoidal"`) have no form in upstream\'s '
+            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
+        )
+    if source.score_function is not None:
+        raise ValueError(
+            f"additive scores (`score_function` is {source.score_function!r}) have no form in upstream's "
+            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
+        )
+    if has_kernel(source):
+        raise ValueError(
+            f"kernels (`attention_kernel`) have no form in upstream's {upstream_architecture(model_class)}: it has a "
+            "softmax. `--to onnx` keeps them."
         )
     fields = {}
     for name in used_fields(model_class, source):

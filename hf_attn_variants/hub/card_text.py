@@ -37,13 +37,41 @@ PAPERS = {
     "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
     "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
-    "window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+    "sliding_window": ("Longformer: sliding windows and global tokens", "2004.05150"),
+    "random_blocks": ("BigBird: random blocks", "2007.14062"),
+    "strided": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
+    "fixed": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
+    "transient_global": ("LongT5: transient global tokens", "2112.07916"),
+    "memory_compressed": (
+        "Generating Wikipedia by summarizing long sequences: memory-compressed attention",
+        "1801.10198",
+    ),
+    "local_blocks": ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198"),
+    "elu": ("Transformers are RNNs: linear attention", "2006.16236"),
+    "hedgehog": ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347"),
+    "favor": ("Rethinking attention with Performers", "2009.14794"),
+    "rfa": ("Random feature attention", "2103.02143"),
 }
 
-# The field of each stack's windows, of those that a model has.
+# The fields of each stack's windows and blocks, of those that a model has.
 WINDOWS = {
-    "num_key_value_heads": ("attention_window", "tokens in a window of self-attention"),
-    "encoder_num_key_value_heads": ("encoder_attention_window", "tokens in a window of the encoder's attention"),
+    "num_key_value_heads": (
+        ("attention_window", "tokens in a window of self-attention"),
+        ("attention_block_size", "tokens in a block of self-attention's pattern"),
+    ),
+    "encoder_num_key_value_heads": (
+        ("encoder_attention_window", "tokens in a window of the encoder's attention"),
+        ("encoder_attention_block_size", "tokens in a block of the encoder's pattern"),
+    ),
+}
+
+# The fields of each stack's kernels, and what they stand for.
+KERNELS = {
+    "num_key_value_heads": (
+        ("attention_kernel", "self-attention's softmax"),
+        ("cross_attention_kernel", "cross-attention's softmax"),
+    ),
+    "encoder_num_key_value_heads": (("encoder_attention_kernel", "the softmax of the encoder's attention"),),
 }
 
 RANKS = {
@@ -94,6 +122,7 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
     made += [(what, _by_layer(variant, name)) for name, what in _windows(variant, fields)]
+    made += [(f"in the place of {what}", kernel) for kernel, what in _kernels(variant, fields)]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
@@ -237,9 +266,11 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "latent": bool(ranks - {None, variant.hidden_size}),
         "exact": variant.hidden_size in ranks,
         "talking": variant.talking_heads is not None,
-        "window": bool(_windows(variant, fields)),
     }
-    return [PAPERS[name] for name, is_true in are_true.items() if is_true]
+    prefixes = ["encoder_" if name.startswith("encoder_") else "" for name in kv_fields]
+    are_true |= {getattr(variant, f"{prefix}attention_pattern"): True for prefix in prefixes}
+    are_true |= {kernel: True for kernel, _ in _kernels(variant, fields)}
+    return list(dict.fromkeys(PAPERS[name] for name, is_true in are_true.items() if is_true and name is not None))
 
 
 def _by_layer(variant: Any, name: str) -> str:
@@ -278,12 +309,19 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
+    parts += [f"the kernel {kernel} in the place of {what}" for kernel, what in _kernels(variant, fields)]
     return " and ".join(parts)
 
 
+def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the kernels of the stacks that a model has, each with what it stands for."""
+    rows = [row for heads, of_stack in KERNELS.items() if heads in fields for row in of_stack]
+    return [(kernel, what) for name, what in rows if (kernel := getattr(variant, name, None)) is not None]
+
+
 def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the fields of windows that are set in the stacks that a model has, each with what it is."""
-    found = [row for heads, row in WINDOWS.items() if heads in fields]
+    """Return the fields of windows and blocks that are set in the stacks that a model has, each with what it is."""
+    found = [row for heads, rows in WINDOWS.items() if heads in fields for row in rows]
     return [row for row in found if getattr(variant, row[0], None) is not None]
 
 

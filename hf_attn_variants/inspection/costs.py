@@ -12,6 +12,7 @@ from torch import nn
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
+from ..modeling.attention_kernels import has_kernel
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
@@ -121,7 +122,7 @@ def values_by_layer(config: Any, field: str) -> list[int | None]:
 
 
 def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
-    """Return what the attention of a variant configuration is called, latents and windows of the same stack with it.
+    """Return what the attention of a variant configuration is called, with latents, windows and kernels of its stack.
 
     For example "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64"; a
     latent as wide as its input, which changes no output, is "exact".
@@ -137,12 +138,21 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             text += " (exact)" if known == {config.hidden_size} else ""
             layers = "" if None not in ranks else f" in {len(ranks) - ranks.count(None)} of {len(ranks)} layers"
             parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{layers}")
+    if config.score_function is not None:
+        parts.append(f"{config.score_function} scores")
     if config.talking_heads is not None:
         parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
     prefix = "encoder_" if field.startswith("encoder_") else ""
-    if getattr(config, f"{prefix}attention_pattern") is not None:
+    pattern = getattr(config, f"{prefix}attention_pattern")
+    if pattern not in (None, "sliding_window"):
+        parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
+    elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
+    kernels = [prefix] if prefix else ["", "cross_"]
+    for each in kernels:
+        if (kernel := getattr(config, f"{each}attention_kernel", None)) is not None:
+            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}")
     return " + ".join(parts)
 
 
@@ -235,6 +245,8 @@ def variant_rows(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
+    if has_kernel(current):  # neither stands beside one
+        return
     if latents and can_cache(current) and not has_latents(current, field):
         yield from latent_rows(current, ranks)
     # Stacks of unequal numbers of heads cannot have them.

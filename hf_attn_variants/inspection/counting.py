@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 # Linear maps that run once a sequence, whatever its length.
+# Bytes of a number of a kernel's state, at least.
+STATE_ITEMSIZE = 4
 ONCE_A_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
@@ -36,14 +38,16 @@ ONCE_A_SEQUENCE = re.compile(
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
     """Return `cache_bytes_per_token` of a variant model, with `itemsize` bytes a number."""
     sizes = []
-    for site, path, _ in model.named_attentions():
-        heads = site.heads(model.config, path)
-        sizes.append((site, itemsize * cached_numbers(heads, model.config.hidden_size)))
+    for site, path, module in model.named_attentions():
+        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
 
 def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, source_length: int) -> int | None:
-    """Return the bytes of a sequence's whole cache: of a window no more than it keeps; None without a cache.
+    """Return the bytes of a sequence's whole cache: of a window no more than it keeps, of a kernel its state too.
+
+    None without a cache.
 
     Args:
         model: a variant model.
@@ -55,9 +59,20 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
         reach, kept = module.get_submodule(site.core).reach, source_length if site.is_cross_attention else length
         kept = kept if reach is None else min(kept, reach.before)
         numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        if (kernel := module.get_submodule(site.core).kernel) is not None:
+            heads = site.heads(model.config, path)
+            state = max(itemsize, STATE_ITEMSIZE) * kernel.state_numbers(heads.key, heads.head_dim)
+            # Cross-attention keeps what its state is of, too.
+            sizes.append((site, state + (0 if kernel.is_causal else itemsize * numbers * kept)))
+            continue
         sizes.append((site, itemsize * numbers * kept))
     cache = cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
+
+
+def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
+    kernel = module.get_submodule(site.core).kernel
+    return kernel is not None and kernel.is_causal
 
 
 def flops_per_token(
@@ -95,8 +110,15 @@ def flops_per_token(
         latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
         flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        reach = module.get_submodule(site.core).reach
-        attended = attended if reach is None else min(attended, reach.most_keys)
+        core = module.get_submodule(site.core)
+        attended = attended if core.reach is None else core.reach.keys_read(attended)
+        if core.compression is not None:
+            attended = -(-attended // core.compression.stride)
+            convolutions = core.compression.key_conv.numel() + core.compression.value_conv.numel()
+            flops[stack] += 2 * runs * convolutions // core.compression.stride
+        if core.score is not None:  # the product with its vector is counted as that of query and key would be
+            flops[stack] += 2 * runs * core.score.query_map.numel()
+            flops[memory_stack] += 2 * runs * core.score.key_map.numel()
         for where, count in _attention_flops(site, heads, module, stack, attended, decodes, batch_size):
             flops[memory_stack if where == "memory" else stack] += runs * count
         query_dim = maps["query"].in_features
@@ -126,6 +148,12 @@ def _attention_flops(
     attends = 2 * attended * heads.head_dim * (heads.query + heads.output)
     key, value = (module.get_submodule(path) for path in (site.key, site.value))
     made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
+    if (kernel := module.get_submodule(site.core).kernel) is not None:
+        a_head = 2 * kernel.width(heads.head_dim) * (heads.head_dim + 1)  # a token's part of the sums, or its reading
+        a_head += 0 if kernel.name == "elu" else 2 * kernel.features * heads.head_dim
+        yield "memory", made + heads.key * a_head
+        yield "query", heads.query * a_head
+        return
     if heads.rank is None or not decodes:
         yield "memory", made
         yield "query", attends

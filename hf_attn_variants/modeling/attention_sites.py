@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention_patterns import PATTERN_FIELDS, Reach
+from .attention_kernels import AttentionKernel
+from .attention_patterns import MAX_SIZE, Reach, TransientGlobal
+from .block_patterns import BlockPattern
 
 __all__ = ["AttentionHeads", "AttentionSite", "named_attentions"]
 
@@ -79,7 +81,7 @@ class AttentionSite:
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
 
-    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | None:
+    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | BlockPattern | TransientGlobal | None:
         """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
 
         Args:
@@ -88,11 +90,25 @@ class AttentionSite:
             is_causal: whether its queries read no later keys.
         """
         prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
-        pattern, _, dilation, global_tokens = (getattr(config, prefix + name) for name in PATTERN_FIELDS)
-        if self.is_cross_attention or pattern is None:
+        pattern, layer = getattr(config, f"{prefix}attention_pattern"), self.layer(config, path)
+        if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
             return None
-        window = config.layer_value(f"{prefix}attention_window", self.layer(config, path))
-        return Reach.of(window, dilation, global_tokens, is_causal)
+        if pattern == "transient_global":
+            window = config.layer_value(f"{prefix}attention_window", layer)
+            block = getattr(config, f"{prefix}attention_block_size")
+            return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
+        if pattern != "sliding_window":
+            return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)
+        window = config.layer_value(f"{prefix}attention_window", layer)
+        sizes = (getattr(config, prefix + name) for name in ("attention_dilation", "num_global_tokens"))
+        return Reach.of(window, *sizes, is_causal)
+
+    def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+        """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
+        prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
+        prefix = "cross_" if self.is_cross_attention else prefix
+        head_dim = config.attention_head_dim(self.kv_heads_field)
+        return AttentionKernel.of(config, prefix, head_dim, path, is_causal and not self.is_cross_attention)
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

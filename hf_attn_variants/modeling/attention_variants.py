@@ -17,10 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_patterns import has_pattern
 from .configuration_attn_variants import EAGER, SDPA
 from .global_tokens import global_tokens_of, with_global_tokens_first
+from .linear_attention import kernel_attention_forward
+from .memory_compression import compressing
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
 
@@ -29,7 +31,6 @@ __all__ = [
     "SDPA",
     "attention_function",
     "attention_with_weights",
-    "check_implementation",
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
@@ -60,6 +61,7 @@ def attention_with_weights(
     m2l: torch.Tensor | None = None,
     x2w: torch.Tensor | None = None,
     m2w: torch.Tensor | None = None,
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention that materialises its weights: multi-head, multi-query, grouped-query and talking-heads alike.
 
@@ -78,6 +80,7 @@ def attention_with_weights(
         weights_proj: P_w [h, h_v], mixes them after it
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (2003.02436, section 5)
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
+        score: makes the logits of queries and keys in place of the dot product (`AdditiveScore`)
 
     Returns:
         The outputs [b, n, h_v, d] and the weights that multiply the values [b, h_v, n, m].
@@ -87,11 +90,11 @@ def attention_with_weights(
     """
     check_mask(mask)
     if (beams := beams_of(query, key)) > 1:
-        if logits_proj is None and weights_proj is None:
+        if logits_proj is None and weights_proj is None and score is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
         mask = repeated_for_beams(mask, query.shape[0])
-    logits = _grouped_matmul(query * scaling, key.transpose(-1, -2))  # [b, h_k, n, m]
+    logits = _grouped_matmul(query * scaling, key.transpose(-1, -2)) if score is None else score(query, key)
     logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
     if position_bias is not None:
         logits = logits + position_bias
@@ -198,12 +201,15 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     if (reach := module.reach) is not None:
         call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
         attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
-    options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
-    options |= {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
+    options |= _projections(module) | {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
+    options["score"] = module.score
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
@@ -222,24 +228,33 @@ def sdpa_attention_forward(
     """The fastest exact path behind upstream's attention interface ("sdpa").
 
     Talking heads, and windows in a longer text, go to `talking_heads_attention`, in memory linear in n and m; where
-    the weights are asked for, the projections depend on the input, the mask is trained or there is one query only, to
-    `attention_with_weights`.
+    the weights are asked for, scores are no dot products, the projections depend on the input, the mask is trained or
+    there is one query only, to `attention_with_weights`.
     """
-    with_weights = wants_weights(module, kwargs)
+    asked = wants_weights(module, kwargs)
+    if module.kernel is not None:
+        call = (module, query, key, value, attention_mask, scaling, asked)
+        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
+    with_weights = asked or module.score is not None
     talking_heads, reach = bool(module.projection_names), module.reach
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
+    if not asked and is_global is None and gathers(reach, query, key, attention_mask):
+        attend = partial(fused_attention, **_options(module, query, None, scaling, dropout, False))
+        if talking_heads or with_weights:
+            attend = partial(attention_with_weights, **attend.keywords, **_projections(module), score=module.score)
+        return attend_in_blocks(attend, reach, (query, key, value), attention_mask, position_bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
-        return output, weights if with_weights else None
+        return output, weights if asked else None
     if reach is not None and not in_blocks:
         call = (reach, query, key, attention_mask, position_bias, is_global)
         attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
-        options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
+        options |= _projections(module)
         attend = partial(talking_heads_attention, position_bias=position_bias, **options)
         if not in_blocks:
             return attend(query, key, value, attention_mask), None
@@ -248,6 +263,10 @@ def sdpa_attention_forward(
             return attend(query, key, value, attention_mask, reach=reach), None
         return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
+
+
+def _projections(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
 
 
 def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -260,22 +279,6 @@ def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 def implementation_of(module: nn.Module) -> str | None:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
-
-
-def check_implementation(config: Any, implementation: Any) -> None:
-    """Check that an attention implementation can compute what a configuration asks for.
-
-    Raises:
-        ValueError: where it would ignore talking heads or a pattern.
-    """
-    talking_heads = getattr(config, "talking_heads", None)
-    ignored = "an attention_pattern" if has_pattern(config) else None
-    ignored = ignored if talking_heads is None else f'talking_heads="{talking_heads}"'
-    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
-        raise ValueError(
-            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
-            'ignore it: use "sdpa" or "eager".'
-        )
 
 
 def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -375,7 +378,7 @@ def _mix_heads(
     return mixed
 
 
-OWN_FUNCTIONS = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
+OWN_FUNCTIONS = {EAGER: compressing(eager_attention_forward), SDPA: compressing(sdpa_attention_forward)}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.

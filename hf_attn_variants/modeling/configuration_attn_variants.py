@@ -44,6 +44,8 @@ __all__ = [
     "can_cache",
 ]
 
+LEARNED_OR_SINUSOIDAL = (None, "absolute", "sinusoidal")
+
 
 class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
     """BERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them plain multi-head BERT."""
@@ -51,6 +53,7 @@ class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
     modeling_file = "modeling_attn_variant_bert"
+    position_types = LEARNED_OR_SINUSOIDAL
     auto_classes = {
         "AutoModel": "AttnVariantBertModel",
         "AutoModelForCausalLM": "AttnVariantBertLMHeadModel",
@@ -71,6 +74,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     model_type = "attn_variant_albert"
     upstream_model_types = ("albert",)
     modeling_file = "modeling_attn_variant_albert"
+    position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
     auto_classes = {
@@ -95,6 +99,7 @@ class AttnVariantRobertaConfig(AttnVariantConfigMixin, RobertaConfig):
     model_type = "attn_variant_roberta"
     upstream_model_types = ("roberta", "xlm-roberta", "camembert")
     modeling_file = "modeling_attn_variant_roberta"
+    position_types = LEARNED_OR_SINUSOIDAL
     positions_after_padding = True
     auto_classes = {
         "AutoModel": "AttnVariantRobertaModel",
@@ -115,6 +120,7 @@ class AttnVariantElectraConfig(AttnVariantConfigMixin, ElectraConfig):
     model_type = "attn_variant_electra"
     upstream_model_types = ("electra",)
     modeling_file = "modeling_attn_variant_electra"
+    position_types = LEARNED_OR_SINUSOIDAL
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
     auto_classes = {
         "AutoModel": "AttnVariantElectraModel",
@@ -135,6 +141,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     model_type = "attn_variant_distilbert"
     upstream_model_types = ("distilbert",)
     modeling_file = "modeling_attn_variant_distilbert"
+    position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("n_layers",)
     size_fields = ("vocab_size", "dim", "hidden_dim")
     auto_classes = {
@@ -148,6 +155,15 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
         "AutoModelForTokenClassification": "AttnVariantDistilBertForTokenClassification",
     }
 
+    def check_variant(self) -> None:
+        """Check the variant fields as all configurations do; upstream's own sinusoids are a table to begin with."""
+        super().check_variant()
+        if self.sinusoidal_pos_embds and self.position_embedding_type == "sinusoidal":
+            raise ValueError(
+                '`sinusoidal_pos_embds` and `position_embedding_type="sinusoidal"` cannot stand together: the first '
+                "is a table of parameters that begins as sinusoids, the second has no parameters; got both."
+            )
+
 
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     """What T5 and UMT5 have in common: the names of their fields."""
@@ -155,6 +171,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     head_dim_field = "d_kv"
+    position_types = (None, "sinusoidal")
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
@@ -163,6 +180,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     model_type = "attn_variant_t5"
     upstream_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
+    makes_summaries = True
     auto_classes = {
         "AutoModel": "AttnVariantT5Model",
         "AutoModelForPreTraining": "AttnVariantT5ForConditionalGeneration",

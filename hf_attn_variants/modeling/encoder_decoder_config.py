@@ -19,8 +19,10 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         encoder_kv_lora_rank: `kv_lora_rank` of an encoder layer.
         cross_kv_lora_rank: the same of cross-attention: one latent of the encoder's outputs for all layers of the
             decoder. As wide as these: the outputs themselves, by which any checkpoint decodes as it is.
-        encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens: the
-            pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
+        encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
+        encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
@@ -61,6 +63,28 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
     encoder_num_global_tokens: int = field(
         default=0,
         metadata={"variant": "first tokens of the encoder that all read and that read all", "pattern": True},
+    )
+    encoder_attention_block_size: int | None = field(
+        default=None, metadata={"variant": "tokens in a block of the encoder's pattern", "pattern": True}
+    )
+    encoder_num_random_blocks: int = field(
+        default=0, metadata={"variant": "blocks that a block of the encoder reads by chance", "pattern": True}
+    )
+    encoder_attention_seed: int = field(
+        default=0, metadata={"variant": "what the encoder's are drawn from", "pattern": True}
+    )
+    encoder_num_summary_tokens: int = field(
+        default=0, metadata={"variant": "tokens at the end of an encoder's block that all read", "pattern": True}
+    )
+    encoder_split_attention_heads: bool = field(
+        default=False,
+        metadata={"variant": "half of the encoder's heads read near, the others far tokens", "pattern": True},
+    )
+    encoder_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what the encoder's attention has for a softmax", "kernel": True}
+    )
+    cross_attention_kernel: str | None = field(
+        default=None, metadata={"variant": "what cross-attention has for a softmax", "kernel": True}
     )
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:

@@ -3,11 +3,14 @@
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
     "check_head_size",
+    "check_position_type",
+    "check_score_function",
     "check_size",
     "check_value_groups",
     "checked_count",
@@ -200,6 +203,43 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) 
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+
+
+def check_position_type(value: str | None, known: Sequence[str | None], model_type: str) -> None:
+    """Check the kind of positions that a model of this type has.
+
+    Raises:
+        ValueError: for one that is not among `known`; transformers 5 has dropped BERT's relative ones.
+    """
+    if isinstance(value, str | None) and value in known:
+        return
+    reason = ""
+    if isinstance(value, str) and value.startswith("relative_key"):
+        reason = ": neither transformers 5 nor this package reads the embeddings of distances of such a checkpoint"
+    words = " or ".join("None" if each is None else f'"{each}"' for each in known)
+    raise ValueError(f"`position_embedding_type` of {model_type!r} must be {words}; got {value!r}{reason}.")
+
+
+def check_score_function(config: Any) -> None:
+    """Check the score of a configuration.
+
+    Raises:
+        ValueError: unless it is None or "additive", and beside a kernel in the softmax's place, which has no scores.
+    """
+    value = config.score_function
+    if value not in (None, "additive"):
+        reasons = {
+            "dot": ": the dot product is None",
+            "general": ": a dot product whose query map is learned is as general as q^T W k",
+        }
+        reason = reasons.get(value, "") if isinstance(value, str) else ""
+        raise ValueError(f'`score_function` must be None or "additive"; got {value!r}{reason}.')
+    for name in ("attention_kernel", "encoder_attention_kernel", "cross_attention_kernel"):
+        if value is not None and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"`score_function` and `{name}` cannot stand together: a kernel has no scores; got {value!r} and "
+                f"{getattr(config, name)!r}."
+            )
 
 
 @contextmanager

@@ -192,6 +192,8 @@ def absorbs(
     options: dict[str, Any],
 ) -> bool:
     """Say whether the absorbed form serves a call and takes fewer multiplications; arguments: `attend_to_latent`'s."""
+    if module.score is not None:  # of keys, which are no latents
+        return False
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
     if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
         return False
@@ -204,7 +206,7 @@ def absorbs(
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length * heads
-    read = memory_length if module.reach is None else min(memory_length, module.reach.most_keys)
+    read = memory_length if module.reach is None else module.reach.keys_read(memory_length)
     absorbed = rows * rank * (head_dim + read)
     expanded = memories * memory_length * rank * kv_size + rows * read * head_dim
     return absorbed < expanded

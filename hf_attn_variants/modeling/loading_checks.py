@@ -1,13 +1,24 @@
-"""Whether a checkpoint can be loaded with a configuration, or has to be converted first."""
+"""Whether a checkpoint can be loaded with a configuration, or has to be converted first; and what can compute it."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.utils import logging
+
+from .attention_kernels import LEARNED, RANDOM, has_kernel
+from .attention_patterns import has_pattern
 from .field_checks import checked_rank
 from .layer_values import without_layer_values
+from .sinusoidal_positions import has_sinusoids
+from .variant_names import EAGER, SDPA
 
-__all__ = ["adds_talking_heads", "beginning_of_talking_heads"]
+__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
+
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
@@ -21,20 +32,21 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
         ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
-    shapes = {name for name in config_class.variant_fields() if name not in (*converted, "talking_heads_init")}
+    others = {*converted, *config_class.pattern_fields(), *config_class.from_scratch_fields(), "talking_heads_init"}
+    shapes = config_class.variant_fields().keys() - others
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
         wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
     if not wanted and not kwargs.get("per_layer_config"):
         return False
-    hub_arguments = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-    held, _ = config_class.get_config_dict(source, **{k: kwargs[k] for k in hub_arguments if k in kwargs})
+    held = _held(config_class, source, kwargs)
     heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if heads is None:
         return False  # weights without a configuration: nothing to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
+    _check_kernel_kept(config_class, source, held, wanted)
     # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
     plain = {"num_value_heads": heads}
     if "relative_attention_num_buckets" in held:
@@ -49,6 +61,38 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
     return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
 
 
+def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
+    """Say of a checkpoint, loaded with sinusoidal positions, that its own are left out, where it has others.
+
+    Args:
+        config: the loaded model's.
+        source, kwargs: as for `adds_talking_heads`.
+    """
+    held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
+    if held and held.get("position_embedding_type") != "sinusoidal":
+        logger.warning(
+            f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
+            "Train it."
+        )
+
+
+def check_implementation(config: Any, implementation: Any) -> None:
+    """Check that an attention implementation can compute what a configuration asks for.
+
+    Raises:
+        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
+    """
+    fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
+    ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = "an attention_kernel" if has_kernel(config) else ignored
+    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
+    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
+            'ignore it: use "sdpa" or "eager".'
+        )
+
+
 def beginning_of_talking_heads(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
     if config.talking_heads_init == "random":
@@ -56,6 +100,11 @@ def beginning_of_talking_heads(config: Any) -> str:
     if config.talking_heads_dynamic:
         return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
     return "they begin as the identity, and no output changes"
+
+
+def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a checkpoint, from where `from_pretrained` is told to look."""
+    return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
 
 
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -81,6 +130,19 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
             f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
             f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
+
+
+def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
+    kernels = {held.get(name) for name in config_class.kernel_fields()}
+    for name in config_class.kernel_fields():
+        is_size = name == "attention_kernel_features" and kernels & {*LEARNED, *RANDOM}
+        if name in wanted and (is_size or held.get(name) in LEARNED) and wanted[name] != held.get(name):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={held.get(name)!r}, the configuration asks for "
+                f"{wanted[name]!r}: loading neither drops nor resizes what a kernel has learned. Use the checkpoint's "
+                "own configuration."
+            )
 
 
 def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:

@@ -15,10 +15,11 @@ from transformers import (
     AlbertPreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.albert.modeling_albert import AlbertAttention, AlbertLayer
+from transformers.models.albert.modeling_albert import AlbertAttention, AlbertEmbeddings, AlbertLayer
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantAlbertConfig
+from .sinusoidal_positions import EmbeddingsMixin
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
@@ -51,6 +52,10 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
     """`AlbertLayer` that can be recomputed in the backward pass, which upstream's cannot."""
+
+
+class AttnVariantAlbertEmbeddings(EmbeddingsMixin, AlbertEmbeddings):
+    """ALBERT's embeddings, their positions learned or sinusoidal."""
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
@@ -90,6 +95,7 @@ class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
 
 AttnVariantAlbertPreTrainedModel.variant_classes = {
     AlbertModel: AttnVariantAlbertModel,
+    AlbertEmbeddings: AttnVariantAlbertEmbeddings,
     AlbertLayer: AttnVariantAlbertLayer,
     AlbertAttention: AttnVariantAlbertAttention,
 }

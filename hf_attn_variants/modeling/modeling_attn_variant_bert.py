@@ -13,10 +13,11 @@ from transformers import (
     BertPreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
+from transformers.models.bert.modeling_bert import BertCrossAttention, BertEmbeddings, BertSelfAttention
 
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
+from .sinusoidal_positions import EmbeddingsMixin
 from .variant_mixins import AttnVariantModelMixin
 
 __all__ = [
@@ -41,6 +42,10 @@ class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAtte
     """BERT's cross-attention with k key/value heads and, where asked for, talking heads."""
 
 
+class AttnVariantBertEmbeddings(EmbeddingsMixin, BertEmbeddings):
+    """BERT's embeddings, their positions learned or sinusoidal."""
+
+
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
     """The base of every BERT model and head here; upstream's class without the prefix says what each does."""
 
@@ -54,6 +59,7 @@ class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):
 
 AttnVariantBertPreTrainedModel.variant_classes = {
     BertModel: AttnVariantBertModel,
+    BertEmbeddings: AttnVariantBertEmbeddings,
     BertSelfAttention: AttnVariantBertSelfAttention,
     BertCrossAttention: AttnVariantBertCrossAttention,
 }

@@ -12,10 +12,11 @@ from transformers import (
     DistilBertModel,
     DistilBertPreTrainedModel,
 )
-from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention, Embeddings
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantDistilBertConfig
+from .sinusoidal_positions import EmbeddingsMixin
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
 
 __all__ = [
@@ -44,6 +45,12 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
         return self.out_lin(output), weights
 
 
+class AttnVariantDistilBertEmbeddings(EmbeddingsMixin, Embeddings):
+    """DistilBERT's embeddings, their positions learned or sinusoidal."""
+
+    argument_names = ("input_ids", "inputs_embeds", "position_ids")
+
+
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
     """The base of every DistilBERT model and head here; upstream's class without the prefix says what each does."""
 
@@ -68,6 +75,7 @@ class AttnVariantDistilBertModel(AttnVariantDistilBertPreTrainedModel, DistilBer
 
 AttnVariantDistilBertPreTrainedModel.variant_classes = {
     DistilBertModel: AttnVariantDistilBertModel,
+    Embeddings: AttnVariantDistilBertEmbeddings,
     DistilBertSelfAttention: AttnVariantDistilBertSelfAttention,
 }
 

@@ -12,10 +12,11 @@ from transformers import (
     ElectraPreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.electra.modeling_electra import ElectraCrossAttention, ElectraSelfAttention
+from transformers.models.electra.modeling_electra import ElectraCrossAttention, ElectraEmbeddings, ElectraSelfAttention
 
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantElectraConfig
+from .sinusoidal_positions import EmbeddingsMixin
 from .variant_mixins import AttnVariantModelMixin
 
 __all__ = [
@@ -39,6 +40,10 @@ class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCro
     """`ElectraCrossAttention` with k key/value heads and, where asked for, talking heads."""
 
 
+class AttnVariantElectraEmbeddings(EmbeddingsMixin, ElectraEmbeddings):
+    """ELECTRA's embeddings, their positions learned or sinusoidal."""
+
+
 class AttnVariantElectraPreTrainedModel(AttnVariantModelMixin, ElectraPreTrainedModel):
     """The base of every ELECTRA model and head here; upstream's class without the prefix says what each does."""
 
@@ -52,6 +57,7 @@ class AttnVariantElectraModel(AttnVariantElectraPreTrainedModel, ElectraModel):
 
 AttnVariantElectraPreTrainedModel.variant_classes = {
     ElectraModel: AttnVariantElectraModel,
+    ElectraEmbeddings: AttnVariantElectraEmbeddings,
     ElectraSelfAttention: AttnVariantElectraSelfAttention,
     ElectraCrossAttention: AttnVariantElectraCrossAttention,
 }

@@ -11,10 +11,11 @@ from transformers import (
     RobertaPreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaSelfAttention
+from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaEmbeddings, RobertaSelfAttention
 
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantRobertaConfig
+from .sinusoidal_positions import EmbeddingsMixin
 from .variant_mixins import AttnVariantModelMixin
 
 __all__ = [
@@ -37,6 +38,10 @@ class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCro
     """`RobertaCrossAttention` with k key/value heads and, where asked for, talking heads."""
 
 
+class AttnVariantRobertaEmbeddings(EmbeddingsMixin, RobertaEmbeddings):
+    """RoBERTa's embeddings, their positions learned or sinusoidal."""
+
+
 class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
     """The base of every RoBERTa model and head here; upstream's class without the prefix says what each does."""
 
@@ -50,6 +55,7 @@ class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
 
 AttnVariantRobertaPreTrainedModel.variant_classes = {
     RobertaModel: AttnVariantRobertaModel,
+    RobertaEmbeddings: AttnVariantRobertaEmbeddings,
     RobertaSelfAttention: AttnVariantRobertaSelfAttention,
     RobertaCrossAttention: AttnVariantRobertaCrossAttention,
 }

@@ -16,6 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from .configuration_attn_variants import AttnVariantT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .sinusoidal_positions import AddsSinusoids
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 from .variant_mixins import AttnVariantModelMixin
 
@@ -60,7 +61,7 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantT5Stack(MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
+class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
     """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
 
 

@@ -17,6 +17,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
 from .attention_sites import AttentionHeads
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .sinusoidal_positions import AddsSinusoids
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 from .variant_mixins import AttnVariantModelMixin
 
@@ -36,9 +37,9 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Prepare as for T5, and let no decoder see what comes after."""
-        super().install_variant(config, heads, query_dim, memory_dim)
         # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
+        super().install_variant(config, heads, query_dim, memory_dim)
 
     def forward(
         self,
@@ -62,7 +63,7 @@ class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel)
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantUMT5Stack(MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
+class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
     """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
 
 

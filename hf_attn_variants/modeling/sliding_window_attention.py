@@ -16,17 +16,22 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import logging
 
-from .attention_patterns import Reach, has_pattern
+from .attention_kernels import asks_for_padding_alone
+from .attention_patterns import Reach
+from .block_patterns import BlockPattern
 from .query_folding import is_exporting
+
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
 __all__ = [
     "BlockWindows",
-    "allowed_keys",
     "as_full_attention",
     "block_rows",
     "fills_blocks",
     "keep_window",
+    "layers_up_to",
     "mask_of_padding",
     "relative_bias",
 ]
@@ -35,19 +40,14 @@ __all__ = [
 # with more, matrix products are faster (benchmarks/sliding_window.py --rows).
 ROWS = (512, 256, 128, 64, 32)
 MOST_ROWS = {"cpu": 64, "default": 512}
+# Tokens from which on a mask of all of them by all is worth a warning.
+MOST_IN_A_MASK = 2048
 
 
 def block_rows(reach: Reach, device: str) -> int:
     """Return the queries of a block: about half of what its window reads, within what suits the device."""
     most = min(MOST_ROWS.get(device, MOST_ROWS["default"]), (reach.before + reach.after) // reach.step // 2)
     return next((rows for rows in ROWS if rows <= most), ROWS[-1])
-
-
-def allowed_keys(reach: Reach, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return which of the keys at positions [m] the queries at positions [n] read, [n, m]."""
-    distance = keys - queries[:, None]
-    near = (distance >= -reach.before) & (distance <= reach.after) & (distance % reach.step == 0)
-    return near | (keys < reach.global_tokens) | (queries < reach.global_tokens)[:, None]
 
 
 def relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class BlockWindows:
             self.finish_bias_gradient(self.d_table)  # what blocks of the last kind have added up
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
-            near = allowed_keys(self.reach, queries, keys)
+            near = self.reach.allowed(queries, keys)
             bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
             self.made = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.made[1:3]
@@ -140,6 +140,8 @@ def fills_blocks(reach: Reach, query: torch.Tensor, key: torch.Tensor, mask: tor
     length, memory = query.shape[2], key.shape[2]
     if is_exporting() or query.shape[0] != key.shape[0] or length == 1:  # a graph should serve every length
         return False
+    if not isinstance(reach, Reach):
+        return False
     by_key = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
     return by_key and memory >= 2 * _keys_of_block(reach, block_rows(reach, query.device.type))
 
@@ -149,7 +151,7 @@ def _keys_of_block(reach: Reach, rows: int) -> int:
 
 
 def as_full_attention(
-    reach: Reach,
+    reach: Reach | BlockPattern,
     query: torch.Tensor,
     key: torch.Tensor,
     mask: torch.Tensor | None,
@@ -180,11 +182,17 @@ def as_full_attention(
         queries = torch.arange(length, device=query.device) + memory - length
         mask = None if mask is None else mask[..., -memory:]
     bias = None if table is None else relative_bias(table, queries, keys)
+    if not is_exporting() and memory > MOST_IN_A_MASK and not isinstance(reach, Reach):
+        logger.warning_once(
+            f'attention_pattern={reach.kind!r} as a mask of {length} x {memory} numbers: "sdpa" without '
+            "`output_attentions` goes by blocks."
+        )
     # Left to the function's own `is_causal`, or to a single query that reads all there is.
     is_told = not reach.is_causal or length == 1 or (mask is None and memory == length)
     if not is_exporting() and reach.covers(length, memory) and is_told:
         return mask, bias
-    allowed = allowed_keys(reach, queries, keys)[None, None]
+    allowed = reach.allowed(queries, keys)
+    allowed = allowed[(None,) * (4 - allowed.dim())]
     if is_global is not None:
         allowed = allowed | is_global[:, None, None] | is_global[:, None, :, None]
     if mask is None:
@@ -195,10 +203,10 @@ def as_full_attention(
 
 
 def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Return upstream's mask function, but where an attention has a pattern: there padding alone, [b, 1, 1, m].
+    """Return upstream's mask function, but where an attention has a pattern or a kernel: there padding alone.
 
-    What is causal, or within a window, the attention knows itself: a mask of n x m would be larger than all it
-    computes. A decoder's mask is as long as all tokens seen, whatever of them a layer's cache has kept.
+    It is [b, 1, 1, m]. What is causal, or within a window, the attention knows itself: a mask of n x m would be larger
+    than all it computes. A decoder's mask is as long as all tokens seen, whatever of them a layer's cache has kept.
     """
 
     def mask(**options: Any) -> torch.Tensor | None:
@@ -206,7 +214,7 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
             return upstream(**options)
-        if not has_pattern(options.get("config"), True if is_causal else None):
+        if not asks_for_padding_alone(options.get("config"), True if is_causal else None):
             return upstream(**options)
         if padding is None:
             return None
@@ -225,8 +233,14 @@ def keep_window(cache: Any, layer: int, reach: Reach) -> None:
 
     Cross-attention's layers stay as they are, which a window in the configuration (`sliding_window`) would cut too.
     """
+    layers = layers_up_to(cache, layer)
+    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
+        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+
+
+def layers_up_to(cache: Any, layer: int) -> list[Any]:
+    """Return the layers that a cache has for self-attention, as many as to reach this one."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())
-    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+    return layers

@@ -4,11 +4,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 
+from .attention_patterns import TransientGlobal
 from .attention_sites import AttentionHeads, AttentionSite
 from .attention_variants import attention_function
 from .latent_attention import attend_to_latent
+from .sinusoidal_positions import has_sinusoids
+from .transient_global import add_summary_parameters, attend_with_summaries, summary_table
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
@@ -52,13 +56,28 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
     """
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
-        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads."""
+        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads.
+
+        With sinusoidal positions there is no bias.
+        """
         super().install_variant(config, heads, query_dim, memory_dim)
+        if self.has_relative_attention_bias and has_sinusoids(config):
+            self.has_relative_attention_bias = False
+            del self.relative_attention_bias
+        if config.encoder_attention_pattern == "transient_global" and not self.is_decoder:
+            add_summary_parameters(self, config, heads.softmax)
         if self.has_relative_attention_bias and heads.softmax != heads.query:
             like = self.relative_attention_bias.weight
             self.relative_attention_bias = nn.Embedding(
                 like.shape[0], heads.softmax, dtype=like.dtype, device=like.device
             )
+
+    def init_projections(self) -> None:
+        """Initialise the talking-heads parameters, and the bias of summaries as upstream does the tokens'."""
+        super().init_projections()
+        if hasattr(self, "global_relative_attention_bias"):
+            std = self.config.initializer_factor * self.config.d_model**-0.5
+            init.normal_(self.global_relative_attention_bias.weight, mean=0.0, std=std)
 
     def outputs_and_bias(
         self,
@@ -96,13 +115,18 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
                 memory_length = 2 * past_length + 1
             # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
             position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
+            if isinstance(self.reach, TransientGlobal):
+                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2])], -1)
         bias = position_bias
         if bias is not None and not self.is_own:
             # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
-        if self.heads.rank is None:
+        if isinstance(self.reach, TransientGlobal):
+            operands = (query, key, value)
+            output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
+        elif self.heads.rank is None:
             attend = attention_function(self.implementation)
             output, weights = attend(self, query, key, value, mask, **options)
         else:

@@ -123,7 +123,8 @@ def _four_dimensions(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
 
 
-def _without_autocast(tensor: Tensor) -> Any:
+def without_autocast(tensor: Tensor) -> Any:
+    """Return a context in which autocast leaves the computations on a tensor's device alone."""
     # Autocast would reach into the op and round what is kept in float32 on purpose.
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
@@ -131,7 +132,7 @@ def _without_autocast(tensor: Tensor) -> Any:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
-    with _without_autocast(operands.query):
+    with without_autocast(operands.query):
         chosen = _resolve(backend, operands, with_backward)
         if operands.reach is None:
             logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
@@ -160,7 +161,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(d_output: Tensor, for_backward: Tensor, wants_bias: bool, *arguments: Any) -> list[Tensor]:
     operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
-    with _without_autocast(d_output):
+    with without_autocast(d_output):
         chosen = _resolve(backend, operands, with_backward)
         return BACKENDS[chosen][1](d_output, for_backward, wants_bias, operands)
 

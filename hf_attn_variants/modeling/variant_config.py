@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .attention_patterns import check_patterns
+from .attention_kernels import KernelFields, check_kernels
+from .attention_patterns import BlockPatternFields, check_patterns
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
     check_head_size,
+    check_position_type,
+    check_score_function,
     check_size,
     check_value_groups,
     checked_count,
@@ -34,7 +37,7 @@ __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
 @dataclass(kw_only=True, repr=False)
-class AttnVariantConfigMixin:
+class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
     Args:
@@ -53,12 +56,15 @@ class AttnVariantConfigMixin:
         talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
             variance scaling, the authors' default).
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
-        attention_pattern: None (each token reads all) or "sliding_window" (of an encoder-decoder: the decoder's
-            self-attention).
+        attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
+            encoder-decoder: the decoder's self-attention).
         attention_window: w of a window, even. A token reads itself and w / 2 on each side; where causal the last w,
             itself among them, and a cache keeps no more. By layer None = the layer has no window.
         attention_dilation: the step from one token that is read to the next.
         num_global_tokens: the number of tokens, the first ones, that read all and are read by all. Of encoders.
+        position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
+            "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
+        score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
 
     Raises:
         ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
@@ -73,9 +79,13 @@ class AttnVariantConfigMixin:
     head_dim_field: ClassVar[str | None] = None
     # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
     positions_after_padding: ClassVar[bool] = False
+    makes_summaries: ClassVar[bool] = False  # whether its encoder can sum blocks of tokens (`transient_global`)
+    # What `position_embedding_type` may be; None = the host's own.
+    position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
     # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
-    # marks the rank of a latent; "pattern" what says which tokens are read; "by_layer" what may differ by layer.
+    # marks the rank of a latent; "pattern" what says which tokens are read; "by_layer" what may differ by layer;
+    # "from_scratch" what no conversion gives a checkpoint.
     num_key_value_heads: int | None = field(
         default=None,
         metadata={
@@ -115,6 +125,12 @@ class AttnVariantConfigMixin:
     )
     num_global_tokens: int = field(
         default=0, metadata={"variant": "first tokens that read all and are read by all", "pattern": True}
+    )
+    position_embedding_type: str | None = field(
+        default=None, metadata={"variant": "positions, where they are not the host's own", "from_scratch": True}
+    )
+    score_function: str | None = field(
+        default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
     )
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -160,6 +176,9 @@ class AttnVariantConfigMixin:
                 value_heads = query_heads if self.talking_heads is None else self.num_value_heads
                 check_value_groups(name, count, query_heads, value_heads)
         check_patterns(self)
+        check_position_type(self.position_embedding_type, self.position_types, self.model_type)
+        check_score_function(self)
+        check_kernels(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -184,6 +203,11 @@ class AttnVariantConfigMixin:
     def pattern_fields(cls) -> tuple[str, ...]:
         """Return the fields that say which tokens an attention reads; no weight depends on them."""
         return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
+
+    @classmethod
+    def from_scratch_fields(cls) -> tuple[str, ...]:
+        """Return the fields that a conversion cannot give a checkpoint: models of them are trained from scratch."""
+        return tuple(each.name for each in fields(cls) if "from_scratch" in each.metadata)
 
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:

@@ -13,14 +13,24 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
-from .attention_patterns import Reach
+from .additive_score import score_of
+from .attention_kernels import has_kernel
 from .attention_sites import AttentionHeads, AttentionSite, named_attentions
-from .attention_variants import EAGER, SDPA, check_implementation, implementation_of, wants_weights
+from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
-from .loading_checks import adds_talking_heads, beginning_of_talking_heads
+from .linear_attention import init_kernel, install_kernel
+from .loading_checks import (
+    adds_talking_heads,
+    beginning_of_talking_heads,
+    check_implementation,
+    warn_of_positions,
+)
+from .memory_compression import compression_of
+from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
+from .sinusoidal_positions import EmbeddingsMixin
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -36,55 +46,12 @@ __all__ = [
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-# Weight decay would pull these away from the identity, towards heads that do not attend at all.
-NO_WEIGHT_DECAY = ("logits_proj", "weights_proj")
-
-# The talking-heads parameters among a model's keys.
-PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
-
 # Whether the model that is being loaded adds talking heads to a checkpoint that has none.
 _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
 
 
-def projection_shapes(
-    config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int
-) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of each talking-heads parameter of an attention.
-
-    Args:
-        config: a configuration with the fields of `AttnVariantConfigMixin`.
-        heads: the attention's head counts.
-        query_dim: the size of the inputs that queries are made from.
-        memory_dim: the size of the inputs that keys and values are made from.
-    """
-    mixed = {"logits": (heads.query, heads.softmax), "weights": (heads.softmax, heads.output)}
-    shapes = {f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")}
-    for name in config.talking_heads_dynamic:
-        input_dim = query_dim if name.startswith("x") else memory_dim
-        shapes[f"{name}_proj"] = (input_dim, *mixed["logits" if name.endswith("l") else "weights"])
-    return shapes
-
-
-def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
-    """Return the standard deviation that a new talking-heads parameter is drawn with; None = it is the identity.
-
-    Fan-in scaling, as in the authors' code. A dynamic projection [input size, h_in, h_out] is always drawn, at
-    variance scale 0.01 / h_in; larger values made training hard.
-
-    Args:
-        name: the parameter's name.
-        shape: its shape.
-        initialization: the configuration's `talking_heads_init`.
-    """
-    if name in NO_WEIGHT_DECAY:
-        return None if initialization == "identity" else shape[0] ** -0.5
-    return (1e-2 / shape[1] / shape[0]) ** 0.5
-
-
 class AttentionVariantMixin:
     """What a variant attention adds to upstream's attention class; listed before it among the bases."""
-
-    reach: Reach | None = None  # which keys its queries read, where a pattern says so
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
@@ -133,8 +100,8 @@ class AttentionVariantMixin:
 
     def variant_inputs(
         self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Return the dynamic projections of one call for the attention function; check what the call asks for.
+    ) -> dict[str, Any]:
+        """Return what the attention function is to know of one call beside its operands; check what it asks for.
 
         Args:
             states: the query-side inputs x [b, n, query size].
@@ -143,7 +110,7 @@ class AttentionVariantMixin:
             kwargs: the call's further arguments.
 
         Returns:
-            The terms of P_l and P_w by name, [b, n or m, heads in, heads out].
+            The terms of P_l and P_w by name, [b, n or m, heads in, heads out]; of a kernel, where it keeps states.
 
         Raises:
             ValueError: where the attention implementation or the cache cannot do what the variant needs.
@@ -158,6 +125,9 @@ class AttentionVariantMixin:
         if cache is not None:
             prepare_cache(self, cache, memory)
         check_global_mask(self, states, kwargs)
+        if self.kernel is not None and cache is not None:
+            name = "self_attention_cache" if memory is None else "cross_attention_cache"
+            return {"kernel_cache": getattr(cache, name, cache)}
         if not self.dynamic_names:
             return {}
         inputs = {"x": states, "m": states if memory is None else memory}
@@ -261,15 +231,19 @@ class AttnVariantModelMixin:
         """Turn what upstream's constructor built into ours, then finish it as upstream does; constructors end here."""
         for module in self.modules():
             if type(module) in self.variant_classes:
-                _change_class(module, self.variant_classes[type(module)])
+                _change_class(module, self.variant_classes[type(module)], self.config)
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self)
         if _adds_talking_heads.get():
             # Not missing: `from_pretrained` says in one line what they begin as.
             self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
+        # Drawn again by the configuration's seed, where a checkpoint has none.
+        self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), VECTOR_KEYS]
         super().post_init()
 
     def _generate_as_configured(self) -> None:
+        # Upstream then refuses what takes tokens back, such as assisted generation.
+        self._is_stateful = has_kernel(self.config, is_causal=True)
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
             self.generation_config.use_cache = False
 
@@ -287,6 +261,7 @@ class AttnVariantModelMixin:
         super()._init_weights(module)
         if hasattr(module, "init_projections"):
             module.init_projections()
+        init_kernel(module)
         if isinstance(module, LatentProjection):
             # Keys and values then have the spread that upstream's rule means them to have.
             init.normal_(module.weight, mean=0.0, std=module.out_features**-0.5)
@@ -321,6 +296,7 @@ class AttnVariantModelMixin:
         if adds:
             begin = beginning_of_talking_heads(model.config)
             logger.warning(f"{source} has no talking heads, {cls.__name__} adds them: {begin}.")
+        warn_of_positions(model.config, source, kwargs)
         return loaded
 
     @classmethod
@@ -349,8 +325,10 @@ class AttnVariantModelMixin:
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def _change_class(module: nn.Module, variant: type) -> None:
+def _change_class(module: nn.Module, variant: type, config: Any) -> None:
     module.__class__ = variant
+    if isinstance(module, EmbeddingsMixin):
+        module.install_positions(config)
     if isinstance(module, PreTrainedModel):
         # Upstream's constructor notes facts by the class's name (what its outputs record, for one): run it for ours.
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
@@ -375,7 +353,10 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
         _add_latent(model.base_model, site.latent_path(path), width, rank)
     query = module.get_submodule(site.query)
     core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
-    core.reach = site.reach(model.config, path, getattr(core, "is_causal", False))
+    core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
+    is_causal = getattr(core, "is_causal", False)
+    core.reach = site.reach(model.config, path, is_causal)
+    install_kernel(core, site.kernel(model.config, path, is_causal), heads)
 
 
 def _add_latent(base_model: nn.Module, path: str, width: int, rank: int) -> None:

@@ -22,7 +22,18 @@ def comparison(monkeypatch):
 
 def test_each_variant_has_a_name_and_a_folder_of_its_own(comparison):
     for variants in comparison.VARIANTS.values():
-        assert len({comparison._slug(variant.name) for variant in variants}) == len(variants) == 8
+        assert len({comparison._slug(variant.name) for variant in variants}) == len(variants) >= 8
+
+
+def test_the_flags_of_a_new_model_are_the_commands(comparison):
+    args = argparse.Namespace(tokenizer="folder")
+    for model in comparison.VARIANTS["scratch"]:
+        settings = comparison.run_seq2seq.parse_args(
+            [*model.flags(args), "--output_dir", "out", "--source_file", "s", "--target_file", "t"]
+        )
+        assert settings.position_embedding_type == model.positions, model.name
+        assert settings.talking_heads == model.talking_heads, model.name
+        assert settings.score_function == model.score, model.name
 
 
 def test_fewer_key_value_heads_have_as_many_parameters(comparison):

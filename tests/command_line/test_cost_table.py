@@ -77,6 +77,23 @@ def test_a_window_is_read_and_kept_alone():
     assert current.kv_cache_bytes == 7 * decoder + 50 * cross
 
 
+@pytest.mark.parametrize("kernel", ["elu", "hedgehog", "favor", "rfa"])
+def test_a_kernels_flops_and_state_are_what_torch_counts(kernel):
+    """Sums of values and of weights, once a key/value head and read once a query head; a state of one size."""
+    model = BERT.model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
+    ids = torch.randint(5, 60, (2, LENGTH))
+    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    head = {"is_decoder": True}
+    decoder = BERT.model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
+    cache = decoder(ids, use_cache=True).past_key_values
+    state = sum(layer.state.sums[0].nbytes for layer in cache.layers)
+    config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
+    for length in (10, 1000):
+        current = cost_table(config, length=length).current
+        assert (current.kv_cache_bytes, current.kv_cache_bytes_per_token) == (state, {"self": 0})
+    assert current.name == f"GQA-4 + {kernel}"
+
+
 # Ranks below the heads' size, above it, and the input's own width.
 RANKS = (4, 24, 48)
 

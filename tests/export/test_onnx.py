@@ -182,6 +182,12 @@ def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
         (ROWS["bart"], "BartForCausalLM", {}, "a BartForCausalLM cannot be"),
         (T5, "T5ForSequenceClassification", {}, "a T5ForSequenceClassification cannot be"),
         (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, r"'m2l'.*keeps no cache"),
+        (
+            ROWS["bart"],
+            "BartForConditionalGeneration",
+            {"attention_kernel": "elu"},
+            "'elu' keeps sums over all",
+        ),
     ],
 )
 def test_what_has_no_graphs_is_refused_by_name(row, head, fields, message, tmp_path):

@@ -109,6 +109,7 @@ def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
             "talking heads .*'both'.* have no form in upstream's BertForMaskedLM",
         ),
         (BERT, "BertModel", "gqa_talking", {}, "have no form in upstream's BertModel"),
+        (BERT, "BertModel", "gqa", {"attention_kernel": "elu"}, "kernels .* have no form in upstream.s BertModel"),
         (BERT, "BertModel", "gqa", WINDOW, "windows .* have no form in upstream's BertModel"),
         (T5, "T5Model", "mha", {f"encoder_{name}": value for name, value in WINDOW.items()}, "windows .* T5Model"),
     ],

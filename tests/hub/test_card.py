@@ -191,6 +191,14 @@ def test_windows_are_told_and_cited(tmp_path):
     assert "2004.05150" in text and "window of self-attention" not in text
 
 
+def test_kernels_are_told_and_cited(tmp_path):
+    T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
+    text = str(model_card(tmp_path, "me/t5"))
+    assert "and the kernel hedgehog in the place of cross-attention's softmax, as" in text
+    assert "| in the place of cross-attention's softmax | hedgehog |" in text
+    assert "2402.04347" in text and "2006.16236" not in text
+
+
 def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
     MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/marian"))

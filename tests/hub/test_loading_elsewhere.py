@@ -93,6 +93,12 @@ def save_one(architecture, variant, saved, folder):
     if variant == "by layer":
         count = architecture.config().layer_count("kv_lora_rank")
         variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
+        fields["score_function"] = "additive"
+        if "sinusoidal" in architecture.config_class.position_types:
+            fields["position_embedding_type"] = "sinusoidal"
+    if variant in ("favor", "hedgehog"):  # random vectors, learned maps
+        has_cross = hasattr(architecture.config_class, "cross_attention_kernel")
+        variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}
     architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)
@@ -107,7 +113,7 @@ def save_one(architecture, variant, saved, folder):
 
 def test_every_auto_class_loads_elsewhere(tmp_path):
     kinds = [(variant, saved) for variant in ("gqa", "gqa_talking") for saved in ("base", "language_model")]
-    kinds += [("latent", "language_model"), ("by layer", "language_model")]
+    kinds += [(variant, "language_model") for variant in ("latent", "by layer", "favor", "hedgehog")]
     rows = [row for row in ARCHITECTURES for _ in kinds]
     made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()
@@ -150,7 +156,7 @@ def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
     standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "functools", "math"}
-    standard |= {"json", "re", "sys", "typing"}
+    standard |= {"json", "re", "sys", "typing", "zlib"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]

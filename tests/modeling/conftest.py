@@ -1,5 +1,7 @@
 """What the modeling tests share."""
 
+import logging
+
 import pytest
 import torch
 
@@ -23,3 +25,11 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What transformers and this package log while loading, as under their default verbosity."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    return caplog

@@ -65,6 +65,9 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
         layer_idx=0,
         is_causal=False,
         reach=None,
+        score=None,
+        kernel=None,
+        compression=None,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)

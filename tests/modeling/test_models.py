@@ -29,7 +29,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head of each architecture stands for the others where only the attention matters.
 BASE = BASE_HEADS
 # Files that travel with an architecture, beside those of all.
-FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["encoder_decoder_mixins.py", "t5_family.py"]}
+FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["encoder_decoder_mixins.py", "t5_family.py", "transient_global.py"]}
 
 
 def outputs(model, batch, **kwargs):
@@ -85,9 +85,12 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.py")) == sorted(
         [
+            "additive_score.py",
+            "attention_kernels.py",
             "attention_patterns.py",
             "attention_sites.py",
             "attention_variants.py",
+            "block_patterns.py",
             "configuration_attn_variants.py",
             "decoder_caches.py",
             "encoder_decoder_config.py",
@@ -96,9 +99,14 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "global_tokens.py",
             "latent_attention.py",
             "layer_values.py",
+            "linear_attention.py",
             "loading_checks.py",
+            "memory_compression.py",
             f"{architecture.config_class.modeling_file}.py",
+            "new_parameters.py",
             "query_folding.py",
+            "scattered_attention.py",
+            "sinusoidal_positions.py",
             "sliding_window_attention.py",
             "talking_heads.py",
             "talking_heads_blocked.py",

@@ -11,7 +11,6 @@ from hf_attn_variants.modeling.attention_patterns import Reach
 from hf_attn_variants.modeling.attention_variants import attention_with_weights
 from hf_attn_variants.modeling.sliding_window_attention import (
     BlockWindows,
-    allowed_keys,
     as_full_attention,
     fills_blocks,
 )
@@ -156,7 +155,7 @@ def test_blocks_read_every_key_of_their_windows_once(fields, n, m):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)
-    allowed = allowed_keys(reach, positions[m - n :], positions)
+    allowed = reach.allowed(positions[m - n :], positions)
     assert read.max() == 1 and not (allowed & (read == 0)).any()
 
 

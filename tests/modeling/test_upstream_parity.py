@@ -1,6 +1,5 @@
 """The multi-head variant, loaded from upstream's own checkpoint, is upstream's model to rounding."""
 
-import logging
 import re
 
 import pytest
@@ -132,14 +131,6 @@ def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
     batch = BERT.batch("BertModel")
     with torch.no_grad():
         assert_same_outputs(again(**batch), model(**batch))
-
-
-@pytest.fixture
-def said(monkeypatch, caplog):
-    """What transformers and this package log while loading, as under their default verbosity."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    caplog.set_level(logging.WARNING, "transformers")
-    return caplog
 
 
 @pytest.mark.parametrize(

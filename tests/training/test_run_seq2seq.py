@@ -231,10 +231,12 @@ def test_a_model_that_refuses_a_cache_decodes_without_one(run, t5, tmp_path):
 def test_a_model_from_scratch_is_the_variant_asked_for(run, t5):
     scratch = ["--model_type", "t5", "--tokenizer_name", t5, "--num_key_value_heads", 1, "--max_train_steps", 2]
     fields = "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4"
-    results = run(*scratch, "--config_overrides", fields, model=None)
+    others = ["--position_embedding_type", "sinusoidal", "--score_function", "additive"]
+    results = run(*scratch, *others, "--config_overrides", fields, model=None)
     model = AutoModelForSeq2SeqLM.from_pretrained(run.out)
     assert type(model).__name__ == "AttnVariantT5ForConditionalGeneration" and model.config.num_key_value_heads == 1
     assert model.decoder.block[1].layer[0].SelfAttention.k.weight.shape == (8, 32)
+    assert (model.config.position_embedding_type, model.config.score_function) == ("sinusoidal", "additive")
     tokenizer = AutoTokenizer.from_pretrained(t5)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.decoder_start_token_id == tokenizer.pad_token_id

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...languages import set_languages
+from ...modeling.attention_kernels import has_kernel
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
@@ -37,6 +38,8 @@ def why_not_calibrated(plan: ConversionPlan) -> str | None:
     if talking_heads is not None:
         what = f"the source has talking heads ({talking_heads!r}), whose do not"
         return f"it fits heads whose weights sum to one; {what}"
+    if has_kernel(plan.source_config):
+        return "it fits to a softmax's outputs; the source has a kernel in its place"
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
         return (
@@ -55,7 +58,8 @@ def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -
     method = plan.method
     if calibration is not None and not plan.reduced and any(module.projections for module in plan.modules):
         raise ValueError(
-            "a calibration fits fewer key/value heads or a latent; talking heads are added without: leave it out."
+            "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: leave "
+            "it out."
         )
     if not isinstance(method, CalibratedMethod) or not plan.reduced:
         return None
@@ -179,7 +183,9 @@ class _Course:
         self._calibration, self._batches = calibration, (used, held_out)
         # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
         self._steps = 1 + method.steps(calibration)
-        parts = [(m.heads.relation == "pool") + (m.heads.rank_relation == "compress") for m in plan.reduced]
+        parts = [
+            (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
+        ]
         self._bar = progress_bar(total=self._steps * sum(parts), desc="calibrating", unit="step", smoothing=0)
         self._parts_done = 0
         self._errors: list[float | None] = []
@@ -221,6 +227,8 @@ class _Course:
             tensors = self._with_new_heads(visit) if tensors is None else tensors.to(visit.tensors.query_weight.device)
             if visit.heads.rank_relation == "compress":
                 tensors = self._with_latent(visit, tensors)
+            if visit.module.gets_kernel:
+                tensors = self._with_kernel(visit, tensors)
             details = _output_errors(visit.tensors, tensors, visit.heads, visit.layer)
             self._method.remember(name, visit.tensors, replace(tensors, details=details))
             self._errors.append(details["output_relative_error"])
@@ -263,25 +271,40 @@ class _Course:
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.rank[1])
-        with torch.no_grad():
-            targets = [attend(visit.tensors, batch, heads.query)[0] for batch in visit.inputs]
-        # That of its new heads alone is not what the report means.
-        details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
         tensors = self._method.with_latent(
-            replace(tensors, details=details),
+            _without_error(tensors),
             heads,
             visit.layer,
             visit.inputs,
-            targets,
+            _outputs(visit),
             self._calibration,
             LatentInText(weight, forms, module.site.shares_latent),
         )
         self._part_done()
         return tensors
 
+    def _with_kernel(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
+        tensors = _without_error(tensors).with_new_kernel(visit.module.kernel[1], visit.heads)
+        targets = _outputs(visit)
+        tensors = self._method.with_kernel(tensors, visit.heads, visit.layer, visit.inputs, targets, self._calibration)
+        self._part_done()
+        return tensors
+
     def _part_done(self) -> None:
         self._parts_done += 1
         self._bar.update(self._steps * self._parts_done - self._bar.n)
+
+
+@torch.no_grad()
+def _outputs(visit: _Visit) -> list[torch.Tensor]:
+    """Return the source's outputs on the text, [b, n, D] each."""
+    return [attend(visit.tensors, batch, visit.heads.query)[0] for batch in visit.inputs]
+
+
+def _without_error(tensors: AttentionTensors) -> AttentionTensors:
+    # That of its new heads alone is not what the report means.
+    details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
+    return replace(tensors, details=details)
 
 
 @torch.no_grad()
@@ -300,7 +323,7 @@ def _output_errors(
     details = dict(converted.details)
     if "output_relative_error" not in details:
         details["output_relative_error"] = rounded(layer.held_out_error(converted))
-    if heads.relation != "pool":
+    if heads.relation != "pool" or converted.kernel is not None:
         return details
     averaged = MeanPooling().pool(tensors, heads, layer)
     return details | {"output_relative_error_averaged": rounded(layer.held_out_error(averaged))}

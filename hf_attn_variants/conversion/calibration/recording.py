@@ -15,6 +15,7 @@ from transformers.masking_utils import eager_mask
 
 from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
+from ...modeling.linear_attention import attend_by_kernel
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 
@@ -64,13 +65,19 @@ class AttentionInputs:
 
 
 def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one attention on recorded inputs, by torch's fused kernels.
+    """Run one attention on recorded inputs, by torch's fused kernels or by its own one.
 
     Returns:
         The output [b, n, D] and the heads' outputs [b, n, h*d]. Those of a query that may read nothing, and their
         gradients, are arbitrary: read the valid ones alone.
     """
-    context = fused_attention(*_projected(tensors, inputs, query_heads), **_options(inputs)).flatten(2)
+    projected = _projected(tensors, inputs, query_heads)
+    if tensors.kernel is None:
+        context = fused_attention(*projected, **_options(inputs)).flatten(2)
+    else:
+        # The last query's row is of all keys but padding.
+        mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
+        context = attend_by_kernel(tensors, *projected, mask, inputs.scaling)[0].flatten(2)
     return tensors.project("output", context), context
 
 

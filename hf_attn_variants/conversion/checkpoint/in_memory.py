@@ -23,6 +23,7 @@ class ModelReader:
                 f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
             )
         self._tensors = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".kernel_vectors")}
         self.entries = {}
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:
@@ -54,7 +55,10 @@ def assemble(
         built = model_class(config)
     sources = dict(model.named_parameters(remove_duplicate=False))
     parameters: dict[int, nn.Parameter] = {}
+    buffers = {name for name, _ in built.named_buffers()} & tensors.keys()  # a kernel's random vectors
     for name, tensor in tensors.items():
+        if name in buffers:
+            continue
         source = sources.get(name)
         if id(source) not in parameters or source is None:
             if copy and source is not None and tensor.data_ptr() == source.data_ptr():
@@ -63,6 +67,8 @@ def assemble(
         _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
     for name, buffer in model.named_buffers():
         _set_tensor(built, name, buffer.clone())
+    for name in buffers:
+        _set_tensor(built, name, tensors[name].clone())
     return _with_state(built, model)
 
 

@@ -132,6 +132,21 @@ class CalibratedMethod(ABC):
         """
         return on_latent(tensors, latent.weight, latent.forms)
 
+    def with_kernel(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+    ) -> AttentionTensors:
+        """Return an attention, its heads new already, whose kernel is as a new model has it, fitted to the targets.
+
+        Arguments as for `with_latent`.
+        """
+        return tensors
+
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return what the calibration made of this layer.
 

@@ -88,6 +88,19 @@ class Calibrated(CalibratedMethod):
         fixed = tensors.latent_weight if latent.is_shared else None
         return self._fitted(tensors, heads, layer, inputs, targets, calibration, fixed)
 
+    def with_kernel(
+        self,
+        tensors: AttentionTensors,
+        heads: HeadCounts,
+        layer: LayerContext,
+        inputs: Sequence[AttentionInputs],
+        targets: Sequence[torch.Tensor],
+        calibration: Calibration,
+    ) -> AttentionTensors:
+        """Return the output refitted, then the kernel's maps and all projections fitted."""
+        tensors = refit_output(tensors, heads, inputs, targets)
+        return self._fitted(tensors, heads, layer, inputs, targets, calibration)
+
     def _fitted(
         self,
         closed: AttentionTensors,

@@ -5,7 +5,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...model_history import ModelHistory, source_history, write_history
 from ...progress import no_progress_bars
 from . import outputs
 from .checkpoints import find_checkpoint, list_checkpoints
+from .folder_lock import held_folder
 from .settings import TrainingSettings
 
 __all__ = ["configure_deepspeed", "open_session", "start_run"]
@@ -46,8 +47,8 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
 
     Raises:
         ValueError, OSError: if the machine cannot do what the settings ask for, the checkpoint to resume from is not
-            there, the output folder is not free or cannot be written to, or several processes were launched that know
-            nothing of each other.
+            there, the output folder is not free, in use by another run, or cannot be written to, or several processes
+            were launched that know nothing of each other.
         KeyboardInterrupt, TerminatedError: as the run does, with a message that says how to go on.
     """
     _check_machine(settings)
@@ -77,7 +78,10 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()  # every process has seen the folder before one writes into it
         if accelerator.is_main_process:
             made = _make_output_dir(settings.output_dir)
-        with no_progress_bars(settings.disable_tqdm):
+        held = held_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
+        with held as was_in_use, no_progress_bars(settings.disable_tqdm):
+            if was_in_use:
+                _check_output_dir(settings)
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
         advice = _how_to_go_on(settings) if accelerator in _started else "nothing was changed"

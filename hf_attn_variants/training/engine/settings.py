@@ -80,6 +80,10 @@ class NewModelSettings(ModelSettings):
     talking_heads: str | None = option(
         "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")
     )
+    position_embedding_type: str | None = option(
+        "Positions in place of the architecture's own.", None, resume=ALWAYS, choices=("sinusoidal",)
+    )
+    score_function: str | None = option("Scores in place of dot products.", None, resume=ALWAYS, choices=("additive",))
 
     def check(self) -> None:
         super().check()

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from ... import progress
-from ...files import LOG_FILE, atomic_write
+from ...files import LOG_FILE, atomic_write, parse_json
 from .checkpoints import last_good_checkpoint
 from .options import Settings
 
@@ -71,7 +71,7 @@ class RunLog:
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a `train_log.jsonl`; none where there is no file."""
     path = Path(path)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _finite(value: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 from datasets import load_dataset
 
+from ...files import parse_json
+
 __all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad", "load_squad_hub", "read_squad"]
 
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
@@ -62,7 +64,7 @@ def _load_json(path: Path) -> Any:
     if not content.strip():
         raise ValueError(f"{path} is empty")
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:  # a UnicodeDecodeError as well
         raise ValueError(f"{path} is not JSON: {error}") from error
 

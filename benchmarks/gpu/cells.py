@@ -1,0 +1,129 @@
+"""A part of the GPU run: cells, each measured once, in a JSON file that is whole after each of them.
+
+What a cell returns is its result; what it raises is its result too, and the next one goes on. A cell that was begun
+and never ended (it hung, or took the process with it) is tried once more, then left.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from machine import machine
+
+from hf_attn_variants.files import atomic_write, load_json
+
+# A part's exit status: all cells have a result; time is up; the device must be opened anew, by a new process.
+COMPLETE, UNFINISHED, DEVICE_LOST = 0, 3, 4
+MAX_TRIES = 2
+# After such an error every later call of the process fails.
+DEVICE_ERRORS = ("CUDA error", "device-side assert", "CUDNN_STATUS", "CUBLAS_STATUS_EXECUTION_FAILED")
+
+Cells = dict[str, Callable[[], dict[str, Any]]]
+
+
+def parse_part(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return what `run.py` gives each part."""
+    parser = argparse.ArgumentParser(description="A part of benchmarks/gpu/run.py, which starts it.")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--output", type=Path, required=True, help="the part's JSON")
+    parser.add_argument("--deadline", type=float, required=True, help="seconds since 1970: no cell begins after it")
+    return parser.parse_args(arguments)
+
+
+def run_cells(args: argparse.Namespace, cells: Cells) -> int:
+    """Measure the cells that have no result yet, write the JSON after each, and return the exit status.
+
+    Raises:
+        SystemExit: if the file there is of another device, size or version.
+    """
+    transformers.logging.set_verbosity_error()
+    report = _report(args)
+    found = report["cells"]
+    report["cells_in_all"] = len(cells)
+    for name, measure in cells.items():
+        cell = found.get(name, {"status": "begun", "tries": 0})
+        if cell["status"] != "begun":
+            continue
+        if cell["tries"] >= MAX_TRIES:
+            found[name] = cell | {"status": "failed", "error": f"it was begun {MAX_TRIES} times and never ended"}
+            _write(args, report)
+            continue
+        if time.time() > args.deadline:
+            _write(args, report)
+            return UNFINISHED
+        found[name] = {"status": "begun", "tries": cell["tries"] + 1}
+        _write(args, report)
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        result, lost = _measured(measure)
+        found[name] |= {"seconds": round(time.perf_counter() - start, 2)} | result
+        _write(args, report)
+        print(f"{name}: {_line(found[name])}", flush=True)
+        if lost:
+            return DEVICE_LOST
+    _write(args, report)
+    return COMPLETE
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return |got - want| / |want| of all numbers together, in float64 on the CPU."""
+    got, want = (tensor.detach().to("cpu", torch.float64) for tensor in (got, want))
+    return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return a cell's result, or its error, and whether the device is lost."""
+    try:
+        return {"status": "done"} | measure(), False
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+    gc.collect()  # the traceback held its tensors
+    lost = any(mark in text for mark in DEVICE_ERRORS)
+    if torch.cuda.is_available() and not lost:
+        torch.cuda.empty_cache()
+    return {"status": "failed", "error": text[:2000], "where": where}, lost
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the report so far; only what was measured alike goes into one file."""
+    here = machine(args.device)
+    made = {"device": args.device, "tiny": args.tiny}
+    made |= {"device_name": here["device"]} | {name: here[name] for name in ("torch", "hf_attn_variants")}
+    if not args.output.exists():
+        return {"part": args.output.stem, "made": made, "machine": here, "cells": {}}
+    report = load_json(args.output)
+    if report["made"] != made:
+        sys.exit(f"error: {args.output} was measured with {report['made']}, this is {made}: give another --output_dir")
+    return report
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    atomic_write(args.output, json.dumps(report, indent=1) + "\n")
+
+
+def _line(cell: dict[str, Any]) -> str:
+    if cell["status"] == "failed":
+        return f"FAILED: {cell['error'].splitlines()[0]}"
+    met = {True: "met", False: "NOT met"}.get(cell.get("met"), "done")
+    return f"{met}, {cell['seconds']} s"
+
+
+def main(make_cells: Callable[[argparse.Namespace], Cells]) -> None:
+    """Run a part's cells as its process; ends with the exit status."""
+    args = parse_part()
+    status = run_cells(args, make_cells(args))
+    sys.stdout.flush()
+    # A hung or broken device must not keep the process from its end.
+    os._exit(status)

@@ -1,0 +1,106 @@
+"""T5-base and T5-large decode: tokens a second, memory and the largest batch, by batch; `decode.py` at a GPU's sizes.
+
+Beside upstream's are multi-head attention, two key/value heads, one, cross-attention that reads the encoder's outputs
+themselves ("exact"), and one from latents a quarter as wide. Goal: exact, at batch 64 and a source of 2,048 tokens,
+1.5 times upstream's speed.
+"""
+
+import argparse
+from functools import cache
+from typing import Any
+
+import decode
+import torch
+from cells import Cells, main
+from machine import synchronize
+
+SOURCE = 2048
+# First what the goal is about. None: the largest batch. Each change of the shape makes all models anew.
+SETTINGS = [("t5-base", 64), *(("t5-large", batch) for batch in (64, 256, 1, None))]
+SETTINGS += [*(("t5-base", batch) for batch in (256, 1, None, 16)), ("t5-large", 16)]
+TINY_SETTINGS = [("tiny", 2), ("tiny", 1), ("tiny", None)]
+GOAL, GOAL_BATCH = 1.5, 64
+MOST_BATCH = 8192
+TRIED = 2  # new tokens, to see whether a batch fits
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """Speed by shape and batch; the largest batches; a compiled step with a static cache."""
+    cells: Cells = {}
+    for shape, batch in TINY_SETTINGS if args.tiny else SETTINGS:
+        if batch is None:
+            cells[f"{shape}, largest batch"] = lambda shape=shape: largest_batches(shape, args)
+        else:
+            cells[f"{shape}, batch {batch}"] = lambda shape=shape, batch=batch: speed(shape, batch, args)
+    first = next(iter(cells)).split(",")[0]
+    for batch in (1, GOAL_BATCH) if args.device == "cuda" else ():
+        cells[f"{first}, batch {batch}, compiled, static cache"] = lambda batch=batch: speed(
+            first, batch, args, "--cache", "static", "--compile"
+        )
+    return cells
+
+
+@cache
+def contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the settings of `decode.py`, and the models by name."""
+    width, heads = decode.SHAPES[shape]["d_model"], decode.heads_of(decode.SHAPES[shape])
+    argv = ["--shape", shape, "--device", device, "--dtype", "bfloat16" if device == "cuda" else "float32"]
+    argv += ["--num_key_value_heads", str(heads), "2", "1", "--cross_kv_lora_rank", str(width), str(width // 4)]
+    argv += ["--max_new_tokens", "32" if device == "cuda" else "3", "--repeats", "3" if device == "cuda" else "1"]
+    # Other shapes' models would be in the way of the largest batch.
+    contestants.cache_clear()
+    settings = decode.parse_args([*argv, *flags])
+    return settings, decode.build_models(settings)
+
+
+def speed(shape: str, batch: int, args: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """Return `decode.py`'s rows of the models whose batch fits, and each one's memory."""
+    settings, models = contestants(shape, args.device, *flags)
+    source = 8 if args.tiny else SOURCE
+    peaks = {name: peak_bytes(model, settings, batch, source) for name, model in models.items()}
+    fitting = {name: model for name, model in models.items() if peaks[name] is not None}
+    rows = decode.measure(fitting, settings, batch, source)
+    result: dict[str, Any] = {"peak_bytes": peaks, "out_of_memory": sorted(set(models) - set(fitting)), "rows": rows}
+    if args.device == "cuda" and batch == GOAL_BATCH and not flags:
+        exact = [row["speedup"] for row in rows if row["model"] == "exact"]
+        result["met"] = bool(exact) and rows[0]["model"] == decode.UPSTREAM and exact[0] >= GOAL
+    return result
+
+
+@torch.no_grad()
+def peak_bytes(model: Any, settings: argparse.Namespace, batch: int, source: int) -> int | None:
+    """Return the bytes that decoding a batch adds at its peak, the encoder's outputs among them; None: too many.
+
+    A CPU's are not known: 0.
+    """
+    few = argparse.Namespace(**vars(settings) | {"max_new_tokens": TRIED})
+    on_cuda = settings.device == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    try:
+        decode.decode(model, *decode.source_of(model, few, batch, source), few)
+        synchronize(settings.device)
+    except torch.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated() - before if on_cuda else 0
+
+
+def largest_batches(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return of each model the largest power of two that fits beside all models' weights, and its bytes."""
+    settings, models = contestants(shape, args.device)
+    source, most = (8, 4) if args.tiny else (SOURCE, MOST_BATCH)
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        batch, taken = 64 if not args.tiny else 1, None
+        while batch <= most and (peak := peak_bytes(model, settings, batch, source)) is not None:
+            taken = {"batch": batch, "peak_bytes": peak}
+            batch *= 2
+        found[name] = (taken or {"batch": None}) | {"next_one_fits": None if batch > most else False}
+    weights = sum(p.numel() * p.element_size() for model in models.values() for p in model.parameters())
+    return {"source": source, "models": found, "weights_of_all_bytes": weights}
+
+
+if __name__ == "__main__":
+    main(make_cells)

@@ -1,0 +1,75 @@
+"""The talking-heads kernels beside torch's fused attention, which mixes no heads, and the compiled formula.
+
+BERT-base's 12 heads of 64, some 16,384 tokens a call. Goals: at most three times fused attention's time, five times
+the compiled formula's speed, memory linear in the length.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from cells import Cells, main
+from peers import MODES, memory_row, side_by_side
+from talking_heads_peers import make_inputs, make_peers, make_step
+
+LENGTHS = (2048, 512, 8192, 1024, 4096, 16384)
+TOKENS = 16384
+HEADS, HEAD_DIM = 12, 64
+PEERS = ["sdpa", "triton", "compiled", "naive", "blocked"]
+# The compiler takes up to half a minute a peer and length.
+COMPILED_LENGTHS = (2048, 512, 8192)
+MOST_OF_FUSED, LEAST_OF_COMPILED = 3.0, 5.0
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """Times by length; memory by length; then causal calls, dropout, float16."""
+    lengths = (64, 32) if args.tiny else LENGTHS
+    dtype = "float32" if args.device == "cpu" else "bfloat16"
+    cells: Cells = {}
+    for n in lengths:
+        cells[f"{n}, plain"] = lambda n=n: times(n, "plain", dtype, args)
+    for n in lengths:
+        cells[f"{n}, memory"] = lambda n=n: memory(n, dtype, args)
+    for n, option in [(lengths[0], "causal"), (lengths[0], "dropout"), (lengths[1], "bias")]:
+        cells[f"{n}, {option}"] = lambda n=n, option=option: times(n, option, dtype, args)
+    if args.device == "cuda":
+        cells[f"{lengths[0]}, float16"] = lambda: times(lengths[0], "plain", "float16", args)
+    return cells
+
+
+def chosen(n: int, device: str, tiny: bool) -> dict[str, Any]:
+    """Return the peers that are tried at a length."""
+    return make_peers(device, [name for name in PEERS if name != "compiled" or n in COMPILED_LENGTHS or tiny])
+
+
+def times(n: int, option: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds by peer, and ours beside the goals."""
+    heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
+    shape = (max(1, (2 * n if args.tiny else TOKENS) // n), heads, n, head_dim)
+    inputs = make_inputs(shape, option, args.device, getattr(torch, dtype))
+    peers = chosen(n, args.device, args.tiny)
+    row = side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
+    row |= {"shape": list(shape), "option": option, "dtype": dtype, "ratios": {}}
+    ours = "triton" if args.device == "cuda" else "blocked"
+    for mode in MODES:
+        mine = row[mode].get(ours)
+        for peer in ("sdpa", "compiled"):
+            if mine and row[mode].get(peer):
+                row["ratios"][f"{mode}, {peer}"] = mine / row[mode][peer]
+    if args.device == "cuda" and option == "plain":
+        fused = [ratio for name, ratio in row["ratios"].items() if name.endswith("sdpa")]
+        compiled = [ratio for name, ratio in row["ratios"].items() if name.endswith("compiled")]
+        reached = len(fused) == len(MODES) and max(fused) <= MOST_OF_FUSED
+        row["met"] = reached and all(ratio <= 1 / LEAST_OF_COMPILED for ratio in compiled)
+    return row
+
+
+def memory(n: int, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the MiB that a call of one sequence adds."""
+    names = ["sdpa", "triton", "naive", "blocked"]
+    heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
+    return memory_row(make_peers(args.device, names), heads, head_dim, n, dtype, args.device)
+
+
+if __name__ == "__main__":
+    main(make_cells)

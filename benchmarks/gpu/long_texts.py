@@ -1,0 +1,65 @@
+"""Attention whose cost is linear in the length, beside fused full attention, to 65,536 tokens; `sliding_window.py`'s.
+
+Attention alone (12 heads of 64), BERT-base's layer, memory. Windows, and each `attention_kernel` that the package has.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from cells import Cells, main
+from peers import memory_row, side_by_side
+from sliding_window import HEAD_DIM, HEADS, PEERS, bert_layer, layer_step, make_layers
+from talking_heads_peers import make_inputs, make_peers, make_step
+
+try:  # a package without them has windows alone
+    from hf_attn_variants.modeling.attention_kernels import KERNELS
+except ImportError:
+    KERNELS = ()
+
+LENGTHS = (16384, 4096, 65536, 1024)
+KINDS = ("attention", "layers", "memory")
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """A cell a length and kind."""
+    measures = {"attention": attention, "layers": layers, "memory": memory}
+    return {
+        f"{kind}, {n}": lambda kind=kind, n=n: measures[kind](n, args)
+        for n in ((512,) if args.tiny else LENGTHS)
+        for kind in KINDS
+    }
+
+
+def _heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
+    return 1 if args.tiny else HEADS, "bfloat16" if args.device == "cuda" else "float32"
+
+
+def attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of full attention and of windows."""
+    heads, dtype = _heads_and_dtype(args)
+    inputs = make_inputs((1, heads, n, HEAD_DIM), "plain", args.device, getattr(torch, dtype))
+    peers = make_peers(args.device, PEERS)
+    return side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
+
+
+def layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of whole layers: full, windows, Longformer's, and each kernel's."""
+    heads, dtype = _heads_and_dtype(args)
+    size = heads * HEAD_DIM
+    made = make_layers(size, n)
+    made |= {f"BERT layer, {name}": bert_layer(size, attention_kernel=name) for name in KERNELS if name is not None}
+    for layer in made.values():
+        layer.to(args.device, getattr(torch, dtype))
+    states = torch.randn(1, n, size, device=args.device, dtype=getattr(torch, dtype), requires_grad=True)
+    return side_by_side(lambda layer, training: layer_step(layer, states, training), made, args.device)
+
+
+def memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the MiB that a call of attention alone adds."""
+    heads, dtype = _heads_and_dtype(args)
+    return memory_row(make_peers(args.device, PEERS), heads, HEAD_DIM, n, dtype, args.device)
+
+
+if __name__ == "__main__":
+    main(make_cells)

@@ -1,0 +1,204 @@
+"""Every host beside upstream's on the device: outputs, gradients, tokens; and every variant beside the CPU's.
+
+Half precision differs by rounding: our model may be as far from upstream's float32 as upstream's own half-precision
+model is, and half as far again. The hosts are those of the tests, at their tiny sizes; `real` ones have heads of 64
+and 512 tokens, where other kernels serve.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+from architectures import ALBERT, ARCHITECTURES, BASE_HEADS, BERT, T5, VARIANTS, Architecture
+from cells import Cells, main, relative_error
+from relatives import RELATIVES
+
+import hf_attn_variants
+
+DTYPES = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("eager", "sdpa")
+# Of float32: sums in another order. Of half precision: so many times upstream's own error, and two roundings of the
+# format: by chance a handful of numbers may lie near upstream's float32.
+FLOAT32_LIMIT, TIMES_UPSTREAMS, SPARE = 2e-5, 1.5, {"bfloat16": 2**-7, "float16": 2**-10}
+# Of a variant beside itself on the CPU in float32.
+VARIANT_LIMITS = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
+HOSTS = (*ARCHITECTURES, *RELATIVES)
+REAL_LENGTH, REAL_BATCH = 512, 4
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 3072, "hidden_size": 768}
+SIZES |= {"vocab_size": 32000, "max_position_embeddings": 512}
+REAL = {
+    "bert": (BERT, SIZES),
+    "albert": (ALBERT, SIZES | {"embedding_size": 128}),
+    "t5": (T5, {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 2, "num_heads": 12, "vocab_size": 32000}),
+}
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """One cell a host and number format, then the real sizes, then a variant and format each."""
+    cells: Cells = {}
+    for host in HOSTS:
+        for dtype in DTYPES:
+            cells[f"{host.name}, {dtype}"] = lambda host=host, dtype=dtype: host_parity(host, args.device, dtype)
+    for name, (host, sizes) in REAL.items():
+        for dtype in DTYPES if not args.tiny else ():
+            cells[f"real {name}, {dtype}"] = lambda host=host, sizes=sizes, dtype=dtype: real_parity(
+                replace(host, tiny=host.tiny | sizes), args.device, dtype
+            )
+    for host in ARCHITECTURES:
+        for variant in VARIANTS:
+            for dtype in DTYPES:
+                cells[f"{host.name} {variant}, {dtype}"] = lambda host=host, variant=variant, dtype=dtype: (
+                    variant_parity(host, variant, args.device, dtype)
+                )
+    return cells
+
+
+def host_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
+    """Return the largest errors over a host's heads, both implementations; the gradients' and the tokens' too."""
+    worst: dict[str, float] = {"ours": 0.0, "upstream": 0.0}
+    misses, tokens = [], None
+    for head in host.heads:
+        upstream, ours = pair(host, head)
+        batch = host.batch(head, labels=True)
+        with torch.no_grad():
+            exact = outputs(upstream.to(device), to_device(batch, device))
+        for implementation in IMPLEMENTATIONS:
+            for model in (upstream, ours):
+                model.set_attn_implementation(implementation)
+                model.to(device, getattr(torch, dtype))
+            errors = compare(ours, upstream, to_device(batch, device, dtype), exact, with_gradients=dtype == "float32")
+            for name, (of_ours, of_upstream) in errors.items():
+                worst["ours"], worst["upstream"] = max(worst["ours"], of_ours), max(worst["upstream"], of_upstream)
+                if not of_ours <= limit(dtype, of_upstream):
+                    misses.append([head, implementation, name, of_ours, of_upstream])
+        if dtype == "float32" and (tokens is None or tokens):
+            found = same_tokens(ours, upstream, to_device(batch, device))
+            tokens = tokens if found is None else found
+    return {"errors": worst, "misses": misses, "same_tokens": tokens, "met": not misses and tokens is not False}
+
+
+def pair(host: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
+    """Return upstream's model of a head and ours, with the same weights."""
+    upstream = host.upstream_model(head)
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, **fields)).eval()
+    ours.load_state_dict(upstream.state_dict())
+    ours.tie_weights()
+    return upstream, ours
+
+
+def to_device(batch: dict[str, Any], device: str, dtype: str = "float32") -> dict[str, Any]:
+    """Return a batch on the device; what is no number of a token in the dtype."""
+    moved = {name: value.to(device) for name, value in batch.items()}
+    return {
+        name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for name, value in moved.items()
+    }
+
+
+def outputs(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that a model answers with."""
+    return {name: value for name, value in model(**batch).items() if isinstance(value, torch.Tensor)}
+
+
+def compare(
+    ours: Any, upstream: Any, batch: dict[str, Any], exact: dict[str, torch.Tensor], with_gradients: bool
+) -> dict[str, tuple[float, float]]:
+    """Return by output our error and upstream's; float32 has none but ours, against upstream's."""
+    with torch.set_grad_enabled(with_gradients):
+        mine, theirs = outputs(ours, batch), outputs(upstream, batch)
+    errors = {}
+    for name, want in exact.items():
+        of_upstream = 0.0 if with_gradients else relative_error(theirs[name], want)
+        errors[name] = (relative_error(mine[name], theirs[name] if with_gradients else want), of_upstream)
+    if with_gradients:
+        for model, found in ((ours, mine), (upstream, theirs)):
+            model.zero_grad()
+            torch.manual_seed(0)
+            output = next(iter(found.values()))
+            (output if "loss" in found else (output * torch.randn_like(output)).mean()).backward()
+        theirs = {name: each.grad for name, each in upstream.named_parameters() if each.grad is not None}
+        mine = {name: each.grad for name, each in ours.named_parameters() if name in theirs}
+        # A shared head has the gradient of all its copies: it is compared in no other shape.
+        alike = [name for name in mine if mine[name].shape == theirs[name].shape]
+        got, want = (torch.cat([each[name].flatten() for name in alike]) for each in (mine, theirs))
+        errors["gradients"] = (relative_error(got, want), 0.0)
+    return errors
+
+
+def limit(dtype: str, of_upstream: float) -> float:
+    """Return the error that ours may have."""
+    return FLOAT32_LIMIT if dtype == "float32" else TIMES_UPSTREAMS * of_upstream + SPARE[dtype]
+
+
+def same_tokens(ours: Any, upstream: Any, batch: dict[str, Any]) -> bool | None:
+    """Return whether both generate the same, greedily and by beams; None where the model does not generate."""
+    if not (ours.can_generate() and ours.config.is_encoder_decoder):
+        return None
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "input_features") if name in batch}
+    for beams in (1, 3):
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
+        if not torch.equal(ours.generate(**inputs, **options), upstream.generate(**inputs, **options)):
+            return False
+    return True
+
+
+def real_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
+    """Return errors at a real shape, padded to 512 tokens: multi-head, and two heads a group, upstream's repeated."""
+    head, errors = next(iter(host.heads)), {}
+    ids = torch.randint(5, 32000, (REAL_BATCH, REAL_LENGTH), device=device)
+    lengths = torch.tensor([REAL_LENGTH, REAL_LENGTH - 100, REAL_LENGTH // 2, 20], device=device)
+    mask = (torch.arange(REAL_LENGTH, device=device) < lengths[:, None]).long()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    batch |= {"decoder_input_ids": ids[:, :128]} if "decoder_input_ids" in host.batch(head) else {}
+    for name, upstream, ours in (("multi-head", *pair(host, head)), ("6 heads", *shared_heads(host, head, 6))):
+        with torch.no_grad():
+            exact = outputs(upstream.to(device), batch)
+        for implementation in IMPLEMENTATIONS:
+            for model in (upstream, ours):
+                model.set_attn_implementation(implementation)
+                model.to(device, getattr(torch, dtype))
+            found = compare(ours, upstream, batch, exact, with_gradients=dtype == "float32")
+            errors |= {f"{name}, {implementation}, {output}": pair_of for output, pair_of in found.items()}
+    misses = [name for name, (mine, theirs) in errors.items() if not mine <= limit(dtype, theirs)]
+    return {"errors": errors, "misses": misses, "met": not misses}
+
+
+def shared_heads(host: Architecture, head: str, kv_heads: int) -> tuple[Any, Any]:
+    """Return upstream's model whose key/value heads are alike in groups, and ours, which has one of each."""
+    upstream, wide = pair(host, head)
+    torch.manual_seed(0)
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, num_key_value_heads=kv_heads)).eval()
+    plain = {
+        name: value for name, value in upstream.state_dict().items() if value.shape == ours.state_dict()[name].shape
+    }
+    ours.load_state_dict(plain, strict=False)
+    with torch.no_grad():
+        modules = {path: module for _, path, module in wide.named_attentions()}
+        for site, path, module in ours.named_attentions():
+            heads = site.heads(ours.config, path)
+            groups = site.heads(wide.config, path).key // heads.key
+            for role in (site.key, site.value):
+                for name, value in module.get_submodule(role).named_parameters():
+                    copies = value.unflatten(0, (heads.key, -1)).repeat_interleave(groups, 0).flatten(0, 1)
+                    modules[path].get_submodule(role).get_parameter(name).copy_(copies)
+    upstream.load_state_dict(wide.state_dict())
+    return upstream, ours
+
+
+def variant_parity(host: Architecture, variant: str, device: str, dtype: str) -> dict[str, Any]:
+    """Return the error of a variant's outputs, on the device in a dtype, against the CPU's in float32."""
+    head = BASE_HEADS[host.name]
+    model, batch = host.model(head, variant), host.batch(head)
+    with torch.no_grad():
+        want = next(iter(outputs(model, batch).values()))
+        model.to(device, getattr(torch, dtype))
+        errors = {}
+        for implementation in IMPLEMENTATIONS:
+            model.set_attn_implementation(implementation)
+            found = outputs(model, to_device(batch, device, dtype))
+            errors[implementation] = relative_error(next(iter(found.values())), want)
+    return {"errors": errors, "met": max(errors.values()) <= VARIANT_LIMITS[dtype]}
+
+
+if __name__ == "__main__":
+    main(make_cells)

@@ -1,0 +1,45 @@
+"""Attention functions side by side, each of which may fail without taking the others along."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from talking_heads_memory import cpu_memory, cuda_memory
+from talking_heads_peers import interleaved
+
+MODES = ("forward", "training")
+
+
+def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: dict[str, Any], device: str) -> dict:
+    """Return median milliseconds: {"forward" | "training": {peer: ms}, "failures": {mode: {peer: error}}}.
+
+    Args:
+        make_step: (peer, whether with the backward pass) -> one step.
+        peers: by name; one that fails has its error in "failures" and no time.
+        device: where they run.
+    """
+    row: dict[str, Any] = {"failures": {}}
+    for mode in MODES:
+        steps = {}
+        for name, peer in peers.items():
+            try:
+                step = make_step(peer, mode == "training")
+                step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                steps[name] = step
+            except Exception as error:
+                if "CUDA error" in str(error):
+                    raise
+                row["failures"].setdefault(mode, {})[name] = f"{type(error).__name__}: {error}"[:500]
+        row[mode] = interleaved(steps, device, rounds=1 if device == "cpu" else 5)
+    return row
+
+
+def memory_row(
+    peers: dict[str, Any], heads: int, head_dim: int, length: int, dtype: str, device: str
+) -> dict[str, Any]:
+    """Return the MiB that a call adds at its peak, forward and training, by peer; see `talking_heads_memory`."""
+    if device == "cpu":
+        return cpu_memory(list(peers), heads, head_dim, [length], dtype, 1)[0]
+    return cuda_memory(peers, heads, head_dim, [length], dtype)[0]

@@ -1,0 +1,163 @@
+"""All that this package has to ask of a GPU, by one command: resumable, the most important parts first.
+
+Each part is a process, and writes a JSON file that is whole after each of its cells: what was measured is kept when
+the time is up, a kernel hangs or the machine goes, and the same command with the same --output_dir goes on. A failure
+is a cell's result, and the next cell goes on; --retry tries the failed ones again. A part that used less than its
+share of the minutes leaves the rest to the others.
+
+It needs torch, triton and transformers, and no network: weights are random, of real shapes.
+
+Example:
+    python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25
+    python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25 --parts parity kernel_truth --retry
+    python benchmarks/gpu/run.py --output_dir /tmp/tiny --device cpu --tiny
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hf_attn_variants.files import atomic_write, load_json  # noqa: E402
+
+# Each part, its minutes of 25, and what it shows; in order of importance.
+PARTS: dict[str, tuple[float, str]] = {
+    "parity": (3, "every host against upstream, in float32, bfloat16 and float16"),
+    "kernel_truth": (3, "the talking-heads kernels against the formula"),
+    "kernel_speed": (5, "the same beside fused attention and the compiled formula: time and memory"),
+    "decoding": (7, "T5-base and T5-large: tokens a second, memory, largest batch"),
+    "long_texts": (3, "windows and kernels linear in the length, to 65,536 tokens"),
+    "training_steps": (2.5, "training steps: tokens a second, share of the peak"),
+    "training_loop": (1.5, "the training loop in mixed precision, killed and resumed"),
+}
+# A part whose process ends by itself without being complete is started again so often at most.
+MAX_STARTS = 60
+# What a process is given beyond its deadline to end the cell that it is in.
+GRACE_SECONDS = 20
+# A part is not started for less: its imports take some.
+MIN_SECONDS = 30
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\nExample:")[0],
+        epilog="example:" + __doc__.split("Example:")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all of it, starting up included")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: to see that all of it runs")
+    parser.add_argument("--retry", action="store_true", help="try the cells again that failed")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "build/gpu")
+    args = parser.parse_args(arguments)
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be more than 0, got {args.minutes}")
+    if args.device == "cpu" and not args.tiny:
+        parser.error("--device cpu is for --tiny alone: real shapes would take it days")
+    return args
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the parts, print and write what came of them; returns 0 if every cell has a result that is no failure."""
+    deadline = time.time() + 60 * args.minutes
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    if args.retry:
+        for part in args.parts:
+            forget_failures(args.output_dir / f"{part}.json")
+    # In a second round what the others left over goes to the parts that were not done in their share.
+    problems: dict[str, str] = {}
+    for share_of_all in (False, True):
+        for part in args.parts:
+            share = args.minutes * PARTS[part][0] / sum(minutes for minutes, _ in PARTS.values())
+            end = deadline if share_of_all else min(deadline, time.time() + 60 * share)
+            left = end - time.time()
+            if not summary(args.output_dir, part)["complete"] and part not in problems and left > MIN_SECONDS:
+                print(f"== {part}: {PARTS[part][1]}; {left:.0f} s", flush=True)
+                problem = run_part(args, part, end)
+                problems |= {part: problem} if problem else {}
+    rows = [summary(args.output_dir, part) | {"problem": problems.get(part)} for part in args.parts]
+    atomic_write(args.output_dir / "summary.json", json.dumps(rows, indent=1) + "\n")
+    for row in rows:
+        print(
+            f"{row['part']}: {row['done']} of {row['cells'] or '?'} cells, {row['failed']} failed, "
+            f"{row['not_met']} not met, {row['seconds']:.0f} s"
+            f"{'' if row['complete'] else '; NOT complete'}{': ' + row['problem'] if row['problem'] else ''}"
+        )
+    print(f"wrote {args.output_dir}")
+    return int(any(row["failed"] or row["not_met"] or not row["complete"] for row in rows))
+
+
+def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None:
+    """Start a part's process until its cells are done or the time is up.
+
+    What ends it otherwise, a lost device or a crash of the interpreter, costs the cell that it was in.
+
+    Returns:
+        Why it could not begin, if it could not.
+    """
+    output = args.output_dir / f"{part}.json"
+    command = [sys.executable, str(HERE / f"{part}.py"), "--device", args.device, "--output", str(output)]
+    command += ["--deadline", str(deadline - GRACE_SECONDS / 2), *(["--tiny"] if args.tiny else [])]
+    folders = [str(path) for path in (ROOT, HERE, HERE.parent, ROOT / "tests")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for _ in range(MAX_STARTS):
+        started = time.time()
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            status = process.wait(timeout=max(1.0, deadline + GRACE_SECONDS / 2 - time.time()))
+        except subprocess.TimeoutExpired:
+            print(f"{part}: stopped at the end of its time", flush=True)
+            return None
+        finally:
+            stop_group(process)
+        before_any_cell = not output.exists() or output.stat().st_mtime < started
+        if before_any_cell and status:
+            # Its import failed, or it refuses the file that is there: it said so on stderr.
+            return f"ended with status {status} before its first cell"
+        if summary(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
+            return None
+    return f"not complete after {MAX_STARTS} starts"
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """End a part with what it started, if anything is left of them."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def summary(folder: Path, part: str) -> dict[str, Any]:
+    """Return a part's numbers of cells, and whether all have a result."""
+    path = folder / f"{part}.json"
+    report = load_json(path) if path.exists() else {"cells": {}, "cells_in_all": 0}
+    cells, in_all = report["cells"].values(), report.get("cells_in_all", 0)
+    row: dict[str, Any] = {"part": part, "cells": in_all}
+    row |= {status: sum(cell["status"] == status for cell in cells) for status in ("done", "failed")}
+    row["not_met"] = sum(cell.get("met") is False for cell in cells)
+    row["seconds"] = sum(cell.get("seconds", 0.0) for cell in cells)
+    return row | {"complete": in_all > 0 and row["done"] + row["failed"] == in_all}
+
+
+def forget_failures(path: Path) -> None:
+    """Take the failed cells out of a part's file."""
+    if path.exists():
+        report = load_json(path)
+        report["cells"] = {name: cell for name, cell in report["cells"].items() if cell["status"] == "done"}
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_args()))

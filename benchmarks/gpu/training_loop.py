@@ -1,0 +1,138 @@
+"""The package's training loop in mixed precision: does it learn, and does a killed run go on as one that was not?
+
+Texts count upwards, so that a masked token follows from its neighbours. Each run is a process; SIGKILL comes inside a
+step, or when a checkpoint is about to be renamed. On a CPU the resumed run has the same bits; a GPU's sums may differ.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from cells import Cells, main
+from fixtures.processes import Signal
+from torch.utils.data import DataLoader
+
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.engine.loop_settings import LoopSettings
+from hf_attn_variants.training.engine.losses import label_objective, plain_logits
+
+SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+WORDS, LENGTH, MASK = 64, 32, 1
+# The loss of the last steps is to be below this share of the first ones'.
+LEARNED = 0.7
+# Whether it comes in a checkpoint, and after which share of the steps; a quarter of them is between checkpoints.
+KILLS = {"in a step": (False, 0.65), "in a checkpoint": (True, 0.5)}
+CLOSE = 2e-2
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """A cell a precision: it learns; then both kills in each."""
+    precisions = ("bf16", "fp16", "no") if args.device == "cuda" else ("no",)
+    cells: Cells = {
+        f"learns, {precision}": lambda precision=precision: learns(precision, args) for precision in precisions
+    }
+    for precision in precisions[: 2 if args.device == "cuda" else 1]:
+        for name in KILLS:
+            cells[f"killed {name}, {precision}"] = lambda precision=precision, name=name: killed(precision, name, args)
+    return cells
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    """Return texts that count upwards, a sixth of their tokens masked."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        first = torch.randint(WORDS, (1,), generator=generator)
+        ids = 2 + (first + torch.arange(LENGTH)) % WORDS
+        hidden = torch.rand(LENGTH, generator=generator) < 1 / 6
+        made.append({"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)})
+    return made
+
+
+def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, kill: str | None) -> None:
+    """Train in this process; `kill` names one of `KILLS`."""
+    steps = 12 if tiny else 200
+    if kill is not None:
+        in_checkpoint, share = KILLS[kill]
+        Signal(signal.SIGKILL, round(share * steps), in_checkpoint=in_checkpoint).prepare()
+    torch.manual_seed(0)
+    fields = TINY if tiny else SIZES
+    model = AttnVariantBertForMaskedLM(AttnVariantBertConfig(vocab_size=WORDS + 2, num_key_value_heads=2, **fields))
+    accelerator = Accelerator(
+        cpu=device == "cpu", mixed_precision=precision, step_scheduler_with_optimizer=False, rng_types=[]
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if tiny else 5e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    # Without a generator of its own, opening it would draw from the numbers that dropout goes by.
+    loader = DataLoader(rows(8 if tiny else 1024), batch_size=4 if tiny else 32, generator=torch.Generator())
+    prepared = accelerator.prepare(model, optimizer, schedule, loader)
+    settings = LoopSettings(
+        output_dir=folder,
+        total_steps=steps,
+        logging_steps=1,
+        checkpointing_steps=steps // 4,
+        resume_from_checkpoint="latest" if resume else None,
+        disable_tqdm=True,
+    )
+    Path(folder).mkdir(exist_ok=True)
+    loop = TrainingLoop(accelerator, *prepared, label_objective(plain_logits), settings)
+    loop.run()
+    (Path(folder) / "results.json").write_text(json.dumps(loop.results(len(loader.dataset))))
+
+
+def run(folder: Path, precision: str, args: argparse.Namespace, resume: bool = False, kill: str | None = None) -> int:
+    """Train in a process of its own; return its exit status.
+
+    Raises:
+        RuntimeError: if it failed otherwise than by the kill.
+    """
+    call = f"train({str(folder)!r}, {args.device!r}, {precision!r}, {args.tiny}, {resume}, {kill!r})"
+    command = [sys.executable, "-c", f"from training_loop import train; {call}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != (-signal.SIGKILL if kill else 0):
+        raise RuntimeError(f"the run ended with {done.returncode}: {done.stderr[-1500:]}")
+    return done.returncode
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the loss of each step."""
+    records = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def learns(precision: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the first and last losses of a run, and its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder) / "run", precision, args)
+        found = losses(Path(folder) / "run")
+        results = json.loads((Path(folder) / "run/results.json").read_text())
+    part = max(1, len(found) // 10)
+    first, last = sum(found[:part]) / part, sum(found[-part:]) / part
+    return {"first_loss": first, "last_loss": last, "results": results, "met": args.tiny or last < LEARNED * first}
+
+
+def killed(precision: str, kill: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return how far the losses of a killed and resumed run are from those of a whole one."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole, cut = Path(folder) / "whole", Path(folder) / "cut"
+        run(whole, precision, args)
+        run(cut, precision, args, kill=kill)
+        left = sorted(path.name for path in cut.iterdir())
+        run(cut, precision, args, resume=True)
+        expected, found = losses(whole), losses(cut)
+    gap = max((abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=False)), default=float("inf"))
+    met = len(found) == len(expected) and (gap == 0 if args.device == "cpu" else gap <= CLOSE)
+    return {"steps": len(found), "largest_relative_gap": gap, "same_bits": found == expected, "left": left, "met": met}
+
+
+if __name__ == "__main__":
+    main(make_cells)

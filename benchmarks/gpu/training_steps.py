@@ -1,0 +1,99 @@
+"""Training steps in bfloat16 and float16: tokens a second, and the share of a large matrix product's speed (MFU).
+
+BERT-base on masked words and T5-base on targets, with upstream's attention and ours; the models take turns.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cells import Cells, main
+from decode import SHAPES
+from talking_heads_peers import interleaved
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from hf_attn_variants.training.engine.throughput import TrainingCost, matmul_flops_per_second
+
+BERT = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+CONTESTANTS: dict[str, dict[str, Any] | None] = {
+    "upstream": None,
+    "MHA": {},
+    "GQA-4": {"num_key_value_heads": 4},
+    "MQA": {"num_key_value_heads": 1},
+    "talking heads": {"talking_heads": "both"},
+}
+
+
+def make_cells(args: argparse.Namespace) -> Cells:
+    """A cell a model and number format."""
+    cells: Cells = {}
+    for dtype in ("bfloat16", "float16") if args.device == "cuda" else ("bfloat16",):
+        for kind in ("bert", "t5"):
+            cells[f"{kind}, {dtype}"] = lambda kind=kind, dtype=dtype: speed(kind, dtype, args)
+    return cells
+
+
+def make_model(kind: str, fields: dict[str, Any] | None, args: argparse.Namespace) -> torch.nn.Module:
+    """Return a model of random weights in training mode."""
+    shape = BERT | (TINY_BERT if args.tiny else {}) if kind == "bert" else SHAPES["tiny" if args.tiny else "t5-base"]
+    shape = shape | ({"dropout_rate": 0.0, "decoder_start_token_id": 0} if kind == "t5" else {})
+    model_type = kind if fields is None else f"attn_variant_{kind}"
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForSeq2SeqLM
+    config = AutoConfig.for_model(model_type, **shape, **(fields or {}), attn_implementation="sdpa")
+    with torch.device(args.device):
+        return auto.from_config(config).train()
+
+
+def make_batch(kind: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Return random tokens without padding; of BERT 15 % are to be found."""
+    b, n, t = (2, 16, 8) if args.tiny else (32, 512, 128)
+    ids = torch.randint(5, 400, (b, n), device=args.device)
+    if kind == "t5":
+        return {"input_ids": ids, "labels": ids[:, :t].clone()}
+    return {"input_ids": ids, "labels": ids.where(torch.rand(b, n, device=args.device) < 0.15, -100)}
+
+
+def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Callable[[], None]:
+    """Return one step: forward, backward, AdamW; float16 by a loss scaler."""
+    device = batch["input_ids"].device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=dtype):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds a step, tokens a second and MFU of each contestant."""
+    batch, number_format = make_batch(kind, args), getattr(torch, dtype)
+    models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
+    steps = {name: training_step(model, batch, number_format) for name, model in models.items()}
+    times = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
+    peak = matmul_flops_per_second(torch.device(args.device), number_format)
+    rows = {}
+    for name, model in models.items():
+        tokens, flops = TrainingCost(model).count(batch, 0)
+        if (milliseconds := times[name]) is None:
+            rows[name] = {"out_of_memory": True}
+            continue
+        rate = flops / milliseconds * 1e3
+        rows[name] = {"milliseconds": milliseconds, "tokens_per_second": tokens / milliseconds * 1e3}
+        rows[name] |= {"tflops_per_second": rate / 1e12, "mfu": rate / peak}
+    return {
+        "peak_tflops": peak / 1e12,
+        "shapes": {key: list(value.shape) for key, value in batch.items()},
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main(make_cells)

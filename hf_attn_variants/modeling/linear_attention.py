@@ -1,0 +1,362 @@
+"""Linear attention: weights that are products of features, so that keys and values are summed before any query asks.
+
+With features phi(q), phi(k) of F numbers a head, the weights phi(q) phi(k)^T over their row sums are never made:
+
+    S = sum_j phi(k_j) [v_j, 1]^T    [F, d + 1], the whole memory
+    o_i = phi(q_i) S                 d sums of values, and the sum of the weights that they are divided by
+
+in n F d multiply-adds each, for any length. Causally S is a running sum: within a chunk of C tokens weights are made,
+before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
+Attention dropout has no weights to drop, and is not applied.
+
+Sources: arXiv 2006.16236 (elu, and the recurrence), 2402.04347 (hedgehog), 2009.14794 (favor), 2103.02143 (rfa); the
+formulas are in the package's `reference_linear`. Letters as in `attention_variants`; F features a head.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .attention_kernels import LEARNED, RANDOM, AttentionKernel
+from .attention_sites import AttentionHeads
+from .query_folding import QueryFold, beams_of, is_exporting
+from .talking_heads import without_autocast
+
+__all__ = [
+    "KERNEL_TENSORS",
+    "KernelState",
+    "attend_by_kernel",
+    "causal_sums",
+    "draw_vectors",
+    "init_kernel",
+    "install_kernel",
+    "kernel_attention_forward",
+    "kernel_tensors",
+    "key_features",
+    "query_features",
+]
+
+# Tokens of a chunk: its weights, C x C, are as large as a state of usual sizes.
+CHUNK = 128
+# What hedgehog's maps begin as, times the identity: near what a fit to a softmax finds.
+FIRST_MAP = 2.0
+# Of an attention with a kernel: learned maps and scales, and random vectors.
+KERNEL_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "kernel_vectors")
+# The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
+MEMORY_STATE = "_memory_state"
+# What the sum of a query's weights is at least: rfa's estimates may be near zero or below (as in its authors' code).
+LEAST_SUM = 1e-2
+
+
+class KernelState(NamedTuple):
+    """What is kept of a memory: sums [b, k, F, d + 1], and of favor the logarithm of what they are divided by."""
+
+    sums: torch.Tensor
+    log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
+
+
+def install_kernel(module: nn.Module, kernel: AttentionKernel | None, heads: AttentionHeads) -> None:
+    """Note an attention's kernel, if it has one, and add what this computes with; the model initialises it."""
+    module.kernel = kernel
+    if kernel is None:
+        return
+    like = next(module.parameters())
+    new = {"dtype": like.dtype, "device": like.device}
+    if kernel.name == "hedgehog":
+        for name, count in (("query_kernel_proj", heads.query), ("key_kernel_proj", heads.key)):
+            module.register_parameter(name, nn.Parameter(torch.empty(count, heads.head_dim, kernel.features, **new)))
+    if kernel.name == "rfa":
+        module.register_parameter("kernel_scale", nn.Parameter(torch.empty(heads.key, heads.head_dim, **new)))
+    if kernel.name in RANDOM:
+        module.register_buffer("kernel_vectors", torch.empty(kernel.features, heads.head_dim, **new))
+    if kernel.name in (*RANDOM, *LEARNED):
+        module._is_hf_initialized = False
+
+
+def kernel_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what `install_kernel` added to an attention, by name."""
+    return {name: tensor for name in KERNEL_TENSORS if (tensor := getattr(module, name, None)) is not None}
+
+
+def init_kernel(module: nn.Module) -> None:
+    """Initialise what `install_kernel` added: maps as 2 I, scales as ones, vectors by the seed."""
+    kernel = getattr(module, "kernel", None)
+    if kernel is None:
+        return
+    for name in ("query_kernel_proj", "key_kernel_proj"):
+        if (maps := getattr(module, name, None)) is not None:
+            init.copy_(maps, _first_maps(*maps.shape[1:], kernel.seed).to(maps).expand_as(maps))
+    if kernel.name == "rfa":
+        init.ones_(module.kernel_scale)
+    if kernel.name in RANDOM:
+        vectors = draw_vectors(*module.kernel_vectors.shape, kernel.seed, kernel.name == "favor")
+        init.copy_(module.kernel_vectors, vectors.to(module.kernel_vectors))
+
+
+def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:
+    """Return random vectors [count, size] as of the standard normal distribution.
+
+    Args:
+        seed: the same vectors for the same seed.
+        are_orthogonal: whether each `size` of them are orthogonal to each other (2009.14794, section 2.4).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, size, generator=generator)
+    if not are_orthogonal:
+        return drawn
+    turned = _orthogonal_rows(count, size, generator)
+    return turned * drawn.norm(dim=1, keepdim=True)  # lengths as independent vectors have them
+
+
+def _first_maps(size: int, width: int, seed: int) -> torch.Tensor:
+    """Return what hedgehog's maps [size, width] begin as: the identity and, beside it, it turned at random."""
+    rows = _orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(seed))
+    return FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]
+
+
+def _orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Return random unit vectors [count, size], each `size` of them orthogonal to each other."""
+    blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
+    return torch.cat([torch.empty(0, size), *blocks])[:count]
+
+
+def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; a factor of a row, which its sum takes out, is left out."""
+    name = module.kernel.name
+    if name == "favor":
+        logits = _favor_logits(module, query, scaling)
+        return (logits - logits.amax(-1, keepdim=True).detach()).exp()
+    return _features(module, query, "query_kernel_proj")
+
+
+def key_features(
+    module: nn.Module, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return phi(k) [b, k, m, F] of keys [b, k, m, d], and the logarithm of what they are divided by [b, k, 1, 1].
+
+    Args:
+        read: which keys are read, [b or 1, 1, m, 1]; the others' features are zeros. None = all.
+        scaling: the factor of a softmax's dot products; of favor a square root of it is in queries and in keys.
+    """
+    if module.kernel.name != "favor":
+        features = _features(module, key, "key_kernel_proj")
+        return (features if read is None else features * read), None
+    logits = _favor_logits(module, key, scaling)
+    logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
+    top = logits.detach().amax((-2, -1), keepdim=True)
+    top = top.clamp_min(torch.finfo(top.dtype).min)  # of no keys: -inf - -inf would be NaN
+    return (logits - top).exp(), top
+
+
+def _features(module: nn.Module, states: torch.Tensor, proj: str) -> torch.Tensor:
+    name = module.kernel.name
+    if name == "elu":
+        return nn.functional.elu(states) + 1
+    if name == "hedgehog":
+        mapped = states @ getattr(module, proj).to(states.dtype)
+        return torch.cat([mapped, -mapped], -1).softmax(-1)
+    heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
+    states = nn.functional.normalize(states, dim=-1) * scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
+    angles = states @ module.kernel_vectors.to(states.dtype).T
+    return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
+
+
+def _favor_logits(module: nn.Module, states: torch.Tensor, scaling: float) -> torch.Tensor:
+    states = states * scaling**0.5
+    return states @ module.kernel_vectors.to(states.dtype).T - states.square().sum(-1, keepdim=True) / 2
+
+
+def causal_sums(
+    queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each query, phi(q) times the sum of phi(k) v^T over the keys up to its own, and the whole sum.
+
+    Args:
+        queries: phi(q) [b, k, g n, F], the n queries of each of a group's g heads.
+        features: phi(k) [b, k, n, F].
+        values: [b, k, n, x].
+        sums: of earlier keys [b, k, F, x], if there are any.
+        rows: g.
+
+    Returns:
+        [b, k, g n, x] and [b, k, F, x].
+    """
+    length, chunk = features.shape[2], min(CHUNK, features.shape[2])
+    missing = -length % chunk
+    queries = nn.functional.pad(queries.unflatten(2, (rows, length)), (0, 0, 0, missing))
+    features, values = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (features, values))
+    queries = queries.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # [b, k, chunks, g C, F]
+    features, values = (each.unflatten(2, (-1, chunk)) for each in (features, values))  # [b, k, chunks, C, ...]
+    within = features.mT @ values  # [b, k, chunks, F, x]
+    after = within.cumsum(2) if sums is None else within.cumsum(2) + sums[:, :, None]
+    weights = (queries @ features.mT).unflatten(3, (rows, chunk)).tril().flatten(3, 4)
+    output = weights @ values + queries @ (after - within)
+    output = output.unflatten(3, (rows, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+    return output.flatten(2, 3), after[:, :, -1]
+
+
+def attend_by_kernel(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    state: KernelState | None = None,
+) -> tuple[torch.Tensor, KernelState]:
+    """Attend by a kernel, in memory and time linear in n and m.
+
+    Args:
+        module: the attention, with its `kernel`.
+        query: [b, h, n, d], or [b B, h, n, d] of B beams of each memory.
+        key, value: [b, k, m, d].
+        mask: of keys alone, broadcastable to [b, 1, 1, m]: boolean or additive. Of its keys the last m count.
+        scaling: as in `key_features`.
+        state: where causal, of the keys before these.
+
+    Returns:
+        The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too.
+
+    Raises:
+        ValueError: for a mask that is another one for each query.
+    """
+    exact = torch.promote_types(value.dtype, torch.float32)
+    read = keys_read(mask, key)
+    with without_autocast(query):
+        features, log_scale = key_features(module, key.to(exact), read, scaling)
+        values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
+        if not module.kernel.is_causal:
+            state = KernelState(features.mT @ values, log_scale)
+            return read_state(module, query, state, scaling), state
+        sums, fold = None, QueryFold(query, key, 1)
+        if state is not None:
+            features, sums, log_scale = _same_scale(features, log_scale, state)
+        queries = fold.rows(query_features(module, query.to(exact), scaling))
+        output, sums = causal_sums(queries, features, values, sums, fold.groups)
+        return fold.unfolded(_divided(module, output).to(value.dtype)), KernelState(sums, log_scale)
+
+
+def read_state(module: nn.Module, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+    """Return the outputs [b, n, h, d] of queries that read all that a state is of; arguments: `attend_by_kernel`'s."""
+    fold = QueryFold(query, state.sums, beams_of(query, state.sums))
+    with without_autocast(query):
+        queries = fold.rows(query_features(module, query.to(state.sums.dtype), scaling))
+        return fold.unfolded(_divided(module, queries @ state.sums).to(query.dtype))
+
+
+def _divided(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    return output[..., :-1] / _divisor(module, output[..., -1:])
+
+
+def weights_of_kernel(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Return the weights [b, h, n, m] that an attention by a kernel stands for; arguments as in `attend_by_kernel`."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    if (beams := beams_of(query, key)) > 1:
+        key = key.repeat_interleave(beams, dim=0)
+    with without_autocast(query):
+        queries = query_features(module, query.to(exact), scaling)
+        features, _ = key_features(module, key.to(exact), keys_read(mask, key), scaling)
+        groups = queries.shape[1] // features.shape[1]
+        weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
+        if module.kernel.is_causal:
+            weights = weights.tril(weights.shape[3] - weights.shape[2])
+        return weights / _divisor(module, weights.sum(-1, keepdim=True))
+
+
+def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """Return which keys [b, k, m, d] a mask lets be read, [b or 1, 1, m, 1]; None = all.
+
+    Raises:
+        ValueError: for a mask that is another one for each query or head.
+    """
+    if mask is None:
+        return None
+    one_row = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-3, -2))
+    if not one_row:
+        raise ValueError(
+            f"`attention_kernel` reads keys by sums that all queries share: a mask must be of keys alone, "
+            f"[b, 1, 1, m]; got {list(mask.shape)}."
+        )
+    read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder's is of all tokens seen
+    beams = read.shape[0] // key.shape[0]
+    return read[::beams] if beams > 1 else read
+
+
+def kernel_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    with_weights: bool,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention by a kernel behind upstream's attention interface, whatever the implementation's name.
+
+    Args:
+        module, query, key, value, mask: as in `attend_by_kernel`.
+        scaling: the factor of the dot products; None = d^-1/2.
+        with_weights: whether the weights are asked for, which takes n m numbers.
+        options: what else the call has; a "kernel_cache" among it is where states are kept.
+
+    Returns:
+        The outputs [b, n, h, d], and the weights [b, h, n, m] where asked for.
+
+    Raises:
+        ValueError: for a position bias, another mask than of keys alone, and weights of keys that a state is of.
+    """
+    if options.get("position_bias") is not None:
+        raise ValueError("`attention_kernel` is of attention without a position bias; this call has one.")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cache = options.get("kernel_cache")
+    if with_weights and cache is not None and module.kernel.is_causal:
+        raise ValueError(
+            "`output_attentions=True` needs the keys of all tokens, of which `attention_kernel` keeps sums alone: "
+            "pass `use_cache=False`."
+        )
+    # A graph of the weights serves every length, one of chunks does not.
+    if with_weights or (is_exporting() and module.kernel.is_causal and cache is None):
+        weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
+        values = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)[:, :, None]
+        output = weights.unflatten(1, (value.shape[1], -1)) @ values
+        return output.flatten(1, 2).transpose(1, 2), weights if with_weights else None
+    call = (module, query, key, value, mask, scaling)
+    if cache is None:
+        return attend_by_kernel(*call)[0], None
+    layer = cache.layers[module.layer_idx]
+    if module.kernel.is_causal:
+        output, layer.state = attend_by_kernel(*call, layer.state)
+        return output, None
+    # Of cross-attention: the memory and its mask do not change between decoding steps.
+    kept, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
+    if kept is None or kept[0] is not key or not _are_equal(kept[1], read):
+        output, state = attend_by_kernel(*call)
+        setattr(layer, MEMORY_STATE, (key, read, state))
+        return output, None
+    return read_state(module, query, kept[2], scaling), None
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _divisor(module: nn.Module, sums: torch.Tensor) -> torch.Tensor:
+    if module.kernel.name == "rfa":
+        return sums.clamp_min(LEAST_SUM)
+    return sums.masked_fill(sums == 0, 1)  # where nothing is read, zeros are divided
+
+
+def _same_scale(
+    features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return features and earlier sums divided by the same number, the larger one, and its logarithm."""
+    if log_scale is None:
+        return features, state.sums, None
+    both = torch.maximum(log_scale, state.log_scale)
+    return features * (log_scale - both).exp(), state.sums * (state.log_scale - both).exp(), both

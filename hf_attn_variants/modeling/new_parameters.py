@@ -1,0 +1,51 @@
+"""The parameters that a variant adds to an attention: their names, their shapes, and what talking heads begin as."""
+
+from typing import Any
+
+from .attention_sites import AttentionHeads
+
+__all__ = ["NO_WEIGHT_DECAY", "PROJECTION_KEYS", "VECTOR_KEYS", "projection_shapes", "projection_std"]
+
+# Weight decay would pull these away from the identity, towards heads that do not attend at all.
+NO_WEIGHT_DECAY = ("logits_proj", "weights_proj", "query_kernel_proj", "key_kernel_proj", "kernel_scale")
+
+# The talking-heads parameters among a model's keys.
+PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
+
+# Random vectors of kernels, of which checkpoints without a kernel have none.
+VECTOR_KEYS = r"\.kernel_vectors$"
+
+
+def projection_shapes(
+    config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of each talking-heads parameter of an attention.
+
+    Args:
+        config: a configuration with the fields of `AttnVariantConfigMixin`.
+        heads: the attention's head counts.
+        query_dim: the size of the inputs that queries are made from.
+        memory_dim: the size of the inputs that keys and values are made from.
+    """
+    mixed = {"logits": (heads.query, heads.softmax), "weights": (heads.softmax, heads.output)}
+    shapes = {f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")}
+    for name in config.talking_heads_dynamic:
+        input_dim = query_dim if name.startswith("x") else memory_dim
+        shapes[f"{name}_proj"] = (input_dim, *mixed["logits" if name.endswith("l") else "weights"])
+    return shapes
+
+
+def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
+    """Return the standard deviation that a new talking-heads parameter is drawn with; None = it is the identity.
+
+    Fan-in scaling, as in the authors' code. A dynamic projection [input size, h_in, h_out] is always drawn, at
+    variance scale 0.01 / h_in; larger values made training hard.
+
+    Args:
+        name: the parameter's name.
+        shape: its shape.
+        initialization: the configuration's `talking_heads_init`.
+    """
+    if name in NO_WEIGHT_DECAY:
+        return None if initialization == "identity" else shape[0] ** -0.5
+    return (1e-2 / shape[1] / shape[0]) ** 0.5

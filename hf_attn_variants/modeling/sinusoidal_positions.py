@@ -1,0 +1,116 @@
+"""Positions without parameters, for texts of any length: sines and cosines of the position (arXiv 1706.03762, 3.5).
+
+`position_embedding_type="sinusoidal"`: in BERT and its relatives in place of the learned positions, in T5 and UMT5 in
+place of the bias by distance, added once to what a stack reads.
+
+The paper multiplies words by sqrt(d), by which they begin with a spread of 1. Here words keep their size, and the
+positions are multiplied by the spread that words begin with: the same before a LayerNorm, and T5's words have it.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["AddsSinusoids", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
+
+BASE = 10000.0
+
+
+def has_sinusoids(config: Any) -> bool:
+    """Say whether a configuration, any, asks for sinusoidal positions."""
+    return getattr(config, "position_embedding_type", None) == "sinusoidal"
+
+
+def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the sines (even places) and cosines (odd places) of positions [..., n] as [..., n, width], float32.
+
+    Source: arXiv 1706.03762, section 3.5.
+    """
+    # In float32 the angles of a long text would be off by thousandths; Apple's GPUs have nothing else.
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
+    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(BASE) / width))
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
+
+
+class SinusoidalPositions(nn.Module):
+    """Sinusoids in the place of a table of learned positions.
+
+    Args:
+        width: numbers a position.
+        spread: what they are multiplied by.
+        first: the number that the model calls the first position.
+    """
+
+    def __init__(self, width: int, spread: float, first: int = 0) -> None:
+        super().__init__()
+        self.width, self.spread, self.first = width, spread, first
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [b, n, width] of positions [b, n]."""
+        return sinusoids(positions - self.first, self.width) * self.spread
+
+
+class EmbeddingsMixin:
+    """What a variant adds to the embeddings of BERT or of a relative; listed before them among the bases."""
+
+    argument_names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values_length")
+
+    def install_positions(self, config: Any) -> None:
+        """Put sinusoids in the place of the learned positions, where the configuration asks for them."""
+        if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
+            width = self.position_embeddings.embedding_dim
+            first = self.padding_idx + 1 if config.positions_after_padding else 0
+            self.position_embeddings = SinusoidalPositions(width, config.initializer_range, first)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Embed as upstream does; with sinusoids a text may be longer than upstream's tables of numbers."""
+        if isinstance(self.position_embeddings, SinusoidalPositions):
+            kwargs |= dict(zip(self.argument_names, args, strict=False))
+            args = ()
+            read = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            batch, length = read.shape[:2]
+            # RoBERTa numbers the tokens itself, by what is no padding.
+            if kwargs.get("position_ids") is None and not self.position_embeddings.first:
+                past = kwargs.get("past_key_values_length", 0)
+                kwargs["position_ids"] = (torch.arange(length, device=read.device) + past)[None]
+            if hasattr(self, "token_type_embeddings") and kwargs.get("token_type_ids") is None:
+                kwargs["token_type_ids"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
+        return super().forward(*args, **kwargs)
+
+
+class AddsSinusoids:
+    """What a stack of T5 or UMT5 adds to its inputs where its positions are sinusoidal.
+
+    A token's position counts the tokens before it that are no padding, as the bias by distance, in whose place this
+    stands, does not change with padding on the left; those in a decoder's cache among them.
+    """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *args: Any,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the stack as upstream's does."""
+        if has_sinusoids(self.config) and (input_ids is None) != (inputs_embeds is None):
+            states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            past = 0 if past_key_values is None or not self.is_decoder else past_key_values.get_seq_length()
+            added = sinusoids(_positions(states, attention_mask, past), states.shape[-1])
+            added = added * self.config.initializer_factor
+            input_ids, inputs_embeds = None, states + added.to(states.dtype)
+        others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        return super().forward(input_ids, attention_mask, *args, **others, **kwargs)
+
+
+def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
+    """Return the positions [b or 1, n] of inputs [b, n, D]; a mask of tokens [b, past + n] says what is padding."""
+    length = states.shape[1]
+    if mask is not None and mask.dim() == 2:
+        return ((mask != 0).long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+    return (torch.arange(length, device=states.device) + past)[None]

@@ -1,0 +1,197 @@
+"""The GPU run: its cells, its parts' processes, and all of it on the CPU at tiny shapes."""
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    for folder in (FOLDER.parent, FOLDER):
+        monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module
+
+
+@pytest.fixture
+def part(tmp_path):
+    """The arguments of a part, whose time ends in a minute."""
+    return argparse.Namespace(device="cpu", tiny=True, output=tmp_path / "part.json", deadline=time.time() + 60)
+
+
+def cells_of(args):
+    return json.loads(args.output.read_text())["cells"]
+
+
+def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
+    cells = load("cells")
+    calls = []
+
+    def fails():
+        calls.append("fails")
+        raise ValueError("no such kernel")
+
+    made = {"fails": fails, "works": lambda: calls.append("works") or {"met": True}}
+    assert cells.run_cells(part, made) == cells.COMPLETE
+    assert cells_of(part)["fails"]["status"] == "failed"
+    assert cells_of(part)["fails"]["error"] == "ValueError: no such kernel"
+    assert cells_of(part)["works"]["met"]
+    assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
+
+
+def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):
+    cells = load("cells")
+
+    def breaks():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    made = {"breaks": breaks, "works": dict}
+    assert cells.run_cells(part, made) == cells.DEVICE_LOST and list(cells_of(part)) == ["breaks"]
+    assert cells.run_cells(part, made) == cells.COMPLETE
+    assert [cell["status"] for cell in cells_of(part).values()] == ["failed", "done"]
+
+
+def test_a_cell_that_never_ends_is_begun_twice(load, part):
+    cells = load("cells")
+
+    def stopped():
+        raise KeyboardInterrupt  # as good as SIGKILL: nothing writes a result
+
+    for tries in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            cells.run_cells(part, {"hangs": stopped, "works": dict})
+        assert cells_of(part) == {"hangs": {"status": "begun", "tries": tries}}
+    assert cells.run_cells(part, {"hangs": stopped, "works": dict}) == cells.COMPLETE
+    assert cells_of(part)["hangs"]["error"] == "it was begun 2 times and never ended"
+    assert cells_of(part)["works"]["status"] == "done"
+
+
+def test_no_cell_begins_after_the_deadline_and_other_settings_have_another_file(load, part):
+    cells = load("cells")
+    part.deadline = time.time() - 1
+    assert cells.run_cells(part, {"works": dict}) == cells.UNFINISHED
+    assert cells_of(part) == {} and json.loads(part.output.read_text())["cells_in_all"] == 1
+    part.tiny = False
+    with pytest.raises(SystemExit, match="give another --output_dir"):
+        cells.run_cells(part, {"works": dict})
+
+
+# A part in a process of its own, without torch: what it does comes after this.
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+path = Path(sys.argv[sys.argv.index("--output") + 1])
+report = json.loads(path.read_text()) if path.exists() else {"cells": {}}
+report["cells_in_all"] = 2
+def write(**cells):
+    report["cells"] |= cells
+    path.write_text(json.dumps(report))
+done = {"status": "done", "seconds": 1.0}
+"""
+FAKES = {
+    "works": "write(a=done, b=done | {'met': False})",
+    "imports": "import no_such_module",
+    "crashes": "write(a=done) if 'a' not in report['cells'] else write(b=done)\nos.kill(os.getpid(), 11)",
+    "hangs": "write(a=done)\ntime.sleep(600)",
+}
+
+
+@pytest.fixture
+def run(load, monkeypatch, tmp_path):
+    """`run.py` over the fakes, with little time for each."""
+    module = load("run")
+    for name, text in FAKES.items():
+        (tmp_path / f"{name}.py").write_text(FAKE + text)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "PARTS", {name: (1.0, name) for name in FAKES})
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(module, "MIN_SECONDS", 0.1)
+
+    def call(*flags):
+        argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path / "out"), "--minutes", "0.1", *flags]
+        return module.main(module.parse_args(argv)), json.loads((tmp_path / "out/summary.json").read_text())
+
+    return call
+
+
+def test_what_becomes_of_one_part_does_not_stop_the_next(run, tmp_path, capfd):
+    status, rows = run()
+    rows = {row["part"]: row for row in rows}
+    assert status == 1 and list(rows) == list(FAKES)
+    assert rows["works"] | {"complete": True, "done": 2, "not_met": 1, "problem": None} == rows["works"]
+    assert rows["imports"]["problem"] == "ended with status 1 before its first cell"
+    assert rows["crashes"]["complete"] and rows["crashes"]["done"] == 2  # started again after each crash
+    assert rows["hangs"]["done"] == 1 and not rows["hangs"]["complete"]
+    assert "no_such_module" in capfd.readouterr().err
+    begun = {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in ("works", "crashes")}
+    assert run("--parts", *begun)[0] == 1  # its cell's goal is still not met
+    assert begun == {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in begun}
+
+
+def test_failed_cells_are_tried_again_where_that_is_asked_for(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    failed = {"cells": {"a": {"status": "done"}, "b": {"status": "failed"}}, "cells_in_all": 2}
+    (tmp_path / "out/works.json").write_text(json.dumps(failed))
+    assert run("--parts", "works")[1][0]["failed"] == 1
+    [row] = run("--parts", "works", "--retry")[1]
+    assert (row["failed"], row["done"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--device", "cpu"], "for --tiny alone"), (["--minutes", "0"], "more than 0")]
+)
+def test_bad_flags_are_refused(load, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        load("run").parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_the_truth_of_kernels_is_told(load, part):
+    """Of the cheapest part, in this process."""
+    cells, kernel_truth = load("cells"), load("kernel_truth")
+    made = kernel_truth.make_cells(part)
+    few = {name: made[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
+    assert cells.run_cells(part, few) == cells.COMPLETE
+    assert [cell["met"] for cell in cells_of(part).values()] == [True] * 3
+    assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.backend_of()}
+
+
+def test_a_wrong_kernel_does_not_meet_the_truth(load, monkeypatch):
+    kernel_truth = load("kernel_truth")
+    attend = kernel_truth.talking_heads_attention
+    monkeypatch.setattr(kernel_truth, "talking_heads_attention", lambda *args, **call: 1.001 * attend(*args, **call))
+    result = kernel_truth.truth(kernel_truth.CASES["padding"]._replace(n=4, m=6), "cpu", "float32", True)
+    assert not result["met"] and result["errors"]["output"] == pytest.approx(1e-3, rel=0.05)
+
+
+def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
+    import torch
+
+    parity = load("parity")
+    host = next(host for host in parity.HOSTS if host.name == "distilbert")
+    assert parity.host_parity(host, "cpu", "bfloat16")["met"]
+    pair = parity.pair
+
+    def moved(*args):
+        upstream, ours = pair(*args)
+        with torch.no_grad():
+            next(ours.parameters()).add_(0.01)
+        return upstream, ours
+
+    monkeypatch.setattr(parity, "pair", moved)
+    assert not parity.host_parity(host, "cpu", "float32")["met"]
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_at_tiny_shapes(load, tmp_path):
+    run = load("run")
+    argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30"]
+    assert run.main(run.parse_args(argv)) == 0
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["part"] for row in rows] == list(run.PARTS)
+    assert all(row["complete"] and row["done"] == row["cells"] > 0 for row in rows)

@@ -1,0 +1,40 @@
+"""The benchmark of linear attention: every part on small sizes, and what its estimates say."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("linear_attention")
+
+
+def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "VECTORS", (32,))
+    sizes = ["--lengths", "128", "512", "--heads", "1", "--rounds", "1", "--num_threads", "1"]
+    sizes += ["--peers", "sdpa", "hedgehog", "favor"]
+    benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
+    report = json.loads((tmp_path / "linear_attention_cpu.json").read_text())
+    for part in ("attention", "causal", "memory"):
+        for row in report[part]:
+            assert all(set(row[mode]) == {"sdpa", "hedgehog", "favor"} for mode in benchmark.MODES)
+    kept = [row["bytes"] for row in report["steps"]]
+    assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
+    assert [each["least"] for each in report["targets"]] == [1.0]
+    assert "to the power of" in capsys.readouterr().out
+
+
+def test_estimates_err_by_the_root_of_the_number_of_vectors(benchmark, monkeypatch):
+    """Four times as many vectors, half the error."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(benchmark, "VECTORS", (64, 256))
+    few, many = benchmark.measure_estimates(head_dim=16, count=32)
+    for name in ("favor", "rfa"):
+        assert few[name] / many[name] == pytest.approx(2, rel=0.3)

@@ -1,0 +1,117 @@
+"""Conversion to linear attention: a kernel in a softmax's place, as it begins and fitted on text."""
+
+import json
+
+import pytest
+import torch
+from fixtures.calibrations import bert, calibration, error, inputs, t5, text
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
+from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
+
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
+    model = bert()
+    converted = convert_model(model, attention_kernel=kernel, method="mean")
+    fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, attention_kernel=kernel))
+    fresh.load_state_dict(model.state_dict(), strict=False)
+    assert converted.state_dict().keys() == fresh.state_dict().keys()
+    assert all(fresh.state_dict()[name].equal(tensor) for name, tensor in converted.state_dict().items())
+    with torch.no_grad():
+        assert converted(**inputs())[0].equal(fresh.eval()(**inputs())[0])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_fit_brings_it_nearer(kernel):
+    """Without steps by the output's regression, with them by the maps and projections too."""
+    model = bert()
+    errors = [error(convert_model(model, attention_kernel=kernel, method="mean"), model)]
+    for steps in (0, 60):
+        fitted = convert_model(
+            model, attention_kernel=kernel, calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
+        )
+        errors.append(error(fitted, model))
+    assert errors[2] < 0.95 * errors[1] < 0.95 * errors[0], errors
+
+
+def test_heads_and_kernels_at_once():
+    model = bert()
+    both = convert_model(
+        model, 2, attention_kernel="hedgehog", calibration=calibration(fit_steps=40, fit_learning_rate=0.1)
+    )
+    assert both.config.num_key_value_heads == 2
+    assert both.encoder.layer[0].attention.self.key_kernel_proj.shape == (2, 8, 8)
+    assert error(both, model) < error(convert_model(model, 2, attention_kernel="hedgehog", method="mean"), model)
+
+
+def test_cross_attention_of_a_t5():
+    model = t5()
+    targets = {"target_texts": text(seed=1)}
+    loose = convert_model(model, cross_attention_kernel="hedgehog", method="mean")
+    fitted = convert_model(
+        model,
+        cross_attention_kernel="hedgehog",
+        calibration=calibration(fit_steps=40, fit_learning_rate=0.1, **targets),
+    )
+    assert error(fitted, model) < error(loose, model)
+    own = fitted.decoder.block[0].layer[1].EncDecAttention
+    assert own.kernel.name == "hedgehog" and fitted.decoder.block[0].layer[0].SelfAttention.kernel is None
+
+
+@pytest.fixture
+def folder(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "favor"])
+def test_a_folder_holds_what_a_model_has(kernel, folder):
+    options = {"attention_kernel": kernel, "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
+    report = convert_checkpoint(folder / "source", folder / "made", **options)
+    assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.reduced()
+    names = {"relative_error_closed_form", "relative_error_fitted", "output_relative_error", "fit_kept"}
+    assert all(layer.details.keys() == names for layer in report.layers)
+    stored = load_file(folder / "made/model.safetensors")
+    new = {"hedgehog": "key_kernel_proj", "favor": "kernel_vectors"}[kernel]
+    assert stored[f"encoder.layer.1.attention.self.{new}"].dtype == torch.bfloat16
+    loaded = AutoModel.from_pretrained(folder / "made", dtype=torch.bfloat16)
+    assert type(loaded) is AttnVariantBertModel and loaded.config.attention_kernel == kernel
+    assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in stored.items())
+    model = load_converted(folder / "source", **options)
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in stored.items())
+    # Fewer heads afterwards leave random vectors as they are; of learned maps there is no way to fewer.
+    if kernel == "favor":
+        fewer = convert_model(loaded, 2, method="mean")
+        assert fewer.encoder.layer[1].attention.self.kernel_vectors.equal(
+            stored[f"encoder.layer.1.attention.self.{new}"]
+        )
+    else:
+        with pytest.raises(ValueError, match="key_kernel_proj"):
+            convert_model(loaded, 2, method="mean")
+
+
+def test_the_command_says_what_it_made(folder, capsys):
+    command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "made")]
+    command += ["--attention_kernel", "rfa", "--attention_kernel_features", "6", "--attention_kernel_seed", "2"]
+    assert cli.main([*command, "--method", "mean"]) == 0
+    assert "Converted" in capsys.readouterr().out
+    config = json.loads((folder / "made/config.json").read_text())
+    assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["rfa", 6, 2]
+
+
+def test_wrong_requests_are_refused_before_any_work(folder):
+    convert_checkpoint(folder / "source", folder / "made", attention_kernel="elu", method="mean")
+    for source, fields, message in (
+        ("made", {"attention_kernel": "favor"}, "the source has a kernel in a softmax's place.*'elu'.*'favor'"),
+        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the source has a kernel in its place"),
+        ("source", {"attention_kernel": "exp"}, r"must be None \(softmax\)"),
+        ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot stand together"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(folder / source, folder / "other", **fields)
+    assert not (folder / "other").exists()

@@ -1,0 +1,145 @@
+"""A disk without room for any one file, at each write of each command: one line of error, and nothing half written.
+
+Each command runs in a process of its own as often as it opens files to write, and as it writes files of different
+sizes: each time another one does not fit. Some of it is tried by default, all with `-m slow`.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from faults.test_kills import DATA, assert_readable, contents
+from fixtures.full_disk import full_disk
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.processes import run_processes
+from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+
+from hf_attn_variants import cli
+
+GLUE = ["--task_name", "stsb", "--data_dir", DATA, "--max_length", 16, "--max_train_steps", 2, "--logging_steps", 1]
+GLUE += ["--checkpointing_steps", 1, "--cpu", "--disable_tqdm", "--metric_for_best_model", "loss"]
+# The source, what comes after `attn-variants COMMAND SOURCE`, and whether the output is there whole or not at all.
+COMMANDS = {
+    "convert": ("bert", ["--num_key_value_heads", 2], True),
+    "export, transformers": ("gqa", ["--to", "transformers"], True),
+    "export, onnx": ("gqa", ["--to", "onnx"], True),
+    "visualize": ("bert", ["--text", "The cats were fine."], True),
+    "frontier": ("t5", ["--calibration_file", "TEXT", "--calibration_target_file", "TEXT", "--fit_steps", 0], True),
+    "glue": ("bert", GLUE, False),
+}
+QUICK = ("convert", "export, transformers")
+
+
+def argv_of(command, source, flags, out):
+    named = command in ("glue", "visualize")
+    return [
+        str(each) for each in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
+    ] + [
+        "--output_dir",
+        str(out),
+    ]
+
+
+class NoRoom:
+    """Opening the file of one number, of those below a folder that are opened to write, fails for want of room."""
+
+    def __init__(self, folder):
+        self.folder, self.number, self.seen = str(folder), None, 0
+        sys.addaudithook(self)
+
+    def __call__(self, event, args):
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if not writes or self.number is None or not str(args[0]).startswith(self.folder):
+            return
+        self.seen += 1
+        if self.seen == self.number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
+
+    @contextlib.contextmanager
+    def at(self, number):
+        self.number, self.seen = number, 0
+        try:
+            yield
+        finally:
+            self.number = None
+
+
+def called(argv):
+    """The exit status of a command and its stderr, without warnings."""
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
+        status = cli.main(argv)
+    return status, [line for line in shown.getvalue().splitlines() if line.startswith(("error", "Traceback"))]
+
+
+def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
+    """All of a command's tries, or `most` of them, in this process; prints how many failed."""
+    logging.raiseExceptions = False  # stderr is a file here, and full as well
+    no_room, failed = NoRoom(folder), []
+    with no_room.at(0):
+        status, errors = called(argv_of(command, source, flags, folder / "whole"))
+    assert status == 0, errors
+    opened, whole = no_room.seen, contents(folder / "whole")
+    tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
+    sizes = sorted({len(content) for content in whole.values()})
+    tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes if size]
+    tries = tries[:: max(1, len(tries) // most)] if most else tries
+    for name, fault in tries:
+        before = sorted(folder.iterdir())
+        out = folder / f"out {name}"
+        with fault():
+            status, errors = called(argv_of(command, source, flags, out))
+        if status == 0:  # that file need not be there
+            assert contents(out).keys() == whole.keys(), name
+            continue
+        failed.append(name)
+        assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), (name, status, errors)
+        assert re.search("No space left|File too large|disk|could not", errors[0]), (name, errors)
+        if whole_or_nothing:
+            assert sorted(folder.iterdir()) == before, (name, sorted(folder.iterdir()))
+        elif out.exists():
+            assert_readable(out)
+            assert not (out / "config.json").exists() or (out / "model.safetensors").exists(), name
+    print(json.dumps({"tries": len(tries), "failed": len(failed)}))
+
+
+@pytest.mark.parametrize(
+    ("command", "most"),
+    [*((each, 8) for each in QUICK), *(pytest.param(each, None, marks=pytest.mark.slow) for each in COMMANDS)],
+)
+def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
+    kind, flags, whole_or_nothing = COMMANDS[command]
+    sources = tmp_path / "sources"
+    (sources / "text").mkdir(parents=True)
+    (sources / "text/lines.txt").write_text("\n".join(lines_of_words(64)))
+    source = make_tiny_t5(sources / "t5") if kind == "t5" else make_tiny_bert(sources / "bert")
+    if kind == "gqa":
+        assert (
+            cli.main(["convert", str(source), "--output_dir", str(sources / "gqa"), "--num_key_value_heads", "2"]) == 0
+        )
+        source = sources / "gqa"
+    flags = [sources / "text/lines.txt" if each == "TEXT" else each for each in flags]
+    (tmp_path / "runs").mkdir()
+    call = (command, source, flags, whole_or_nothing, tmp_path / "runs", most)
+    statuses, output = run_processes(1, fill_at_each_write, *call)
+    assert statuses == [0], output
+    done = json.loads([line for line in output.splitlines() if line.startswith('{"tries"')][-1])
+    assert done["failed"] >= 3, done
+
+
+def test_the_plan_of_a_push_writes_nothing(tmp_path):
+    """`push --dry_run` needs no room."""
+    bert = make_tiny_bert(tmp_path / "bert")
+    assert cli.main(["convert", str(bert), "--output_dir", str(tmp_path / "gqa"), "--num_key_value_heads", "2"]) == 0
+    before = contents(tmp_path)
+    with full_disk(0):
+        status, errors = called(["push", str(tmp_path / "gqa"), "--repo_id", "me/gqa", "--dry_run"])
+    assert (status, errors) == (0, []) and contents(tmp_path) == before
+    assert Path(tmp_path / "gqa").is_dir()

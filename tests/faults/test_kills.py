@@ -1,0 +1,146 @@
+"""SIGKILL at drawn points of real runs: nothing is lost or taken for whole half written, and the next run goes on.
+
+Two points of a conversion and a push, and twenty of these and of a training with `-m slow`; the default tests of
+training's checkpoints (`training/test_checkpoints.py`) kill it too.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.kills import draw_points, run_killed, run_watched
+from hub.local_hub import TOKEN, LocalHub
+from safetensors import safe_open
+
+from hf_attn_variants.commands import convert, glue
+from hf_attn_variants.hub import plan_push, push_checkpoint
+from hf_attn_variants.training.engine.checkpoints import list_checkpoints
+
+DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
+COUNTS = pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
+REPO = "me/bert-gqa2"
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_tiny_bert(tmp_path_factory.mktemp("kills") / "bert")
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_readable(folder):
+    """Every file of ours that has its own name, and not a temporary one, is whole."""
+    for path in folder.rglob("*"):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt") as tensors:
+                assert all(tensors.get_tensor(name) is not None for name in tensors.keys())
+
+
+def train(bert, out, *more):
+    argv = ["--model_name_or_path", bert, "--task_name", "stsb", "--data_dir", DATA, "--output_dir", out]
+    argv += ["--max_length", 16, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3", "--logging_steps", 1]
+    argv += ["--max_train_steps", 7, "--checkpointing_steps", 2, "--eval_steps", 3, "--metric_for_best_model", "loss"]
+    argv += ["--save_total_limit", 2, "--cpu", "--disable_tqdm", *more]
+    glue.main(glue.parse_args([str(each) for each in argv]))
+
+
+def log_of(out):
+    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
+
+
+@pytest.mark.slow
+def test_training(bert, tmp_path):
+    whole = tmp_path / "whole"
+    things, seconds = run_watched(train, bert, whole)
+    expected = contents(whole)
+    for number, at in enumerate(draw_points(things, seconds, 20, "training")):
+        out = tmp_path / f"out-{number}"
+        run_killed(at, train, bert, out)
+        if out.exists():
+            assert_readable(out)
+            if (out / "config.json").exists():
+                assert (out / "model.safetensors").read_bytes() == expected["model.safetensors"], at
+        if list_checkpoints(out):
+            train(bert, out, "--resume_from_checkpoint", "latest")
+        else:
+            train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
+        assert log_of(out) == log_of(whole), at
+        found = contents(out)
+        assert found["model.safetensors"] == expected["model.safetensors"], at
+        assert found.keys() == expected.keys(), at
+        shutil.rmtree(out)
+
+
+def convert_to(bert, out):
+    convert.main(convert.parse_args([str(bert), "--output_dir", str(out), "--num_key_value_heads", "2"]))
+
+
+@COUNTS
+@pytest.mark.parametrize("exists", [False, True])
+def test_conversion(bert, tmp_path, count, exists):
+    whole = tmp_path / "whole"
+    if exists:
+        whole.mkdir()
+    things, seconds = run_watched(convert_to, bert, whole)
+    expected = contents(whole)
+    for number, at in enumerate(draw_points(things, seconds, count, f"conversion {exists}")):
+        out = tmp_path / f"out-{number}"
+        if exists:
+            out.mkdir()
+        run_killed(at, convert_to, bert, out)
+        if (out / "config.json").exists():
+            assert without_names(contents(out), out) == without_names(expected, whole), at
+        elif exists:
+            # It is refused as it is; what the killed one left is told, and nothing of it is a checkpoint.
+            if any(out.iterdir()):
+                with pytest.raises(FileExistsError, match="is not empty"):
+                    convert_to(bert, out)
+                shutil.rmtree(out)
+            convert_to(bert, out)
+        else:
+            assert not out.exists()
+            convert_to(bert, out)
+        assert without_names(contents(out), out) == without_names(expected, whole), at
+
+
+def without_names(files, folder):
+    """Without the seconds, and with one name for the folder, in the report."""
+    report = json.loads(files["conversion_report.json"])
+    report = {name: value for name, value in report.items() if "second" not in name and name != "output_dir"}
+    return files | {"conversion_report.json": report}
+
+
+def push(folder, url):
+    from huggingface_hub import HfApi, constants
+
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+    push_checkpoint(plan_push(folder, REPO), api=HfApi(endpoint=url, token=TOKEN))
+
+
+@COUNTS
+def test_push(bert, tmp_path, count, monkeypatch):
+    convert_to(bert, tmp_path / "bert-gqa2")
+    before = contents(tmp_path / "bert-gqa2")
+    with LocalHub() as hub:
+        things, seconds = run_watched(push, tmp_path / "bert-gqa2", hub.url)
+        expected = hub.files(REPO)
+    assert things >= 10 and "model.safetensors" in expected
+    for at in draw_points(things, seconds, count, "push"):
+        with LocalHub() as hub:
+            run_killed(at, push, tmp_path / "bert-gqa2", hub.url)
+            if REPO in hub.repositories:
+                assert hub.files(REPO) in (expected, {".gitattributes": b""}), at
+            run_watched(push, tmp_path / "bert-gqa2", hub.url)
+            assert hub.files(REPO) == expected, at
+            # Once more changes nothing, so there is one commit of ours, however often it was tried.
+            assert len(hub.repositories[REPO].log) == 2, at
+    assert contents(tmp_path / "bert-gqa2") == before

@@ -1,0 +1,85 @@
+"""Two processes on one output folder: one wins or is refused, and nothing of theirs is mixed."""
+
+import threading
+
+import pytest
+from faults.test_kills import contents, convert_to, log_of, train, without_names
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.processes import run_processes
+
+from hf_attn_variants.training.engine.folder_lock import held_folder
+
+
+def at_once(*calls):
+    """The exit statuses of calls (a function and its arguments) in processes of their own, and what they printed."""
+    results = [None] * len(calls)
+
+    def run(number):
+        results[number] = run_processes(1, *calls[number])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [statuses[0] for statuses, _ in results], [output for _, output in results]
+
+
+@pytest.fixture
+def bert(tmp_path):
+    return make_tiny_bert(tmp_path / "bert")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_conversions_into_one_folder(bert, tmp_path, exists):
+    convert_to(bert, tmp_path / "whole")
+    if exists:
+        (tmp_path / "out").mkdir()
+    statuses, outputs = at_once(*[(convert_to, bert, tmp_path / "out")] * 2)
+    # Into a folder that is there, each may see the other's work, and leave it.
+    assert sum(status == 0 for status in statuses) in ((0, 1) if exists else (1,)), outputs
+    for status, output in zip(statuses, outputs, strict=True):
+        assert status == 0 or "FileExistsError" in output.splitlines()[-1], output
+    if 0 in statuses:
+        found, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
+        assert without_names(found, tmp_path / "out") == without_names(whole, tmp_path / "whole")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_two_trainings_into_one_folder(bert, tmp_path):
+    train(bert, tmp_path / "whole")
+    statuses, outputs = at_once(*[(train, bert, tmp_path / "out")] * 2)
+    assert sorted(statuses) == [0, 1], outputs
+    refused = outputs[statuses.index(1)].splitlines()[-1]
+    assert "is not empty" in refused or "is in use" in refused, refused
+    assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
+    found, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    assert found.keys() == whole.keys() and found["model.safetensors"] == whole["model.safetensors"]
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path):
+    with held_folder(str(tmp_path)) as waited:
+        assert not waited
+        with pytest.raises(ValueError, match=r"--output_dir .* is in use: another run"), held_folder(str(tmp_path), 0):
+            pass
+    with held_folder(str(tmp_path), 0) as waited:
+        assert not waited
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
+    held, let_go = threading.Event(), threading.Event()
+
+    def first():
+        with held_folder(str(tmp_path)):
+            held.set()
+            let_go.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    held.wait()
+    threading.Timer(0.3, let_go.set).start()
+    with held_folder(str(tmp_path), 20) as waited:
+        assert waited
+    thread.join()

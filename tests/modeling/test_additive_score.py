@@ -1,0 +1,183 @@
+"""Additive scores: the formula's outputs and gradients, no tensor of n x m x d, in every host and with its cache."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import RELATIVES
+
+import hf_attn_variants
+from hf_attn_variants import convert, reference_scores
+from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.modeling import additive_score, scattered_attention
+from hf_attn_variants.modeling.additive_score import AdditiveScore
+from hf_attn_variants.modeling.attention_variants import attention_with_weights
+
+ADDITIVE = {"score_function": "additive"}
+HEADS, D = 4, 6
+EVERY_HOST = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
+
+
+def make_score(groups):
+    torch.manual_seed(0)
+    score = AdditiveScore(HEADS, groups, D, torch.empty(0))
+    score.init_projections()
+    return score
+
+
+@pytest.mark.parametrize("elements", [1, 3 * HEADS * 9 * D * 4, 2**22], ids=["rows", "blocks", "one"])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_scores_are_the_formulas(groups, elements, monkeypatch):
+    monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", elements)
+    score = make_score(groups)
+    leaves = [torch.randn(3, heads, n, D) for heads, n in ((HEADS, 11), (groups, 9), (groups, 9))]
+    leaves = [*(leaf.requires_grad_() for leaf in leaves), *score.parameters()]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    mask = torch.ones(3, 1, 11, 9).bool()
+    mask[1, ..., 5:] = mask[2] = False
+    bias = torch.randn(1, HEADS, 11, 9)
+    added = bias.double() + torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    query, key, value, W, U, v = exact
+    expected = reference_scores.additive_attention(query, key, value, W, U, v, mask=added).transpose(1, 2)
+    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+    with torch.no_grad():
+        again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
+    torch.testing.assert_close(again, found)
+
+
+def test_no_tensor_of_queries_by_keys_by_d_is_made(monkeypatch):
+    n, score = 200, make_score(2)
+    query, key, value = (torch.randn(1, heads, n, D).requires_grad_() for heads in (HEADS, 2, 2))
+    monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", 2 * HEADS * n * D)
+    with LargestTensor() as largest:
+        attention_with_weights(query, key, value, scaling=1.0, score=score)[0].sum().backward()
+    assert largest.numel == HEADS * n * n  # the logits
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+        score(query, key)
+    assert max(kept) <= HEADS * n * D
+
+
+def test_compiled_scores_are_the_same():
+    score, query, key = make_score(2), torch.randn(2, HEADS, 7, D), torch.randn(2, 2, 5, D)
+    compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, key), score(query, key))
+
+
+def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs):
+    """The attention function of a host, by the formula: a mask is boolean or none, a decoder's causal."""
+    n, m = query.shape[2], key.shape[2]
+    allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
+    if attention_mask is None and getattr(module, "is_causal", False) and n > 1:
+        allowed = allowed.tril()
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[(None,) * (4 - allowed.dim())]
+    added = added if position_bias is None else added + position_bias
+    score = module.score
+    maps = (score.query_map, score.key_map, score.vector)
+    output = reference_scores.additive_attention(query, key, value, *maps, mask=added.expand(len(query), -1, -1, -1))
+    return output.transpose(1, 2), None
+
+
+@EVERY_HOST
+def test_a_host_attends_by_the_formula(architecture, monkeypatch):
+    head = next(iter(architecture.heads))
+    model, batch = architecture.model(head, "gqa", **ADDITIVE), architecture.batch(head)
+    names = {name for name, _ in model.named_parameters() if ".score." in name}
+    assert len(names) == 3 * len(list(model.named_attentions()))
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return formula(*args, **options)
+
+    with torch.no_grad():
+        found = [model(**batch)[0]]
+        model.set_attn_implementation("eager")
+        found.append(model(**batch)[0])
+        model.set_attn_implementation("sdpa")
+        monkeypatch.setattr(hf_attn_variants.modeling.t5_family, "attention_function", lambda name: counted)
+        interface = hf_attn_variants.modeling.attention_variants.ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(interface._local_mapping, hf_attn_variants.modeling.attention_variants.SDPA, counted)
+        expected = model(**batch)[0]
+    assert len(calls) == sum(model.module_runs(model.config, path) for _, path, _ in model.named_attentions())
+    real = batch["attention_mask"].bool() if found[0].shape[:2] == batch.get("attention_mask", found[0]).shape else ...
+    for each in found:
+        torch.testing.assert_close(each[real], expected[real], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["mqa", "talking", "latent"])
+def test_generation_with_a_cache_is_that_without(variant):
+    model = T5.model("T5ForConditionalGeneration", variant, **ADDITIVE)
+    batch = T5.batch("T5ForConditionalGeneration")
+    batch.pop("decoder_input_ids")
+    for search in ({}, {"num_beams": 3}):
+        options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
+        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert found[0].equal(found[1])
+    weights = model(**batch, decoder_input_ids=token_ids(), output_attentions=True).decoder_attentions
+    assert weights[0].shape == (3, 12, 9, 9) and not weights[0].triu(1).any()
+
+
+@pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
+def test_patterns_compose(pattern, monkeypatch):
+    size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
+    model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
+    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(scattered_attention, "ROWS", 4)
+    with torch.no_grad():
+        result = model(token_ids(2, 23), output_attentions=True)
+        assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()
+        model.set_attn_implementation("sdpa")
+        ids = token_ids(2, 23)
+        by_blocks = model(ids)[0]
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
+
+
+def test_new_parameters_are_drawn_and_saved(tmp_path):
+    torch.manual_seed(0)
+    fields = {"hidden_size": 192, "num_attention_heads": 4, **ADDITIVE, "num_key_value_heads": 4}
+    BERT.upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
+    made = hf_attn_variants.AttnVariantBertModel(BERT.config("mha", **fields))
+    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", **ADDITIVE)
+    for model in (made, loaded):
+        for layer in model.encoder.layer:
+            for parameter in layer.attention.self.score.parameters():
+                assert parameter.std().item() == pytest.approx(48**-0.5, rel=0.2)
+    loaded.save_pretrained(tmp_path / "additive")
+    again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "additive").eval()
+    ids = token_ids()
+    with torch.no_grad():
+        assert again(ids)[0].equal(loaded.eval()(ids)[0])
+
+
+def test_half_precision_and_gradients_of_a_training_step():
+    model = T5.model("T5ForConditionalGeneration", "gqa", **ADDITIVE).train()
+    batch = T5.batch("T5ForConditionalGeneration", labels=True)
+    model(**batch).loss.backward()
+    assert all(each.grad.abs().sum() > 0 for name, each in model.named_parameters() if ".score." in name)
+    exact = model.eval()(**batch).loss
+    assert model.bfloat16()(**batch).loss.float().item() == pytest.approx(exact.item(), rel=0.05)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    for value, message in (("general", "is as general as"), ("dot", "the dot product is None"), (3, "got 3")):
+        with pytest.raises(ValueError, match=f'must be None or "additive"; got .*{message}|{message}'):
+            BERT.config("mha", score_function=value)
+    with pytest.raises(ValueError, match='score_function="additive" cannot run under attn_implementation="flex'):
+        hf_attn_variants.AttnVariantBertModel._from_config(
+            BERT.config("mha", **ADDITIVE), attn_implementation="flex_attention"
+        )
+    with pytest.raises(ValueError, match="`score_function` is of models that are trained from scratch"):
+        convert(BERT.model("BertModel"), **ADDITIVE)
+    model = BERT.model("BertModel", **ADDITIVE)
+    with pytest.raises(ValueError, match=r"other scores than dot products \(`score_function` is 'additive'\)"):
+        convert(model, num_key_value_heads=3)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"additive scores .* have no form in upstream's"):
+        export_transformers(tmp_path / "model", tmp_path / "plain")

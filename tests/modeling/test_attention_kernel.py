@@ -1,0 +1,318 @@
+"""Models whose attention has a kernel in a softmax's place, in every architecture and stack."""
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
+from transformers import StaticCache
+
+import hf_attn_variants
+from hf_attn_variants.modeling import linear_attention
+from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+
+LENGTH = 11
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
+EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
+ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
+BART = ENCODER_DECODERS[0]
+BART_FAMILY = ENCODER_DECODERS[:-1]
+NAMED = {"ids": lambda row: row.name}
+# rfa's sums of weights may be near zero, where rounding counts more.
+TOLERANCE = {"rfa": 3e-4}
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(linear_attention, "CHUNK", 4)
+
+
+def attentions(model):
+    return [module for module in model.modules() if getattr(module, "kernel", None) is not None]
+
+
+def by_weights(model, **inputs):
+    """The first outputs where the weights are made, and those."""
+    with torch.no_grad():
+        result = model(**inputs, output_attentions=True)
+    return result[0], result
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
+def test_an_encoder_reads_by_its_kernel(architecture, kernel):
+    head = next(iter(architecture.heads))
+    model, plain = (architecture.model(head, "gqa", attention_kernel=name) for name in (kernel, None))
+    batch = architecture.batch(head)
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        found = model(**batch).last_hidden_state
+        expected, result = by_weights(model, **batch)
+        torch.testing.assert_close(found[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
+        for weights in result.attentions:
+            rows = weights.sum(-1)
+            if kernel != "rfa":
+                torch.testing.assert_close(rows, torch.ones_like(rows))
+            assert not weights.masked_select(~real[:, None, None].expand_as(weights)).any()
+        assert not found.allclose(plain(**batch).last_hidden_state, atol=1e-2)
+        # Another text in the padding changes nothing.
+        again = batch["input_ids"].masked_fill(~real, 7)
+        torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], found[real])
+        model.set_attn_implementation("eager")
+        assert model(**batch).last_hidden_state.equal(found)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("stack", ["encoder", "decoder", "cross"])
+def test_each_stack_has_its_own(kernel, stack):
+    field = "attention_kernel" if stack == "decoder" else f"{stack}_attention_kernel"
+    for architecture in (*BART_FAMILY, *((T5, ENCODER_DECODERS[-1]) if stack == "cross" else ())):
+        head = next(iter(architecture.heads))
+        model = architecture.model(head, "gqa", **{field: kernel})
+        assert {name for name, *_ in changed_sites(model)} == {stack}
+        batch = architecture.batch(head)
+        with torch.no_grad():
+            found = model(**batch, use_cache=False)[0]
+            expected, result = by_weights(model, **batch, use_cache=False)
+        torch.testing.assert_close(found, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
+        if stack == "decoder":
+            assert all(not weights.triu(1).any() for weights in result.decoder_attentions)
+
+
+def changed_sites(model):
+    for site, path, module in model.named_attentions():
+        if module.get_submodule(site.core).kernel is not None:
+            yield site.name, path
+
+
+def test_whisper_hears_by_kernels():
+    fields = {"attention_kernel": "elu", "encoder_attention_kernel": "hedgehog", "cross_attention_kernel": "favor"}
+    model = WHISPER.model("WhisperModel", "gqa", **fields)
+    batch = WHISPER.batch("WhisperModel")
+    with torch.no_grad():
+        found = model(**batch, use_cache=False)[0]
+    torch.testing.assert_close(found, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
+
+
+DECODERS = {
+    "bert": (BERT, "BertLMHeadModel", {"attention_kernel"}),
+    "bart alone": (BART, "BartForCausalLM", {"attention_kernel"}),
+    "bart": (BART, "BartForConditionalGeneration", {"attention_kernel", "cross_attention_kernel"}),
+    "whisper": (WHISPER, "WhisperForConditionalGeneration", {"attention_kernel", "cross_attention_kernel"}),
+    "t5": (T5, "T5ForConditionalGeneration", {"cross_attention_kernel"}),
+}
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
+def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
+    """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
+    model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
+    batch = architecture.batch(head)
+    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
+    ids, others = batch.pop(name), batch if mask is None else {}
+    cache, steps, sizes = None, [], set()
+    with torch.no_grad():
+        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
+        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
+            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
+            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
+            cache, steps = result.past_key_values, [*steps, result.logits]
+            own = getattr(cache, "self_attention_cache", cache)
+            if "attention_kernel" in fields:
+                assert all(isinstance(layer, KernelStateLayer) and not layer.keys.numel() for layer in own.layers)
+                sizes.add(sum(each.numel() for layer in own.layers for each in layer.state if each is not None))
+    begin = 0 if mask is None else 2
+    tolerance = 10 * TOLERANCE.get(kernel, 1e-5)
+    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=tolerance, rtol=0)
+    assert own.get_seq_length() == 9 and len(sizes) <= 1
+
+
+@pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])
+@pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
+def test_generation_with_states_is_that_without(architecture, head, fields, search):
+    model = architecture.model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
+    if architecture is WHISPER:
+        pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
+    batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
+    found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert found[0].equal(found[1])
+
+
+def test_a_memory_is_summed_once(monkeypatch):
+    """And again with another mask or other keys."""
+    model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
+    calls, sums = [], linear_attention.attend_by_kernel
+    monkeypatch.setattr(linear_attention, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
+    batch = T5.batch("T5ForConditionalGeneration")
+    ids, cache = batch.pop("decoder_input_ids"), None
+    masks = [batch["attention_mask"]] * 3 + [torch.ones(3, 9).long()]
+    with torch.no_grad():
+        for step, mask in enumerate(masks):
+            inputs = batch | {"attention_mask": mask, "decoder_input_ids": ids[:, step : step + 1]}
+            result = model(**inputs, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            if step == 2:
+                assert len(calls) == 2
+    assert len(calls) == 4
+
+
+def test_states_are_reordered_repeated_and_selected():
+    model = BART.model("BartForCausalLM", attention_kernel="favor")
+    ids = token_ids(3, 6)
+    order = torch.tensor([2, 2, 0])
+    with torch.no_grad():
+        for change, rows in (
+            (lambda cache: cache.reorder_cache(order), order),
+            (lambda cache: cache.batch_select_indices(order[1:]), order[1:]),
+            (lambda cache: cache.batch_repeat_interleave(2), torch.arange(3).repeat_interleave(2)),
+        ):
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            change(cache)
+            found = model(ids[rows, 5:], past_key_values=cache, use_cache=True).logits
+            expected = model(ids[rows], use_cache=False).logits[:, -1:]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        again = model(ids, past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(again, model(ids, use_cache=False).logits, atol=1e-5, rtol=0)
+
+
+def test_what_a_state_cannot_do_is_refused():
+    model = BART.model("BartForCausalLM", attention_kernel="elu")
+    ids = token_ids(1, 4)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="none can be taken back"):
+        cache.crop(2)
+    with pytest.raises(ValueError, match="pass `use_cache=False`"):
+        model(ids, use_cache=True, output_attentions=True)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(ids, assistant_model=BART.model("BartForCausalLM"), max_new_tokens=3)
+    with pytest.raises(
+        ValueError, match="`attention_kernel` needs a dynamic cache, which keeps sums; got StaticCache"
+    ):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=8))
+    plain = BART.model("BartForCausalLM")(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="keeps sums over keys and values, not these"):
+        model(ids[:, :1], past_key_values=plain)
+    assert not BART.model("BartForCausalLM")._is_stateful
+
+
+@pytest.mark.parametrize("architecture", [BERT, BART], **NAMED)
+@EVERY_KERNEL
+def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, kernel):
+    n = 600
+    fields = {"attention_kernel": kernel}
+    if architecture is BART:
+        fields = {f"{prefix}attention_kernel": kernel for prefix in ("", "encoder_", "cross_")}
+    model = architecture.model(
+        next(iter(architecture.heads)), "mqa", num_hidden_layers=1, max_position_embeddings=n, **fields
+    )
+    ids = token_ids(1, n)
+    mask = (torch.arange(n) < n - 50).long()[None]
+    with LargestTensor() as largest:
+        model(input_ids=ids, attention_mask=mask).last_hidden_state.sum().backward()
+    assert largest.numel < n * n
+
+
+@EVERY_KERNEL
+def test_saved_models_and_plain_checkpoints(kernel, tmp_path):
+    """Vectors are saved, drawn by the seed where there are none, each attention its own; maps begin as they ought."""
+    config = BERT.config("gqa", attention_kernel=kernel)
+    torch.manual_seed(0)
+    model = hf_attn_variants.AttnVariantBertModel(config).eval()
+    model.save_pretrained(tmp_path / "kernel")
+    batch = BERT.batch("BertModel")
+    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "kernel")
+    with torch.no_grad():
+        assert loaded(**batch)[0].equal(model(**batch)[0])
+    plain = hf_attn_variants.AttnVariantBertModel(BERT.config("gqa"))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    plain.save_pretrained(tmp_path / "plain")
+    begun = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", attention_kernel=kernel)
+    for one, other in zip(model.state_dict().items(), begun.state_dict().items(), strict=True):
+        assert one[0] == other[0] and one[1].equal(other[1])
+    if kernel in ("favor", "rfa"):
+        vectors = [module.kernel_vectors for module in attentions(begun)]
+        assert not vectors[0].equal(vectors[1])
+        another = hf_attn_variants.AttnVariantBertModel.from_pretrained(
+            tmp_path / "plain", attention_kernel=kernel, attention_kernel_seed=1
+        )
+        assert not attentions(another)[0].kernel_vectors.equal(vectors[0])
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])
+def test_loading_drops_nothing_learned(kernel, tmp_path):
+    BERT.model("BertModel", attention_kernel=kernel).save_pretrained(tmp_path)
+    load = hf_attn_variants.AttnVariantBertModel.from_pretrained
+    for fields, message in (
+        ({"attention_kernel": None}, f"has attention_kernel='{kernel}', the configuration asks for None"),
+        ({"attention_kernel_features": 7}, "has attention_kernel_features=None, the configuration asks for 7"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{message}: loading neither drops nor resizes what a kernel has learned"
+        ):
+            load(tmp_path, **fields)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, config=BERT.config("mha", **{"attention_kernel": kernel} | fields))
+
+
+@EVERY_KERNEL
+def test_every_parameter_learns(kernel):
+    model = BART.model(
+        "BartForConditionalGeneration",
+        "gqa",
+        attention_kernel=kernel,
+        encoder_attention_kernel=kernel,
+        cross_attention_kernel=kernel,
+    ).train()
+    batch = BART.batch("BartForConditionalGeneration", labels=True)
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch, use_cache=False).loss.backward()
+        gradients.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() == {name for name, _ in model.named_parameters()}
+    torch.testing.assert_close(*gradients)
+
+
+WRONG = [
+    ({"attention_kernel": "exp"}, r'must be None \(softmax\), or one of "elu", .*; got \'exp\''),
+    ({"attention_kernel": "favor", "attention_kernel_features": 0}, "`attention_kernel_features`.*at least 1.*got 0"),
+    ({"attention_kernel": "elu", "attention_kernel_features": 8}, "is of the kernels hedgehog, favor, rfa; got 8"),
+    ({"attention_kernel_features": 8}, "got 8 with no kernel"),
+    ({"attention_kernel": "favor", "attention_kernel_seed": -1}, "`attention_kernel_seed`.*at least 0.*got -1"),
+    ({"attention_kernel": "elu", "talking_heads": "both"}, "`attention_kernel` and `talking_heads` cannot stand"),
+    (
+        {"attention_kernel": "elu", "attention_pattern": "sliding_window", "attention_window": 4},
+        "`attention_kernel` and `attention_pattern` cannot stand together",
+    ),
+    ({"attention_kernel": "elu", "kv_lora_rank": 8}, "`attention_kernel` and `kv_lora_rank` cannot stand together"),
+    ({"attention_kernal": "elu"}, "did you mean `attention_kernel`"),
+]
+
+
+@pytest.mark.parametrize("fields, message", WRONG)
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BERT.config("mha", **fields)
+
+
+def test_t5s_relative_positions_are_refused():
+    for field in ("attention_kernel", "encoder_attention_kernel"):
+        with pytest.raises(ValueError, match=f"`{field}` is of attention without relative positions.*sinusoidal"):
+            T5.config("mha", **{field: "elu"})
+    with pytest.raises(ValueError, match="`cross_attention_kernel` and `cross_kv_lora_rank`"):
+        T5.config("latent", cross_attention_kernel="elu")
+
+
+def test_other_implementations_are_refused():
+    with pytest.raises(ValueError, match="an attention_kernel cannot run under"):
+        BERT.model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")

@@ -1,0 +1,318 @@
+"""Patterns of blocks: the formula's keys, under one mask and in blocks of queries, alone and in every host."""
+
+from functools import partial
+
+import pytest
+import torch
+from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
+
+from hf_attn_variants import convert, reference, reference_patterns
+from hf_attn_variants.modeling import scattered_attention
+from hf_attn_variants.modeling.attention_variants import attention_with_weights, fused_attention
+from hf_attn_variants.modeling.block_patterns import BlockPattern
+from hf_attn_variants.modeling.scattered_attention import attend_in_blocks
+from hf_attn_variants.modeling.sliding_window_attention import as_full_attention
+
+HEADS, D = 4, 6
+# Fields of a configuration, and the formula's.
+PATTERNS = {
+    "random_blocks": (
+        {"attention_block_size": 3, "num_random_blocks": 2, "attention_seed": 5},
+        [partial(reference_patterns.keys_in_random_blocks, block=3, random=2, seed=5)],
+    ),
+    "strided": ({"attention_block_size": 4}, [partial(reference_patterns.keys_by_stride, stride=4)]),
+    "strided, split": (
+        {"attention_block_size": 4, "split_attention_heads": True},
+        [partial(reference_patterns.keys_by_stride, stride=4, part=part) for part in (1, 2)],
+    ),
+    "fixed": (
+        {"attention_block_size": 4, "num_summary_tokens": 2},
+        [partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=2)],
+    ),
+    "fixed, split": (
+        {"attention_block_size": 4, "num_summary_tokens": 1, "split_attention_heads": True},
+        [partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=1, part=part) for part in (1, 2)],
+    ),
+    "local_blocks": (
+        {"attention_block_size": 5},
+        [partial(reference_patterns.keys_in_local_block, block=5)],
+    ),
+}
+EVERY_PATTERN = pytest.mark.parametrize("name", PATTERNS)
+BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Blocks of few queries, in texts of any length."""
+    monkeypatch.setattr(scattered_attention, "ROWS", 8)
+    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
+
+
+def fields_of(name, prefix=""):
+    fields = {"attention_pattern": name.split(",")[0], **PATTERNS[name][0]}
+    return {prefix + field: value for field, value in fields.items()}
+
+
+def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
+    """The formula's mask, [1 or h, n, n]."""
+    formulas = [partial(keys, causal=causal) for keys in PATTERNS[name][1]]
+    if name == "random_blocks":
+        formulas = [partial(keys, layer=layer) for keys in formulas]
+    masks = [reference_patterns.pattern_mask(n, keys, global_tokens=global_tokens) for keys in formulas]
+    masks = [mask.tril() if causal else mask for mask in masks]
+    if len(masks) == 2:
+        masks = [masks[0]] * (heads - heads // 2) + [masks[1]] * (heads // 2)
+    return torch.stack(masks)
+
+
+def pattern_of(name, causal, layer=0, **fields):
+    config = BERT.config("mha", **fields_of(name), **fields)
+    return BlockPattern.of(config, "", HEADS, layer, causal)
+
+
+@EVERY_PATTERN
+@BOTH_WAYS
+@pytest.mark.parametrize("n", [1, 4, 23])
+def test_the_keys_are_the_formulas(name, causal, n):
+    places = torch.arange(n)
+    for layer, global_tokens in ((0, 0), (3, 0 if causal else 2)):
+        pattern = pattern_of(name, causal, layer, num_global_tokens=global_tokens)
+        expected = mask_of(name, n, causal, layer=layer, global_tokens=global_tokens)
+        allowed = pattern.allowed(places, places)
+        assert allowed.equal(expected if pattern.heads else expected[0])
+        assert pattern.allowed(places[n // 2 :], places).equal(allowed[..., n // 2 :, :])
+        everything = torch.ones(n, n).bool().tril() if causal else torch.ones(n, n).bool()
+        assert allowed.any(-1).all() and (not pattern.covers(n, n) or allowed.equal(everything))
+
+
+@EVERY_PATTERN
+@BOTH_WAYS
+def test_the_keys_are_counted(name, causal):
+    n, places = 400, torch.arange(400)
+    pattern = pattern_of(name, causal)
+    in_the_midst = pattern.allowed(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
+    # Of a causal strided or fixed pattern the far tokens are those before, half of all in the midst.
+    assert in_the_midst - 1 <= pattern.keys_read(n) <= 2.2 * in_the_midst
+    assert pattern.keys_read(2) == 2
+
+
+def make_call(n, groups=2, biased=True):
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, heads, n, D) for heads in (HEADS, groups, groups)]
+    leaves += [torch.randn(1, HEADS, 1, 2 * n - 1)] if biased else []
+    places = torch.arange(n)
+    padding = torch.stack([places < n, places < n // 2, places >= n - 4])
+    return [leaf.requires_grad_() for leaf in leaves], padding
+
+
+def by_formula(leaves, allowed, padding):
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    n = leaves[0].shape[2]
+    distance = torch.arange(n) - torch.arange(n)[:, None]
+    bias = exact[3][:, :, 0, distance + n - 1] if len(exact) > 3 else None
+    allowed = (allowed & padding[:, None, None]).expand(3, HEADS, n, n)
+    mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    output, _ = reference.attention_core(*exact[:3], scale=0.4, bias=bias, mask=mask)
+    return output.transpose(1, 2), exact
+
+
+def compare(found, expected, leaves, exact):
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    for one, other in zip(
+        gradients, torch.autograd.grad((expected * weights).sum(), exact, retain_graph=True), strict=True
+    ):
+        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+
+
+@EVERY_PATTERN
+@BOTH_WAYS
+@pytest.mark.parametrize("groups, biased", [(4, False), (1, True)])
+def test_one_mask_and_blocks_are_the_formula(name, causal, groups, biased, short_blocks):
+    leaves, padding = make_call(23, groups, biased)
+    expected, exact = by_formula(leaves, mask_of(name, 23, causal), padding)
+    pattern, mask, bias = pattern_of(name, causal), padding[:, None, None], leaves[3] if biased else None
+    dense, dense_bias = as_full_attention(pattern, *leaves[:2], mask, bias)
+    compare(attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)[0], expected, leaves, exact)
+    attend = partial(fused_attention, scaling=0.4)
+    compare(attend_in_blocks(attend, pattern, leaves[:3], mask, bias), expected, leaves, exact)
+
+
+@EVERY_PATTERN
+@pytest.mark.parametrize("queries", [2, 5, 17])
+def test_queries_behind_a_cache(name, queries, short_blocks):
+    leaves, padding = make_call(23)
+    expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
+    states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
+    attend = partial(fused_attention, scaling=0.4)
+    found = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
+    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+
+
+def test_blocks_drop_the_same_weights_in_the_backward_pass(short_blocks):
+    leaves, padding = make_call(24, biased=False)
+    attend = partial(fused_attention, scaling=0.4, dropout=0.25)
+    torch.manual_seed(1)
+    output = attend_in_blocks(attend, pattern_of("fixed", False), leaves[:3], padding[:, None, None], None)
+    (gradient,) = torch.autograd.grad(output.square().sum() / 2, leaves[2])
+    torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
+
+
+def test_no_tensor_of_the_blocks_grows_with_the_square_of_the_length():
+    sizes = []
+    for n in (1024, 2048):
+        leaves, padding = make_call(n)
+        attend = partial(fused_attention, scaling=0.4)
+        with LargestTensor() as largest:
+            pattern = BlockPattern("local_blocks", 32)
+            attend_in_blocks(attend, pattern, leaves[:3], padding[:, None, None], leaves[3]).sum().backward()
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0] and sizes[1] < 2048 * 2048 / 8
+
+
+LENGTH = 23
+
+
+def padding(left=False):
+    places = torch.arange(LENGTH)
+    rows = torch.stack([places < LENGTH, places < 15, places < 3])
+    return (rows.flip(1) if left else rows).long()
+
+
+def same_under_mask(pattern, plain, inputs, mask, dense):
+    plain.load_state_dict(pattern.state_dict())
+    real = mask.bool()
+    for implementation in ("eager", "sdpa"):
+        for model in (pattern, plain):
+            model.set_attn_implementation(implementation)
+        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        expected = plain(**inputs, attention_mask=dense & mask.bool()[:, None, None]).last_hidden_state[real]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+HOSTS = [
+    *((row, "gqa", "local_blocks") for row in (BERT, ALBERT, *ENCODERS, T5, *ENCODER_DECODERS)),
+    *((row, kind, name) for row in (BERT, T5) for kind in ("gqa", "latent") for name in ("fixed", "strided, split")),
+    *((row, "talking", name) for row in (BERT, T5) for name in ("fixed, split", "strided")),
+]  # fmt: skip
+HOST_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in HOSTS]
+
+
+@pytest.mark.parametrize("architecture, variant, name", HOSTS, ids=HOST_IDS)
+def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, name, short_blocks):
+    prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
+    head = next(iter(architecture.heads))
+    models = [architecture.model(head, variant, **fields) for fields in (fields_of(name, prefix), {})]
+    heads = models[0].config.query_heads(f"{prefix}num_key_value_heads")
+    stacks = [model.get_encoder() if prefix else model for model in models]
+    inputs = {"input_ids": token_ids(3, LENGTH)}
+    with torch.no_grad():
+        same_under_mask(*stacks, inputs, padding(), mask_of(name, LENGTH, False, heads)[None])
+
+
+def test_random_blocks_differ_by_layer_and_seed(short_blocks):
+    ids = token_ids(2, LENGTH)
+    model = BERT.model("BertModel", **fields_of("random_blocks"), num_global_tokens=1, attn_implementation="eager")
+    with torch.no_grad():
+        result = model(ids, output_attentions=True)
+        for layer, weights in enumerate(result.attentions):
+            expected = mask_of("random_blocks", LENGTH, False, layer=layer, global_tokens=1)
+            assert (weights != 0).equal(expected.expand(weights.shape))
+        other = BERT.model("BertModel", **fields_of("random_blocks") | {"attention_seed": 6}, num_global_tokens=1)
+        other.load_state_dict(model.state_dict())
+        assert (other(ids)[0] - result[0]).abs().max() > 1e-3
+
+
+@EVERY_PATTERN
+@pytest.mark.parametrize(
+    "architecture, head",
+    [(BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")],
+    ids=["bert", "t5"],
+)
+def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, head, name, short_blocks):
+    model = architecture.model(head, "gqa", **fields_of(name))
+    batch = architecture.batch(head)
+    ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    mask = {} if ids_name != "input_ids" else {"attention_mask": padding(left=True)}
+    ids = token_ids(3, LENGTH)
+    batch.pop("attention_mask" if mask else ids_name)
+    batch.pop(ids_name, None)
+    cache, steps = None, []
+    with torch.no_grad():
+        whole = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
+        for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
+            seen = {key: each[:, :end] for key, each in mask.items()}
+            result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
+            cache, steps = result.past_key_values, [*steps, result.logits]
+        read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
+        torch.testing.assert_close(torch.cat(steps, 1)[read], whole[read], atol=1e-5, rtol=0)
+        changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)
+        later = model(**batch, **{ids_name: changed}, **mask, use_cache=False).logits
+        torch.testing.assert_close(later[:, :-1][read[:, :-1]], whole[:, :-1][read[:, :-1]])
+
+
+def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
+    from hf_attn_variants.modeling import sliding_window_attention as module
+
+    said = []
+    monkeypatch.setattr(module.logger, "warning_once", said.append)
+    model = BERT.model("BertModel", max_position_embeddings=2100, num_hidden_layers=1, **fields_of("local_blocks"))
+    ids = token_ids(1, 2060)
+    with torch.no_grad():
+        by_blocks = model(ids)[0]
+        assert said == []
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
+    assert "attention_pattern='local_blocks' as a mask of 2060 x 2060 numbers" in said[0]
+
+
+WRONG = [
+    ({"attention_pattern": "local_blocks"}, '="local_blocks"` needs `attention_block_size`; got None'),
+    ({"attention_block_size": 4}, '`attention_pattern` "random_blocks" or .*"local_blocks" or .*; got 4 with'),
+    (fields_of("local_blocks") | {"attention_block_size": 0}, "a whole number, at least 1; got 0"),
+    (
+        fields_of("local_blocks") | {"attention_window": 4},
+        '`attention_window` is of .*"sliding_window" or "transient_global"; got 4 with',
+    ),
+    (fields_of("random_blocks") | {"num_random_blocks": 0}, "needs `num_random_blocks`; got 0"),
+    (fields_of("fixed") | {"num_summary_tokens": 5}, "at most `attention_block_size`; got 5 and 4"),
+    (fields_of("strided") | {"split_attention_heads": 1}, "must be True or False; got 1"),
+    (fields_of("strided") | {"is_decoder": True, "num_global_tokens": 1}, "`num_global_tokens` is of encoders"),
+    (
+        fields_of("strided") | {"per_layer_values": {"attention_window": [4, 6]}},
+        '`attention_window` is of `attention_pattern` "sliding_window" or .*; got 6',
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", WRONG, ids=[str(fields) for fields, _ in WRONG])
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BERT.config("mha", **fields)
+
+
+def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
+    plain = BERT.model("BertModel")
+    made = convert(plain, **fields_of("random_blocks")).eval()
+    made.save_pretrained(tmp_path)
+    again = type(made).from_pretrained(tmp_path).eval()
+    ids = token_ids(2, LENGTH)
+    with torch.no_grad():
+        assert again(ids)[0].equal(made(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
+
+
+def test_keys_before_an_encoders_queries_are_refused(short_blocks):
+    pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
+    assert not scattered_attention.gathers(pattern, query, key, None)
+    assert scattered_attention.gathers(pattern, key, key, None)
+    with pytest.raises(ValueError, match="9 tokens cannot read 12, a prefix of 3 among them"):
+        as_full_attention(pattern, query, key, None, None)
+
+
+def test_every_architecture_takes_a_pattern():
+    for architecture in (*ARCHITECTURES, *RELATIVES):
+        assert architecture.config("mha", **fields_of("fixed")).attention_pattern == "fixed"

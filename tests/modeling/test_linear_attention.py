@@ -1,0 +1,228 @@
+"""Attention by kernels, in sums and in chunks: the formulas' outputs and gradients, and no n x m tensor."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fixtures.largest_tensor import LargestTensor
+from torch import nn
+
+from hf_attn_variants import reference_linear
+from hf_attn_variants.modeling import linear_attention
+from hf_attn_variants.modeling.attention_kernels import AttentionKernel
+from hf_attn_variants.modeling.attention_sites import AttentionHeads
+from hf_attn_variants.modeling.linear_attention import (
+    attend_by_kernel,
+    init_kernel,
+    install_kernel,
+    keys_read,
+    read_state,
+    weights_of_kernel,
+)
+
+HEADS, D, SCALING = 4, 6, 0.4
+# Of rfa sums of weights may be near zero, and what is divided by them far from rounding's usual size.
+TOLERANCE = {"rfa": 3e-4}
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
+EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(linear_attention, "CHUNK", 8)
+
+
+def attention(name, groups=2, causal=False, dtype=torch.float32):
+    """A module with a kernel whose parameters are moved off their beginning."""
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1).to(dtype)
+    heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+    install_kernel(module, AttentionKernel(name, 9, causal, 3), heads)
+    init_kernel(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return module
+
+
+def learned(module):
+    return [
+        getattr(module, name)
+        for name in ("query_kernel_proj", "key_kernel_proj", "kernel_scale")
+        if hasattr(module, name)
+    ]
+
+
+def make_call(n, m, groups=2):
+    """Queries, keys and values that want gradients; padding on either side, and a text of nothing."""
+    torch.manual_seed(1)
+    leaves = [torch.randn(3, heads, length, D) for heads, length in ((HEADS, n), (groups, m), (groups, m))]
+    places = torch.arange(m)
+    padding = torch.stack([places < m, places < m // 2, places >= m - 4])
+    return [leaf.requires_grad_() for leaf in leaves], padding
+
+
+def by_formula(module, states, padding, causal=False):
+    """The outputs [b, n, h, d], the weights and what gradients are of, in double precision."""
+    exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *learned(module))]
+    (Q, K, V), parameters = exact[:3], exact[3:]
+    name = module.kernel.name
+    if name == "elu":
+        phi_q, phi_k = reference_linear.elu_features(Q), reference_linear.elu_features(K)
+    elif name == "hedgehog":
+        phi_q, phi_k = (reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), parameters, strict=True))
+    elif name == "favor":
+        phi_q, phi_k = (
+            reference_linear.favor_features(x * SCALING**0.5, module.kernel_vectors.double()) for x in (Q, K)
+        )
+    else:
+        scale = parameters[0][:, None]
+        by_head = scale.repeat_interleave(HEADS // len(scale), 0)
+        phi_q, phi_k = (
+            reference_linear.rfa_features(x, module.kernel_vectors.double(), s) for x, s in ((Q, by_head), (K, scale))
+        )
+    least = 1e-2 if name == "rfa" else 0.0
+    output, weights = reference_linear.kernel_attention(
+        phi_q, phi_k, V, causal=causal, padding=padding, least_sum=least
+    )
+    return output.transpose(1, 2), weights, exact
+
+
+def compare(found, expected, leaves, exact, atol=1e-5):
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+    direction = torch.randn_like(expected)
+    found = torch.autograd.grad((found * direction.to(found.dtype)).sum(), leaves)
+    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3 * atol * max(1, other.abs().max()), rtol=0)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("n, m, groups", [(41, 41, 4), (5, 23, 2), (17, 17, 1)])
+def test_sums_are_the_formula(name, n, m, groups):
+    module = attention(name, groups)
+    leaves, padding = make_call(n, m, groups)
+    expected, weights, exact = by_formula(module, leaves, padding)
+    mask = padding[:, None, None]
+    found, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    torch.testing.assert_close(
+        weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0
+    )
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(found)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("n, groups", [(41, 2), (8, 4), (3, 1)])
+def test_chunks_are_the_formula(name, n, groups):
+    module = attention(name, groups, causal=True)
+    leaves, padding = make_call(n, n, groups)
+    expected, weights, exact = by_formula(module, leaves, padding, causal=True)
+    found, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
+    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    found = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
+    torch.testing.assert_close(found.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
+
+
+@EVERY_KERNEL
+def test_a_state_goes_on_where_it_ended(name):
+    """Chunks, steps and the whole text; padded on the left."""
+    module = attention(name, causal=True)
+    (query, key, value), _ = make_call(30, 30)
+    padding = torch.arange(30) >= torch.tensor([0, 3, 14])[:, None]
+    expected, _, _ = by_formula(module, (query, key, value), padding, causal=True)
+    state, outputs, sizes = None, [], set()
+    for begin, end in ((0, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
+        mask = padding[:, None, None, :end]  # of all tokens seen, as a decoder's
+        call = (states[:, :, begin:end] for states in (query, key, value))
+        output, state = attend_by_kernel(module, *call, mask, SCALING, state)
+        outputs.append(output)
+        sizes.add(sum(each.numel() for each in state if each is not None))
+    torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=TOLERANCE.get(name, 1e-5), rtol=0)
+    assert len(sizes) == 1
+
+
+def test_the_recurrence_of_long_texts_to_five_digits():
+    module = attention("elu", HEADS, causal=True)
+    torch.manual_seed(0)
+    states = [torch.randn(1, HEADS, 2000, D) for _ in range(3)]
+    phi_q, phi_k = (reference_linear.elu_features(each) for each in states[:2])
+    S, z = torch.zeros(1, HEADS, D, D), torch.zeros(1, HEADS, D)
+    expected, _, _ = reference_linear.kernel_attention_recurrent(phi_q, phi_k, states[2], S, z)
+    found, _ = attend_by_kernel(module, *states, None, SCALING)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+@EVERY_KERNEL
+def test_beams_share_a_memory(name):
+    module = attention(name)
+    (query, key, value), padding = make_call(2, 23)
+    query = torch.randn(6, HEADS, 2, D)
+    mask = padding[:, None, None]
+    found, state = attend_by_kernel(module, query, key, value, mask, SCALING)
+    repeated = [each.repeat_interleave(2, 0) for each in (key, value, mask)]
+    expected, _ = attend_by_kernel(module, query, *repeated, SCALING)
+    torch.testing.assert_close(found, expected)
+    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(found)
+    assert read_state(module, query, state, SCALING).equal(found)
+    weights = [
+        weights_of_kernel(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
+    ]
+    torch.testing.assert_close(*weights)
+
+
+@EVERY_KERNEL
+def test_large_logits_and_half_precision(name):
+    """Features of favor would be beyond float32's largest number, or all zero."""
+    module = attention(name, HEADS)
+    (query, key, value), padding = make_call(9, 9, HEADS)
+    states = (query * 12, key * 12, value)
+    expected, _, _ = by_formula(module, states, padding)
+    found, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
+    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=0)
+    halves = [each.detach().bfloat16() for each in (query, key, value)]
+    exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
+    half, state = attend_by_kernel(module, *halves, None, SCALING)
+    assert half.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
+    torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again, _ = attend_by_kernel(module, *halves, None, SCALING)
+    assert again.equal(half)
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
+    module = attention(name, causal=causal)
+    sizes = []
+    for n in (256, 512):
+        leaves, padding = make_call(n, n)
+        with LargestTensor() as largest:
+            attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0] < 256 * 256 * HEADS
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_compiled_calls(name, causal):
+    module = attention(name, causal=causal)
+    leaves, _ = make_call(20, 20)
+
+    def attend(*states):
+        return attend_by_kernel(module, *states, None, SCALING)[0]
+
+    torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves), attend(*leaves))
+
+
+def test_masks_of_queries_are_refused():
+    key = torch.randn(2, 1, 5, D)
+    assert keys_read(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
+    with pytest.raises(ValueError, match=r"a mask must be of keys alone, \[b, 1, 1, m\]; got \[2, 1, 5, 5\]"):
+        keys_read(torch.ones(2, 1, 5, 5).bool(), key)
+    module = attention("elu")
+    module.config = SimpleNamespace(_output_attentions=False)
+    with pytest.raises(ValueError, match="without a position bias; this call has one"):
+        linear_attention.kernel_attention_forward(
+            module, key, key, key, None, None, False, {"position_bias": torch.zeros(1)}
+        )

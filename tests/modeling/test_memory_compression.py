@@ -1,0 +1,137 @@
+"""Memory-compressed attention: the formula's outputs and gradients, in the encoders that take it."""
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, T5, token_ids
+from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
+
+import hf_attn_variants
+from hf_attn_variants import reference_patterns
+from hf_attn_variants.modeling.attention_variants import fused_attention
+from hf_attn_variants.modeling.memory_compression import MemoryCompression
+
+COMPRESSED = {"attention_pattern": "memory_compressed", "attention_block_size": 3}
+LENGTH, D = 11, 5
+
+
+def prefixed(fields):
+    return {f"encoder_{name}": value for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("length", [1, 9, 11])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_short_keys_and_values_are_the_formulas(length, groups):
+    torch.manual_seed(0)
+    compression = MemoryCompression(groups, groups, D, 3, torch.empty(0))
+    leaves = [torch.randn(3, heads, n, D) for heads, n in ((4, 7), (groups, length), (groups, length))]
+    for parameter in compression.parameters():
+        torch.nn.init.normal_(parameter)
+    leaves = [*(leaf.requires_grad_() for leaf in leaves), *compression.parameters()]
+    places = torch.arange(length)
+    padding = torch.stack([places < length, places < length // 2, places >= length - 2])
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    convs = [conv.unflatten(1, (3, D)) for conv in exact[3:]]
+    expected = reference_patterns.memory_compressed_attention(*exact[:3], *convs, scale=0.4, padding=padding)
+    expected = expected.transpose(1, 2)
+    key, value, mask = compression(*leaves[1:3], padding[:, None, None])
+    found = fused_attention(leaves[0], key, value, mask, scaling=0.4)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+    whole = padding[:1, None, None]
+    assert compression(*(leaf[:1] for leaf in leaves[1:3]), whole)[0].equal(compression(*leaves[1:3], None)[0][:1])
+
+
+HOSTS = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
+HOSTS += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
+HOSTS += [
+    (row, prefixed(COMPRESSED) | {"position_embedding_type": "sinusoidal"}) for row in (T5, ENCODER_DECODERS[-1])
+]
+
+
+@pytest.mark.parametrize("architecture, fields", HOSTS, ids=[row.name for row, _ in HOSTS])
+def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
+    model = architecture.model(next(iter(architecture.heads)), "gqa", **fields).eval()
+    stack = model.get_encoder() if "encoder_attention_pattern" in fields else model
+    named = [name for name, _ in model.named_parameters() if ".compression." in name]
+    assert named and len(named) % 2 == 0 and not [name for name in named if "decoder" in name or "cross" in name]
+    with torch.no_grad():
+        if architecture is WHISPER:
+            result = stack(architecture.batch("WhisperModel")["input_features"], output_attentions=True)
+            assert result.attentions[0].shape[-2:] == (20, 7)
+            return
+        ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH).long()
+        mask[:, 8:] = 0
+        result = stack(ids, attention_mask=mask, output_attentions=True)
+        assert result.attentions[0].shape[-2:] == (LENGTH, 4) and not result.attentions[0][..., 3].any()
+        other = stack(ids.index_fill(1, torch.arange(8, LENGTH), 7), attention_mask=mask)
+        torch.testing.assert_close(other[0][:, :8], result[0][:, :8], atol=1e-5, rtol=0)
+        torch.testing.assert_close(stack(ids[:, :8])[0], result[0][:, :8], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
+def test_it_composes_with_talking_heads_and_scores(fields):
+    model, ids, mask = (
+        BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
+        token_ids(2, 30),
+        torch.ones(2, 30),
+    )
+    mask[1, 20:] = 0
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask)[0]
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids, attention_mask=mask)[0], found, atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
+    model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
+    model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
+    conv = model.encoder.layer[1].attention.self.compression.key_conv
+    mean = torch.eye(4).repeat(3, 1) / 3
+    assert all(each.equal(mean) for each in conv.detach())
+    with torch.no_grad():
+        conv.add_(torch.randn_like(conv))
+        expected = model(ids)[0]
+        model.save_pretrained(tmp_path / "compressed")
+        assert model_class.from_pretrained(tmp_path / "compressed").eval()(ids)[0].equal(expected)
+        one = BERT.model("BertModel", **COMPRESSED | {"attention_block_size": 1})
+        plain = BERT.model("BertModel")
+        plain.load_state_dict({k: v for k, v in one.state_dict().items() if "compression" not in k})
+        for layer in one.encoder.layer:
+            layer.attention.self.compression.init_projections()
+        torch.testing.assert_close(one(ids)[0], plain(ids)[0])
+
+
+WRONG = [
+    (BERT, COMPRESSED | {"is_decoder": True}, "cannot stand beside a decoder"),
+    (T5, COMPRESSED, "cannot stand beside a decoder"),
+    (T5, prefixed(COMPRESSED), "cannot stand beside a bias by distance"),
+    (BERT, COMPRESSED | {"kv_lora_rank": 8}, "cannot stand beside a latent.*kv_lora_rank=8"),
+    (BERT, COMPRESSED | {"num_global_tokens": 1}, "`num_global_tokens` is of"),
+]
+
+
+@pytest.mark.parametrize("architecture, fields, message", WRONG, ids=[str(fields) for _, fields, _ in WRONG])
+def test_where_it_has_no_meaning_it_is_refused(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture.config("mha", **fields)
+
+
+def test_no_conversion():
+    for model, fields in (
+        (BERT.model("BertModel"), COMPRESSED),
+        (BERT.model("BertModel", **COMPRESSED), {"num_key_value_heads": 3}),
+    ):
+        with pytest.raises(ValueError, match="has parameters that no conversion makes"):
+            hf_attn_variants.convert(model, **fields)
+
+
+def test_masks_it_cannot_follow_are_refused():
+    model, ids = BERT.model("BertModel", **COMPRESSED), token_ids(2, LENGTH)
+    with pytest.raises(ValueError, match="its mask must be boolean and of padding alone"):
+        model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())
+    with pytest.raises(ValueError, match="`global_attention_mask` is not for"):
+        model(ids, global_attention_mask=torch.ones(2, LENGTH).long())

@@ -1,0 +1,198 @@
+"""Sinusoidal positions: the formula's, in every host that takes them, for any length, and with a cache."""
+
+import pytest
+import torch
+from architectures import ALBERT, BATCH, BERT, LENGTH, T5, token_ids
+from relatives import ENCODER_DECODERS, ENCODERS
+from transformers import StaticCache
+
+import hf_attn_variants
+from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.modeling.sinusoidal_positions import sinusoids
+from hf_attn_variants.reference_scores import sinusoidal_positions
+from hf_attn_variants.registration import longest_input
+
+SINUSOIDAL = {"position_embedding_type": "sinusoidal"}
+UMT5 = ENCODER_DECODERS[-1]
+EVERY_ENCODER = pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
+BOTH_T5S = pytest.mark.parametrize("architecture", [T5, UMT5], ids=lambda row: row.name)
+WRITERS = {"t5": "T5ForConditionalGeneration", "umt5": "UMT5ForConditionalGeneration"}
+
+
+@pytest.mark.parametrize("width", [1, 7, 40])
+def test_sinusoids_are_the_formula(width):
+    expected = sinusoidal_positions(30, width)
+    torch.testing.assert_close(sinusoids(torch.arange(30)[None], width)[0].double(), expected, atol=1e-6, rtol=0)
+    far = torch.tensor([[20_000]])
+    by_hand = torch.tensor(20_000 / 10_000 ** (2 * (width // 2) / width), dtype=torch.float64)
+    expected = by_hand.cos() if (width - 1) % 2 else by_hand.sin()
+    if width % 2:  # the last place is a sine
+        torch.testing.assert_close(sinusoids(far, width)[0, 0, -1].double(), expected, atol=1e-6, rtol=0)
+
+
+def base(architecture, head, **fields):
+    model = architecture.model(head, "gqa", **fields)
+    return getattr(model, model.base_model_prefix, model)
+
+
+@EVERY_ENCODER
+def test_an_encoder_is_the_plain_one_whose_table_holds_the_formula(architecture):
+    head = next(iter(architecture.heads))
+    model, plain = base(architecture, head, **SINUSOIDAL), base(architecture, head)
+    names = plain.state_dict().keys() - model.state_dict().keys()
+    assert names == {"embeddings.position_embeddings.weight"} and not model.state_dict().keys() - plain.state_dict()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    first = model.config.pad_token_id + 1 if architecture.name == "roberta" else 0
+    table = plain.embeddings.position_embeddings.weight.data
+    table[first:] = sinusoidal_positions(len(table) - first, table.shape[1]) * model.config.initializer_range
+    ids, mask = token_ids(), torch.ones(BATCH, LENGTH).long()
+    ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left, where RoBERTa begins to count behind it
+    with torch.no_grad():
+        found, expected = (each(input_ids=ids, attention_mask=mask).last_hidden_state for each in (model, plain))
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        states, positions = torch.randn(BATCH, LENGTH, table.shape[1]), torch.arange(LENGTH).flip(0)[None] + first
+        for inputs in ({"inputs_embeds": states}, {"input_ids": ids, "position_ids": positions}):
+            found, expected = (each(**inputs).last_hidden_state for each in (model, plain))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@EVERY_ENCODER
+def test_a_text_may_be_of_any_length(architecture):
+    head = next(iter(architecture.heads))
+    model, longer = base(architecture, head, **SINUSOIDAL), base(architecture, head, max_position_embeddings=300)
+    longer.load_state_dict(model.state_dict(), strict=False)
+    first = model.config.pad_token_id + 1 if architecture.name == "roberta" else 0
+    table = longer.embeddings.position_embeddings.weight.data
+    table[first:] = sinusoidal_positions(300 - first, table.shape[1]) * model.config.initializer_range
+    ids = token_ids(2, 290)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], longer(ids)[0], atol=1e-5, rtol=0)
+    assert longest_input(model.config) is None and longest_input(longer.config) == 300 - first
+
+
+@BOTH_T5S
+def test_t5_is_the_plain_one_without_a_bias_that_reads_the_formula_in_its_inputs(architecture):
+    head = WRITERS[architecture.name]
+    model, plain = architecture.model(head, "gqa", **SINUSOIDAL), architecture.model(head, "gqa")
+    assert not [name for name in model.state_dict() if "relative" in name]
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for name, parameter in plain.named_parameters():
+        if "relative" in name:
+            parameter.data.zero_()
+    ids, targets = token_ids(), token_ids()
+    mask = torch.ones(BATCH, LENGTH).long()
+    mask[1, 5:] = mask[2, :4] = 0
+    added = sinusoidal_positions(LENGTH, model.config.d_model).float() * model.config.initializer_factor
+    placed = added.repeat(BATCH, 1, 1)
+    placed[2] = torch.cat([added[:1].expand(4, -1), added[: LENGTH - 4]])  # behind padding
+    words = plain.get_input_embeddings()
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+        inputs = {"inputs_embeds": words(ids) + placed, "decoder_inputs_embeds": words(targets) + added}
+        torch.testing.assert_close(found, plain(**inputs, attention_mask=mask).logits, atol=1e-5, rtol=0)
+        short = model.encoder(ids[2:, 4:]).last_hidden_state
+        torch.testing.assert_close(model.encoder(ids[2:], mask[2:])[0][:, 4:], short, atol=1e-5, rtol=0)
+
+
+@BOTH_T5S
+@pytest.mark.parametrize("fields", [{}, {"attention_pattern": "sliding_window", "attention_window": 4}], ids=str)
+def test_positions_follow_the_cache(architecture, fields):
+    model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL, **fields)
+    batch = architecture.batch(WRITERS[architecture.name])
+    ids = batch.pop("decoder_input_ids")
+    mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.arange(2), 0).long()
+    for given in ({}, {"decoder_attention_mask": mask}):
+        cache, steps = None, []
+        with torch.no_grad():
+            whole = model(**batch, decoder_input_ids=ids, **given, use_cache=False).logits
+            for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
+                seen = {name: each[:, :end] for name, each in given.items()}
+                result = model(
+                    **batch, decoder_input_ids=ids[:, begin:end], **seen, past_key_values=cache, use_cache=True
+                )
+                cache, steps = result.past_key_values, [*steps, result.logits]
+        torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], whole[:, 2:], atol=1e-5, rtol=0)
+
+
+@BOTH_T5S
+def test_generation_with_a_cache_is_that_without(architecture):
+    model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
+    batch = {
+        name: each for name, each in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
+    }
+    for search in ({}, {"num_beams": 3}):
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
+        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert found[0].equal(found[1])
+    static = StaticCache(model.config, 16)
+    ids = token_ids()
+    with torch.no_grad():
+        whole = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        steps = [model.decoder(input_ids=part, past_key_values=static)[0] for part in ids.split([5, 1, 1, 2], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
+
+
+def test_berts_decoder_continues_beyond_its_table():
+    model = BERT.model("BertLMHeadModel", "gqa", **SINUSOIDAL)
+    ids = token_ids(2, 30)  # of 32 positions
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    found = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert found[0].equal(found[1]) and found[0].shape == (2, 38)
+
+
+@pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (T5, "T5Model")], ids=["bert", "t5"])
+def test_a_checkpoint_with_learned_positions_loads_and_says_what_is_lost(architecture, head, tmp_path, said):
+    architecture.upstream_model(head).save_pretrained(tmp_path / "plain")
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    model = model_class.from_pretrained(tmp_path / "plain", **SINUSOIDAL)
+    assert "was trained with learned positions: sinusoidal ones take their place" in said.text
+    said.clear()
+    model.save_pretrained(tmp_path / "sinusoidal")
+    again = model_class.from_pretrained(tmp_path / "sinusoidal")
+    assert "positions" not in said.text and again.config.position_embedding_type == "sinusoidal"
+    batch = architecture.batch(head)
+    with torch.no_grad():
+        assert again.eval()(**batch)[0].equal(model.eval()(**batch)[0])
+
+
+def test_a_checkpoint_with_talking_heads_loads_with_a_pattern(tmp_path):
+    BERT.model("BertModel", "talking").save_pretrained(tmp_path)
+    window = {"attention_pattern": "sliding_window", "attention_window": 4}
+    model = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, **window)
+    assert model.config.attention_window == 4 and model.config.talking_heads == "both"
+
+
+WRONG = [
+    (BERT, {"position_embedding_type": "relative_key"}, "neither transformers 5 nor this package reads"),
+    (BERT, {"position_embedding_type": "rotary"}, 'must be None or "absolute" or "sinusoidal"; got \'rotary\'.$'),
+    (BERT, {"position_embedding_type": 1}, "got 1"),
+    (T5, {"position_embedding_type": "absolute"}, "must be None or \"sinusoidal\"; got 'absolute'"),
+    (ENCODER_DECODERS[0], SINUSOIDAL, "of 'attn_variant_bart' must be None or \"absolute\"; got 'sinusoidal'"),
+    (ENCODERS[2], SINUSOIDAL | {"sinusoidal_pos_embds": True}, "`sinusoidal_pos_embds` and .* cannot stand together"),
+]
+
+
+@pytest.mark.parametrize("architecture, fields, message", WRONG, ids=[str(row[1]) for row in WRONG])
+def test_other_positions_are_refused(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture.config("mha", **fields)
+
+
+def test_absolute_stays_accepted(tmp_path):
+    for architecture in (BERT, ENCODER_DECODERS[0]):
+        config = architecture.config("mha", position_embedding_type="absolute")
+        config.save_pretrained(tmp_path / architecture.name)
+        assert type(config).from_pretrained(tmp_path / architecture.name).position_embedding_type == "absolute"
+    with pytest.raises(ValueError, match="neither transformers 5"):
+        type(config).from_upstream(config.to_dict() | {"position_embedding_type": "relative_key_query"})
+
+
+def test_no_conversion_and_no_plain_form(tmp_path):
+    model = BERT.model("BertModel", **SINUSOIDAL)
+    with pytest.raises(ValueError, match="`position_embedding_type` is of models that are trained from scratch"):
+        hf_attn_variants.convert(BERT.model("BertModel"), **SINUSOIDAL)
+    fewer = hf_attn_variants.convert(model, num_key_value_heads=3)
+    assert fewer.config.position_embedding_type == "sinusoidal"
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"sinusoidal positions .* have no form in upstream's BertModel"):
+        export_transformers(tmp_path / "model", tmp_path / "plain")

@@ -1,0 +1,161 @@
+"""Transient-global attention: the formula's, and LongT5's own encoder with its weights under our names."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from architectures import BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS
+
+import hf_attn_variants
+from hf_attn_variants.modeling import transient_global
+from hf_attn_variants.reference_patterns import transient_global_attention
+
+SUMMARIES = {
+    "encoder_attention_pattern": "transient_global",
+    "encoder_attention_window": 6,
+    "encoder_attention_block_size": 4,
+}
+LENGTHS = (23, 15, 9, 3)
+
+
+@pytest.fixture(params=[5, 128], ids=["blocks", "one block"])
+def rows(request, monkeypatch):
+    monkeypatch.setattr(transient_global, "ROWS", request.param)
+
+
+def padding(length=23):
+    return (torch.arange(length) < torch.tensor(LENGTHS)[:, None]).long()
+
+
+def encoder(variant="gqa", **fields):
+    return T5.model("T5EncoderModel", variant, **SUMMARIES | fields).encoder
+
+
+def by_distance(attention, embedding, distances):
+    buckets = attention._relative_position_bucket(distances, True, 8, 10)
+    return embedding.double()[buckets].T
+
+
+@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "sinusoidal"}], ids=["bias", "sinusoids"])
+@pytest.mark.parametrize("variant", ["mha", "gqa"])
+def test_an_attention_is_the_formula(variant, fields, rows):
+    attention = encoder(variant, **fields).block[0].layer[0].SelfAttention
+    states = torch.randn(4, 23, 40, requires_grad=True)
+    found = attention(states, mask=padding().bool()[:, None, None])[0]
+    exact = states.detach().double().requires_grad_()
+    heads = [getattr(attention, name).weight.detach().double() for name in "qkv"]
+    heads = [weight.unflatten(0, (-1, 8)).transpose(1, 2) for weight in heads]
+    gamma, options = attention.global_input_layer_norm.weight.detach().double(), {}
+    if not fields:
+        tables = (attention.relative_attention_bias.weight, attention.global_relative_attention_bias.weight)
+        distances = (torch.arange(-22, 23), torch.arange(-4, 5))
+        tables = [by_distance(attention, *each) for each in zip([t.detach() for t in tables], distances, strict=True)]
+        options = {"bias": tables[0], "block_bias": tables[1]}
+    weights, losses = torch.randn(4, 23, 40, dtype=torch.float64), []
+    for row, length in enumerate(LENGTHS):
+        call = {"window": 6, "block": 4, "length": length, **options}
+        made = transient_global_attention(exact[row], *heads, gamma, **call)
+        expected = made.flatten(1) @ attention.o.weight.detach().double().T
+        torch.testing.assert_close(found[row, :length].double(), expected, atol=1e-5, rtol=0)
+        losses.append((expected * weights[row, :length]).sum())
+    (expected,) = torch.autograd.grad(sum(losses), exact)
+    (gradient,) = torch.autograd.grad((found * weights.float() * padding()[..., None]).sum(), states)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-5 * max(1, expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("length", [23, 24, 3])
+def test_longt5s_encoder_is_the_same(length, rows):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in T5.tiny.items() if name != "initializer_factor"}
+    config = transformers.LongT5Config(
+        **sizes, encoder_attention_type="transient-global", local_radius=3, global_block_size=4, initializer_factor=0.5
+    )
+    theirs = transformers.LongT5EncoderModel(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    ours = hf_attn_variants.AttnVariantT5EncoderModel(T5.config("mha", **SUMMARIES)).eval()
+    state = {k.replace("TransientGlobalSelf", "Self"): v for k, v in theirs.state_dict().items()}
+    assert state.keys() == ours.state_dict().keys()
+    ours.load_state_dict(state)
+    ids, mask = token_ids(4, length), padding(length)
+    with torch.no_grad():
+        found, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (ours, theirs))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["mha", "gqa", "talking", "gqa_talking"])
+@pytest.mark.parametrize("more", [{}, {"score_function": "additive"}], ids=["", "additive"])
+def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
+    monkeypatch.setattr(transient_global, "ROWS", 5)
+    model = encoder(variant, **more)
+    ids, mask = token_ids(4, 23), padding()
+    found = model(ids, attention_mask=mask)[0]
+    asked = model(ids, attention_mask=mask, output_attentions=True)
+    torch.testing.assert_close(found[mask.bool()], asked[0][mask.bool()], atol=1e-5, rtol=0)
+    assert asked.attentions[0].shape[-2:] == (23, 5 + 23)
+    gradients = [
+        torch.autograd.grad(output[mask.bool()].square().sum(), list(model.parameters()), allow_unused=True)
+        for output in (found, asked[0])
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+
+
+def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
+    monkeypatch.setattr(transient_global, "ROWS", 16)
+    model, sizes = encoder("gqa", encoder_attention_block_size=64), []
+    for length in (512, 1024):
+        with LargestTensor() as largest:
+            model(token_ids(1, length))[0].sum().backward()
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0]
+
+
+def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
+    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "plain")
+    model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
+    model = model_class.from_pretrained(tmp_path / "plain", **SUMMARIES).eval()
+    first, second = (block.layer[0].SelfAttention for block in model.encoder.block)
+    assert first.global_input_layer_norm.weight.eq(0.5).all()  # T5's rule: `initializer_factor`
+    std = 0.5 * model.config.d_model**-0.5
+    assert first.global_relative_attention_bias.weight.std().item() == pytest.approx(std, rel=0.4)
+    assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.reach.radius, 3)
+    model.save_pretrained(tmp_path / "summaries")
+    again = model_class.from_pretrained(tmp_path / "summaries").eval()
+    batch = T5.batch("T5ForConditionalGeneration")
+    with torch.no_grad():
+        assert again(**batch).logits.equal(model(**batch).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
+    batch.pop("decoder_input_ids")
+    assert again.generate(**batch, **options).equal(model.generate(**batch, **options))
+
+
+WRONG = [
+    (BERT, {name.removeprefix("encoder_"): value for name, value in SUMMARIES.items()}, "is of the encoder of T5"),
+    (T5, {name.removeprefix("encoder_"): value for name, value in SUMMARIES.items()}, "is of the encoder of T5"),
+    (ENCODER_DECODERS[0], SUMMARIES, "of the encoder of T5; got model_type 'attn_variant_bart'"),
+    (ENCODER_DECODERS[-1], SUMMARIES, "of the encoder of T5; got model_type 'attn_variant_umt5'"),
+    (T5, SUMMARIES | {"encoder_kv_lora_rank": 8}, "cannot stand together; got 8"),
+    (T5, SUMMARIES | {"encoder_attention_window": None}, "needs `encoder_attention_window`"),
+]
+
+
+@pytest.mark.parametrize("architecture, fields, message", WRONG, ids=[f"{row[0].name}-{row[1]}" for row in WRONG])
+def test_where_it_is_not_it_is_refused(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture.config("mha", **fields)
+
+
+def test_masks_it_cannot_follow_and_conversions_are_refused():
+    model = encoder()
+    with pytest.raises(ValueError, match="its mask must be boolean and of padding alone"):
+        model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
+    whole = T5.model("T5ForConditionalGeneration", **SUMMARIES)
+    with pytest.raises(ValueError, match="'transient_global' has parameters that no conversion makes"):
+        hf_attn_variants.convert(whole, num_key_value_heads=3)

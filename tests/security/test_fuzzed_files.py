@@ -1,0 +1,214 @@
+"""Files of every kind that is read, with a few bytes of each changed: read, or refused in one clear sentence.
+
+Some 200 inputs by default, and 8,000 with `-m slow`: with those of `test_hostile_files.py` more than 10,000. Each
+has the time and the memory that `limits` leaves it.
+"""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.linear_loop import make_loop
+from hypothesis import given
+from hypothesis import strategies as st
+from security.test_hostile_files import limits, tries
+
+from hf_attn_variants import convert
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.glue_tasks import TASKS
+from hf_attn_variants.hub import plan_push
+from hf_attn_variants.model_history import read_history
+from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
+from hf_attn_variants.training.engine.tracking import read_log
+from hf_attn_variants.training.glue.data import read_tsv
+from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.squad.data import read_squad
+
+ROWS = [{"a": f"dog {i}", "b": {"c": "naïve\u2028cat", "d": i}} for i in range(3)]
+SQUAD = {
+    "data": [{"paragraphs": [{"context": "A cat sat.", "qas": [{"id": "q", "question": "Who?", "answers": []}]}]}]
+}
+SQUAD["data"][0]["paragraphs"][0]["qas"][0]["answers"] = [{"text": "cat", "answer_start": 2}]
+CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\nbase_model: me/bert\nmodel-index: []\n---\n\n# x\n"
+HISTORY = {
+    "format": 1,
+    "steps": [{"kind": "training", "task_name": "sst2", "eval_accuracy": 0.9, "arguments": {"seed": 1}}],
+}
+RESULTS = {"eval_accuracy": 0.5, "task_name": "sst2", "date": "2026-01-01", "arguments": {"learning_rate": 1e-3}}
+# What parsers trip over.
+PAYLOADS = [
+    *(each.encode() for each in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
+    *(each.encode() for each in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
+    *(b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"!!python/object/apply:os.system ['true']"),
+    *(b"9" * 5000, b"[" * 100_000, b'{"a":' * 50_000, b"- " * 5000, b"x" * 100_000),
+]
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "replace", "delete", "repeat", "cut"]),
+        st.floats(0, 1),
+        st.integers(0, 24),
+        st.sampled_from(PAYLOADS) | st.binary(max_size=8),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(content, edits):
+    for kind, share, length, payload in edits:
+        at = int(share * len(content))
+        before, span, after = content[:at], content[at : at + length], content[at + length :]
+        content = {
+            "insert": before + payload + span + after,
+            "replace": before + payload + after,
+            "delete": before + after,
+            "repeat": before + span * 50 + after,
+            "cut": before,
+        }[kind]
+    return content
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A converted checkpoint with the reports of a training."""
+    folder = tmp_path_factory.mktemp("fuzzed")
+    convert(make_tiny_bert(folder / "bert"), num_key_value_heads=2, output_dir=folder / "gqa")
+    for name, value in (("model_history.json", HISTORY), ("all_results.json", RESULTS)):
+        (folder / "gqa" / name).write_text(json.dumps(value))
+    (folder / "gqa/README.md").write_text(CARD)
+    return folder / "gqa"
+
+
+def table_of(suffix):
+    if suffix in ("csv", "tsv"):
+        mark = {"csv": ",", "tsv": "\t"}[suffix]
+        return "".join(f"{mark.join(row)}\n" for row in (("a", "b"), ("dog", '"a ""cat"""'), ("x", "y"))).encode()
+    return ("\n".join(map(json.dumps, ROWS)) if suffix == "jsonl" else json.dumps(ROWS, indent=1)).encode()
+
+
+# The file's name, its content unharmed, and what reads it (given its path).
+GLUE_FILES = {
+    name: b"".join((FIXTURES / folder / "dev.tsv").read_bytes().splitlines(keepends=True)[:5])
+    for name, folder in (("stsb", "STS-B"), ("cola", "CoLA"))
+}
+READERS = {
+    **{
+        f"table.{each}": (table_of(each), lambda path: read_columns([path], ["a"]))
+        for each in ("csv", "tsv", "json", "jsonl")
+    },
+    "nested.jsonl": (table_of("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
+    "packed.csv.gz": (gzip.compress(table_of("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),
+    "lines.txt": ("one\n\nzwei \u2028 drei\n".encode(), lambda path: read_lines([path])),
+    "pairs.txt": (b"one\ntwo\n", lambda path: read_pairs(path, path)),
+    "squad.json": (json.dumps(SQUAD).encode(), read_squad),
+    "words.conll": (b"-DOCSTART- O\n\nDogs B-X\nbark O\n\ncats I-X\n", lambda path: read_conll(str(path))),
+    **{
+        f"{name}.tsv": (content, lambda path, name=name: read_tsv(path, TASKS[name]))
+        for name, content in GLUE_FILES.items()
+    },
+}
+CHECKPOINT_FILES = ("README.md", "model_history.json", "all_results.json", "conversion_report.json", "config.json")
+COUNTS = pytest.mark.parametrize("scale", [1, pytest.param(42, marks=pytest.mark.slow)])
+
+
+def works_or_says_why(read, *args):
+    with limits():
+        try:
+            read(*args)
+        except (ValueError, OSError) as error:
+            assert str(error).strip(), f"{type(error).__name__} without a message"
+
+
+@COUNTS
+@pytest.mark.parametrize("name", READERS)
+def test_files_of_examples(name, scale, tmp_path):
+    content, read = READERS[name]
+    (tmp_path / name).write_bytes(content)
+    read(tmp_path / name)  # unharmed it is read
+
+    @tries(12 * scale)
+    @given(edits=EDITS)
+    def attempt(edits):
+        (tmp_path / name).write_bytes(edited(content, edits))
+        works_or_says_why(read, tmp_path / name)
+
+    attempt()
+
+
+@COUNTS
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
+def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "gqa")
+    content = (folder / name).read_bytes()
+
+    @tries(4 * scale)
+    @given(edits=EDITS)
+    def attempt(edits):
+        (folder / name).write_bytes(edited(content, edits))
+        with limits():
+            read_history(folder)  # what cannot be read is told in the history itself
+        works_or_says_why(plan_push, folder, "me/gqa")
+
+    attempt()
+
+
+@COUNTS
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json", "README.md"])
+def test_files_of_a_source(name, scale, tmp_path):
+    source = make_tiny_bert(tmp_path / "bert")
+    (source / "README.md").write_text(CARD)
+    content, outputs = (source / name).read_bytes(), tmp_path / "outputs"
+    outputs.mkdir()
+
+    @tries(4 * scale)
+    @given(edits=EDITS)
+    def attempt(edits):
+        (source / name).write_bytes(edited(content, edits))
+        works_or_says_why(convert_checkpoint, source, outputs / "gqa", 2, "mean")
+        shutil.rmtree(outputs / "gqa", ignore_errors=True)
+        assert not list(outputs.iterdir())
+
+    attempt()
+
+
+@COUNTS
+@pytest.mark.parametrize("name", ["train_state.json", "train_log.jsonl"])
+def test_files_of_a_run(name, scale, tmp_path):
+    (tmp_path / "run").mkdir()
+    make_loop(tmp_path / "run", total_steps=2, checkpointing_steps=2).run()
+    path = tmp_path / "run/checkpoint-2" / name
+    content = path.read_bytes()
+
+    def go_on():
+        shutil.copytree(tmp_path / "run", tmp_path / "again", dirs_exist_ok=True)
+        loop = make_loop(tmp_path / "again", total_steps=2, checkpointing_steps=2, resume_from_checkpoint="latest")
+        loop.run()
+        read_log(tmp_path / "again/train_log.jsonl")
+
+    go_on()
+
+    @tries(6 * scale)
+    @given(edits=EDITS)
+    def attempt(edits):
+        path.write_bytes(edited(content, edits))
+        works_or_says_why(go_on)
+
+    attempt()
+
+
+def test_a_card_of_aliases_takes_no_more_room_than_it_has(checkpoint, tmp_path):
+    """Each line of it is ten times the one before: a billion words for a parser that copies."""
+    folder = shutil.copytree(checkpoint, tmp_path / "gqa")
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [
+        f"{after}: &{after} [{', '.join([f'*{name}'] * 10)}]"
+        for name, after in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+    (folder / "README.md").write_text("---\n" + "\n".join(lines) + "\ntags: *i\n---\n")
+    with limits():
+        read_history(folder)
+    works_or_says_why(plan_push, folder, "me/gqa")
+    assert isinstance(folder, Path)

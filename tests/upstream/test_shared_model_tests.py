@@ -1,0 +1,317 @@
+"""What transformers' own shared model tests ask of every model: of ours, each host with grouped heads and latents.
+
+Those tests are not part of the installed package; these are their ideas, as far as the tests in `modeling/` and
+`integration/` do not have them for every host.
+"""
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, LENGTH, VOCABULARY, token_ids
+from relatives import RELATIVES
+from torch import nn
+from transformers import initialization
+
+import hf_attn_variants
+
+HOSTS = (*ARCHITECTURES, *RELATIVES)
+VARIANTS = ("gqa", "latent")
+EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
+EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
+TEXT_HOSTS = [row for row in HOSTS if row.name != "whisper"]
+PAIRS = [row for row in TEXT_HOSTS if hasattr(row.config_class, "encoder_decoder_layers")]
+GENERATES = pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
+
+
+def heads_of(chosen):
+    pairs = [(row, head) for row in HOSTS for head in chosen(list(row.heads))]
+    return pytest.mark.parametrize(("host", "head"), pairs, ids=[head for _, head in pairs])
+
+
+EVERY_HEAD = heads_of(list)
+# The base model, what generates or reads words, and one of the others.
+SOME_HEADS = heads_of(lambda heads: dict.fromkeys([*heads[:2], heads[-1]]))
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
+
+
+def fields_of(host, variant):
+    if variant == "gqa":
+        return {"num_key_value_heads": 4}
+    return dict.fromkeys(host.config_class.rank_fields(), 16)
+
+
+def make(host, head, variant, **fields):
+    return host.model(head, **fields_of(host, variant), **fields)
+
+
+def fresh(host, head, variant):
+    """A new model, as it is drawn."""
+    torch.manual_seed(0)
+    return getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, **fields_of(host, variant))).eval()
+
+
+def second_head(host):
+    """The head that generates, of a pair of stacks; of an encoder one that reads words."""
+    return list(host.heads)[1]
+
+
+def tensors(output):
+    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same(one, other, **tolerance):
+    assert one.keys() == other.keys() and one
+    for name, value in one.items():
+        torch.testing.assert_close(
+            other[name], value, **(tolerance or TOLERANCE), msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+@EVERY_HEAD
+def test_training_gives_every_parameter_a_gradient(host, head):
+    """Upstream's `test_training`, with checkpointed layers too (`test_training_gradient_checkpointing`)."""
+    batch, found = host.batch(head, labels=True), []
+    model = make(host, head, "latent", **{name: 0.0 for name in dropouts(host)}).train()
+    checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
+    for on in checkpointed:
+        if on:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        model.zero_grad()
+        torch.manual_seed(3)
+        output = model(**batch)
+        (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
+    without = sorted(name for name, grad in found[0].items() if grad is None)
+    upstream = host.upstream_model(head)
+    output = upstream(**batch)
+    (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
+    unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
+    # A decoder that is alone attends to no encoder, so there is no latent of one.
+    ours = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
+    assert not ours, sorted(ours)
+    assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
+    if len(found) == 2:
+        assert_same(*({name: grad for name, grad in each.items() if grad is not None} for each in found))
+
+
+def dropouts(host):
+    return [name for name, value in host.config().to_dict().items() if "drop" in name and isinstance(value, float)]
+
+
+@pytest.fixture
+def seeded_draws(monkeypatch):
+    """Each weight is drawn from the same seed, in whatever order they come: `seeded_weight_init`."""
+
+    def seeded(function):
+        def draw(*args, **kwargs):
+            torch.manual_seed(0)
+            return function(*args, **kwargs)
+
+        return draw
+
+    for name, function in initialization.TORCH_INIT_FUNCTIONS.items():
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, seeded(function))
+        monkeypatch.setattr(torch.nn.init, name, seeded(function))
+
+
+@SOME_HEADS
+def test_every_missing_weight_is_initialised(host, head, seeded_draws):
+    """Upstream's `test_can_init_all_missing_weights`: of an empty checkpoint, what a new model is drawn as."""
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    config = host.config(head=head, **fields_of(host, "latent"))
+    new = model_class(config)
+    loaded = model_class.from_pretrained(None, config=config, state_dict={})
+    assert_same(new.state_dict(), loaded.state_dict(), atol=0, rtol=0)
+    buffers = [dict(model.named_buffers()) for model in (new, loaded)]
+    assert buffers[0].keys() == buffers[1].keys()
+    assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())
+
+
+@SOME_HEADS
+def test_saved_and_loaded_it_is_the_same_model(host, head, tmp_path):
+    """`test_save_load`, `_keys_to_ignore_on_save`, `test_tied_weights_keys`, in several files."""
+    model = fresh(host, head, "gqa")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same(model.state_dict(), loaded.state_dict(), atol=0, rtol=0)
+    pointers = [
+        {name: each.data_ptr() for name, each in m.state_dict(keep_vars=True).items()} for m in (model, loaded)
+    ]
+    ties = [{frozenset(n for n in at if at[n] == at[name]) for name in at} for at in pointers]
+    assert ties[0] == ties[1]
+    with torch.no_grad():
+        batch = host.batch(head)
+        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
+
+
+@EVERY_HOST
+@EVERY_VARIANT
+def test_eager_equals_sdpa(host, variant):
+    """`test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
+    head = next(iter(host.heads))
+    model, batch = make(host, head, variant), host.batch(head)
+    flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
+    for inputs in (batch, flipped):
+        kept = inputs.get("attention_mask")
+        found = []
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                output = next(iter(tensors(model(**inputs)).values()))
+            # What is computed at padding is nobody's business.
+            is_of_text = kept is not None and "decoder_input_ids" not in inputs
+            found.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
+        torch.testing.assert_close(*found, **TOLERANCE)
+
+
+@EVERY_HOST
+@EVERY_VARIANT
+def test_a_row_alone_is_what_it_is_in_a_batch(host, variant):
+    """`test_batching_equivalence`."""
+    head = next(iter(host.heads))
+    model, batch = make(host, head, variant), host.batch(head)
+    with torch.no_grad():
+        whole = tensors(model(**batch))
+        for row in range(len(next(iter(batch.values())))):
+            alone = tensors(model(**{name: value[row : row + 1] for name, value in batch.items()}))
+            assert_same({name: value[row : row + 1] for name, value in whole.items()}, alone)
+
+
+@EVERY_HOST
+@EVERY_VARIANT
+def test_shapes_of_hidden_states_and_attentions(host, variant):
+    """`test_hidden_states_output`, `test_attention_outputs`, `test_model_outputs_equivalence`."""
+    head = next(iter(host.heads))
+    model, batch = make(host, head, variant), host.batch(head)
+    upstream = host.upstream_model(head)
+    upstream.set_attn_implementation("eager")
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        ours, theirs = model(**batch, **flags), upstream(**batch, **flags)
+        as_tuple = model(**batch, **flags, return_dict=False)
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        if isinstance(value, tuple):
+            assert [each.shape for each in ours[name]] == [each.shape for each in value], name
+    for value, unnamed in zip(ours.to_tuple(), as_tuple, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, unnamed)
+
+
+@pytest.mark.parametrize("host", TEXT_HOSTS, ids=lambda row: row.name)
+def test_embedded_inputs_give_what_their_ids_give(host):
+    """`test_inputs_embeds_matches_input_ids`."""
+    head = next(iter(host.heads))
+    model = make(host, head, "latent")
+    ids = token_ids()
+    others = {"decoder_input_ids": token_ids()} if host in PAIRS else {}
+    with torch.no_grad():
+        embedded = model(inputs_embeds=model.get_input_embeddings()(ids), **others)
+        assert_same(tensors(model(input_ids=ids, **others)), tensors(embedded))
+
+
+@GENERATES
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_from_embedded_inputs_and_what_it_returns(host, beams):
+    """`test_generate_from_inputs_embeds`, and the shapes that `generate` returns, greedily and by beams."""
+    model = make(host, second_head(host), "latent")
+    model.set_attn_implementation("eager")
+    ids, steps = token_ids(), 4
+    options = {"max_new_tokens": steps, "min_new_tokens": steps, "num_beams": beams, "do_sample": False}
+    expected = model.generate(input_ids=ids, **options)
+    embedded = model.get_input_embeddings()(ids)
+    flags = {"output_scores": True, "output_attentions": True, "output_hidden_states": True}
+    found = model.generate(inputs_embeds=embedded, **options, **flags, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    rows, config = len(ids) * beams, model.config
+    assert [score.shape for score in found.scores] == [(rows, VOCABULARY)] * steps
+    layers = len(found.decoder_attentions[0])
+    for step, (own, cross, states) in enumerate(
+        zip(found.decoder_attentions, found.cross_attentions, found.decoder_hidden_states, strict=True)
+    ):
+        heads = config.decoder_attention_heads if hasattr(config, "decoder_attention_heads") else config.num_heads
+        assert [each.shape for each in own] == [(rows, heads, 1, step + 1)] * layers
+        assert [each.shape for each in cross] == [(rows, heads, 1, LENGTH)] * layers
+        assert [each.shape for each in states] == [(rows, 1, config.d_model)] * (layers + 1)
+
+
+@pytest.mark.parametrize("host", [row for row in TEXT_HOSTS if row not in PAIRS], ids=lambda row: row.name)
+def test_feed_forward_layers_in_chunks(host):
+    """`test_feed_forward_chunking`."""
+    head = next(iter(host.heads))
+    whole, chunked = (make(host, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
+    with torch.no_grad():
+        assert_same(tensors(whole(**host.batch(head))), tensors(chunked(**host.batch(head))))
+
+
+@EVERY_HEAD
+def test_embeddings_are_resized_and_stay_tied(host, head):
+    """`test_resize_tokens_embeddings`, `test_resize_embeddings_untied`, `test_model_get_set_embeddings`."""
+    model = make(host, head, "gqa")
+    if model.get_input_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
+        pytest.skip("it reads no words")
+    output = model.get_output_embeddings()
+    tied = output is not None and output.weight is model.get_input_embeddings().weight
+    before = model.get_input_embeddings().weight.detach().clone()
+    for size in (VOCABULARY + 7, VOCABULARY - 10):
+        model.resize_token_embeddings(size, mean_resizing=False)
+        weight = model.get_input_embeddings().weight
+        assert len(weight) == size == model.config.get_text_config().vocab_size
+        kept = min(size, VOCABULARY)
+        assert torch.equal(weight[:kept], before[:kept])
+        if output is not None:
+            assert len(model.get_output_embeddings().weight) == size
+            assert (model.get_output_embeddings().weight is weight) == tied
+    batch = host.batch(head)
+    smaller = {
+        name: value % (VOCABULARY - 10) if name.endswith("input_ids") else value for name, value in batch.items()
+    }
+    with torch.no_grad():
+        assert all(value.isfinite().all() for value in tensors(model(**smaller)).values())
+
+
+def whole_layers(model):
+    """The paths of the modules that a device map keeps whole, the outermost ones."""
+    names = set(model._no_split_modules or ())
+    found = [path for path, module in model.named_modules() if type(module).__name__ in names]
+    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+
+
+@EVERY_HOST
+def test_what_must_not_be_split_is_there(host):
+    """`test_model_parallelism`: the layers that a device map keeps whole are found by the names of our classes."""
+    head = next(iter(host.heads))
+    model, upstream = make(host, head, "gqa"), host.upstream_model(head)
+    assert whole_layers(model) == whole_layers(upstream)
+
+
+@pytest.mark.parametrize("host", HOSTS[:3] + HOSTS[6:7], ids=lambda row: row.name)
+def test_weights_left_on_the_disk(host, tmp_path):
+    """`test_disk_offload_safetensors`: a layer is read when it is run."""
+    head = next(iter(host.heads))
+    model, batch = fresh(host, head, "latent"), host.batch(head)
+    model.save_pretrained(tmp_path / "model")
+    # ALBERT's layers are one module, that upstream names in no list.
+    layer = (whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]
+    parts = {layer: "disk"}
+    for path, module in model.named_modules():
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)] and not f"{path}.".startswith(
+            f"{layer}."
+        ):
+            parts[path] = "cpu"
+    loaded = type(model).from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload")
+    assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
+    assert {each.device.type for each in loaded.get_submodule(layer).parameters()} == {"meta"}
+    with torch.no_grad():
+        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
+
+
+def test_the_installed_package_ships_no_shared_tests():
+    """Should it ever, they are to be subclassed in place of these."""
+    import importlib.util
+
+    assert importlib.util.find_spec("transformers.test_modeling_common") is None
+    assert transformers.__version__
