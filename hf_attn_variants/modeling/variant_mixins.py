@@ -240,6 +240,9 @@ class AttnVariantModelMixin:
         # Drawn again by the configuration's seed, where a checkpoint has none.
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), VECTOR_KEYS]
         super().post_init()
+        # A device map keeps modules whole by the names of their classes, some of which are ours now.
+        ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
+        self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
     def _generate_as_configured(self) -> None:
         # Upstream then refuses what takes tokens back, such as assisted generation.
