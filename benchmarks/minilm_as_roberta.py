@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def masked_lm(checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a checkpoint as a masked language model by `attn-variants pretrain`; return its scores on held-out text."""
+    """Train a checkpoint as a masked language model by `attn-variants pretrain`; return its scores."""
     text = args.data_dir / "wikipedia"
     argv = ["--model_name_or_path", str(checkpoint), "--output_dir", f"{checkpoint}-masked-lm", *MASKED_LM.split()]
     argv += ["--train_file", *map(str, sorted(text.glob("train-*.txt.gz")))]

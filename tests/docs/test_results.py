@@ -113,6 +113,16 @@ def windows() -> Rows:
 
 
 @table("results.md")
+def linear_attention() -> Rows:
+    for row in load("linear_attention_cpu")["attention"]:
+        cells = [f"{row['length']:,}"]
+        for mode in ("forward", "training"):
+            full, *kernels = row[mode].values()
+            cells += [milliseconds(full), *(f"{full / kernel:.2f}x" for kernel in kernels)]
+        yield cells
+
+
+@table("results.md")
 def retention() -> Rows:
     rows = load("retention")["runs"]
     for heads in dict.fromkeys(row["heads"] for row in rows):

@@ -313,6 +313,25 @@ def test_t5s_relative_positions_are_refused():
         T5.config("latent", cross_attention_kernel="elu")
 
 
+@EVERY_KERNEL
+def test_a_t5_with_sinusoids_generates_as_it_computes(kernel):
+    fields = {"position_embedding_type": "sinusoidal", "attention_kernel": kernel, "encoder_attention_kernel": kernel}
+    model, batch = T5.model("T5ForConditionalGeneration", "gqa", **fields), T5.batch("T5ForConditionalGeneration")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False}
+    with torch.no_grad():
+        for beams in (1, 3):
+            kept, anew = (
+                model.generate(**inputs, **options, num_beams=beams, use_cache=is_on) for is_on in (True, False)
+            )
+            assert torch.equal(kept, anew)
+
+
+def test_a_score_beside_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="`score_function` and `attention_kernel` cannot stand together"):
+        BERT.config("mha", attention_kernel="elu", score_function="additive")
+
+
 def test_other_implementations_are_refused():
     with pytest.raises(ValueError, match="an attention_kernel cannot run under"):
         BERT.model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")

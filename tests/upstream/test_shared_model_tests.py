@@ -195,7 +195,8 @@ def test_shapes_of_hidden_states_and_attentions(host, variant):
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         if isinstance(value, tuple):
-            assert [each.shape for each in ours[name]] == [each.shape for each in value], name
+            # Upstream of 5.15 and 5.17 leaves out the weights of a T5 decoder.
+            assert not value or [each.shape for each in ours[name]] == [each.shape for each in value], name
     for value, unnamed in zip(ours.to_tuple(), as_tuple, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, unnamed)
