@@ -123,6 +123,14 @@ def linear_attention() -> Rows:
 
 
 @table("results.md")
+def kernel_conversion() -> Rows:
+    for row in sorted(load("kernel_conversion")["runs"], key=lambda row: row["texts"]):
+        text = f"{row['calibration_size']:,} {row['texts']} of {row['max_length']} tokens"
+        scores = f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", f"{row['conversion_seconds']:.0f}"
+        yield [row["kernel"], row["features"] or "default", text, row["fit"], *scores]
+
+
+@table("results.md")
 def retention() -> Rows:
     rows = load("retention")["runs"]
     for heads in dict.fromkeys(row["heads"] for row in rows):
