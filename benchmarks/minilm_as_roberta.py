@@ -20,7 +20,7 @@ import torch
 import transformers
 from conversion_quality import run_record
 from conversion_subjects import SentenceEncoder
-from transformers import AutoModel, RobertaConfig, RobertaModel
+from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM
 
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.commands import pretrain
@@ -33,17 +33,21 @@ MASKED_LM = "--max_length 64 --max_eval_samples 512 --per_device_train_batch_siz
 MASKED_LM += "--warmup_ratio 0.06 --eval_steps 100 --cpu --disable_tqdm"
 
 
-def as_roberta(bert: Any) -> RobertaModel:
-    """Return a RobertaModel that computes what a BertModel does; its first token is at position padding + 1."""
+def as_roberta(bert: Any) -> RobertaForMaskedLM:
+    """Return a RoBERTa that computes what a BertModel does, with a new masked-LM head.
+
+    Its first token is at position padding + 1.
+    """
     values = bert.config.to_dict()
     shift = values["pad_token_id"] + 1
     for name in ("model_type", "architectures", "transformers_version"):
         values.pop(name, None)
     values["max_position_embeddings"] += shift
-    roberta = RobertaModel(RobertaConfig(**values))
-    weights = bert.state_dict()
+    torch.manual_seed(0)
+    roberta = RobertaForMaskedLM(RobertaConfig(**values))
+    weights = {name: weight for name, weight in bert.state_dict().items() if not name.startswith("pooler.")}
     weights[POSITIONS] = torch.cat([torch.zeros_like(weights[POSITIONS][:shift]), weights[POSITIONS]])
-    roberta.load_state_dict(weights)
+    roberta.roberta.load_state_dict(weights)
     return roberta.eval()
 
 

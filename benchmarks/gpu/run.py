@@ -10,7 +10,7 @@ It needs torch, triton and transformers, and no network: weights are random, of 
 Example:
     python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25
     python benchmarks/gpu/run.py --output_dir build/gpu --minutes 25 --parts parity kernel_truth --retry
-    python benchmarks/gpu/run.py --output_dir /tmp/tiny --device cpu --tiny
+    python benchmarks/gpu/run.py --output_dir build/gpu-tiny --device cpu --tiny
 """
 
 import argparse
