@@ -15,12 +15,12 @@ from ..conversion.calibration_settings import (
     PASSAGE_LENGTH,
     Calibration,
 )
+from ..modeling.attention_kernels import KERNELS
 from ..modeling.attention_patterns import PATTERNS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

@@ -15,7 +15,7 @@ from .field_checks import check_size
 
 __all__ = ["KERNELS", "AttentionKernel", "KernelFields", "asks_for_padding_alone", "check_kernels", "has_kernel"]
 
-KERNELS = (None, "elu", "hedgehog", "favor", "rfa")
+KERNELS = ("elu", "hedgehog", "favor", "rfa")
 PREFIXES = ("", "encoder_", "cross_")
 # Of a head of d numbers: hedgehog's maps are as wide as the head, random vectors are as many as in the papers.
 DEFAULT_FEATURES = {"hedgehog": 1, "favor": 4, "rfa": 2}
@@ -104,7 +104,7 @@ def check_kernels(config: Any) -> None:
     kernels = _kernels(config)
     for each, name in kernels.items():
         if name not in KERNELS:
-            known = ", ".join(f'"{kernel}"' for kernel in KERNELS[1:])
+            known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
             raise ValueError(f"`{each}` must be None (softmax), or one of {known}; got {name!r}.")
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
