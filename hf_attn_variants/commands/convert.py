@@ -15,12 +15,12 @@ from ..conversion.calibration_settings import (
     PASSAGE_LENGTH,
     Calibration,
 )
+from ..modeling.attention_kernels import KERNELS
 from ..modeling.attention_patterns import PATTERNS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
 # As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -161,7 +161,8 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
         group.add_argument(
             f"--{prefix}attention_window",
             type=int,
-            help=f"tokens in a window, half on each side; a decoder's: the last ones ({whose})",
+            help=f"tokens in a window, of a pattern or a hybrid kernel, half on each side; a decoder's: the last ones "
+            f"({whose})",
         )
         group.add_argument(
             f"--{prefix}attention_dilation", type=int, help=f"step from a token of a window to the next ({whose})"
@@ -198,7 +199,9 @@ def _add_kernel_arguments(group: argparse._ActionsContainer) -> None:
             f"--{prefix}attention_kernel", choices=KERNELS, help=f"linear attention in the place of {whose}'s softmax"
         )
     group.add_argument(
-        "--attention_kernel_features", type=int, help="width of hedgehog's maps, number of favor's and rfa's vectors"
+        "--attention_kernel_features",
+        type=int,
+        help="width of hedgehog's and hybrid's maps, number of favor's and rfa's vectors",
     )
     group.add_argument("--attention_kernel_seed", type=int, help="of random vectors (default: 0)")
 
