@@ -35,10 +35,13 @@ EPILOG = """examples:
   python benchmarks/finetuned_variants.py --model MINILM --data_dir ../shared/data --work_dir WORK --tasks squad \\
       --variants MHA "GQA-4 (calibrated, distilled)" "GQA-4 (mean)" """
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
+DEFAULT_LINES = 2048  # what `convert` draws from a file
 TASK_TEXTS = 1536  # of the task itself, as long as it trains on
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
+# A row says each of these that is not its default, and is another row by it.
+OWN_FLAGS = ("max_train_samples", "num_train_epochs", "mixed_precision")
 
 
 class TaskDistillation(NamedTuple):
@@ -67,6 +70,7 @@ class Variant:
         distillation: How, on the task's training texts; None: on lines of Wikipedia.
         on_task: Whether the calibration, or the distillation, reads the task's training texts: a checkpoint for each
             task.
+        at_defaults: Whether the calibration is the converter's own, lines and passages of Wikipedia.
         of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
             result is not trained on the task's labels any more.
     """
@@ -75,6 +79,7 @@ class Variant:
     distilled_from: str | None = None
     distillation: TaskDistillation | None = None
     on_task: bool = False
+    at_defaults: bool = False
     of_finetuned: bool = False
 
 
@@ -99,10 +104,17 @@ VARIANTS = {
         of_finetuned=True,
     ),
     "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
+    "GQA-4 (calibrated at the defaults)": Variant(
+        {"num_key_value_heads": 4, "method": "calibrated"}, at_defaults=True
+    ),
+    "MQA (calibrated at the defaults)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, at_defaults=True),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
     "MQA (calibrated on the task)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, on_task=True),
     "MQA (mean)": Variant({"num_key_value_heads": 1}),
+    "hedgehog (calibrated at the defaults)": Variant(
+        {"attention_kernel": "hedgehog", "method": "calibrated"}, at_defaults=True
+    ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }
 
@@ -160,6 +172,7 @@ def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--threads", type=int, help="CPU threads of each run.")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--num_train_epochs", type=int, help="Instead of each task's own number.")
     parser.add_argument("--max_train_samples", type=int, help="Train on no more than the first N rows of a task.")
     parser.add_argument("--max_train_steps", type=int, help="Shorter runs, to try the script.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/finetuned_variants.json")
@@ -192,7 +205,7 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
         },
     }
     # A row that has a batch_order was made by an earlier version of --group_by_length.
-    write_rows(args.output, head, rows, ("variant", "task", "seed", "max_train_samples", "batch_order"))
+    write_rows(args.output, head, rows, ("variant", "task", "seed", *OWN_FLAGS, "batch_order"))
     print(table(rows))
 
 
@@ -247,6 +260,9 @@ def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, V
         fields = dict(variant.fields)
         if variant.on_task:
             fields["calibration"] = Calibration(task_texts(args, run.task), max_length=TASKS[run.task].max_length)
+        elif variant.at_defaults:
+            texts = _wikipedia(args, DEFAULT_LINES, seed=0, min_characters=40)
+            fields["calibration"] = Calibration(texts)
         elif fields.get("method") == "calibrated":
             texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH, passages=False)
@@ -323,7 +339,7 @@ def _command(
     command += ["--task_name", run.task] if task.script == "run_glue.py" else []
     for flag, path in task.files.items():
         command += [f"--{flag}", str(args.data_dir / path)]
-    epochs = 0 if variants[run.variant].of_finetuned else task.epochs
+    epochs = 0 if variants[run.variant].of_finetuned else args.num_train_epochs or task.epochs
     command += ["--max_length", str(task.max_length), *task.flags, "--num_train_epochs", str(epochs)]
     command += ["--max_train_samples", str(args.max_train_samples)] if args.max_train_samples else []
     command += [*RECIPE, "--seed", str(run.seed), "--mixed_precision", args.mixed_precision]
@@ -353,8 +369,8 @@ def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) ->
     found = check_arguments(folder, parse, flags)
     kept = {metric: found[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
     kept |= {key: found.get(key) for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
-    samples = {"max_train_samples": args.max_train_samples} if args.max_train_samples else {}
-    return {"variant": run.variant, "task": run.task, "seed": run.seed, **samples, **kept}
+    own = {flag: getattr(args, flag) for flag in OWN_FLAGS if getattr(args, flag) not in (None, "no")}
+    return {"variant": run.variant, "task": run.task, "seed": run.seed, **own, **kept}
 
 
 def _device() -> str:
