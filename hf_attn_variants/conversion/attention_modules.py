@@ -126,10 +126,8 @@ def _attention_module(
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if LATENT in new_tensors:
         shapes[LATENT] = (heads.rank[1], width)
-    core, core_module = (
-        f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}.",
-        module.get_submodule(site.core),
-    )
+    core_module = module.get_submodule(site.core)
+    core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
     of_kernel = kernel_tensors(core_module)
     for part, tensor in of_kernel.items():

@@ -11,6 +11,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
+from ..modeling.attention_kernels import has_kernel
+from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.field_checks import nearest
 from ..modeling.variant_mixins import projection_std
 from ..registration import variant_config_class, variant_model_class
@@ -208,9 +210,13 @@ def _key_value_fields(config_class: type) -> list[str]:
 
 def _talking_fields(config_class: type) -> list[str]:
     """Return the fields of talking heads: all others of a variant that has weights."""
-    others = {*_key_value_fields(config_class), *config_class.pattern_fields(), *config_class.from_scratch_fields()}
-    others |= {*config_class.kernel_fields()}
-    others |= {"per_layer_values"}
+    others = {
+        "per_layer_values",
+        *_key_value_fields(config_class),
+        *config_class.pattern_fields(),
+        *config_class.kernel_fields(),
+        *config_class.from_scratch_fields(),
+    }
     return [name for name in config_class.variant_fields() if name not in others]
 
 
@@ -239,10 +245,10 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
     if not given and not changes:
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
-    asked = {each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")}
-    if learned := asked & {"memory_compressed", "transient_global"}:
+    asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
+    if learned := [pattern for pattern in asked if pattern in LEARNED_PATTERNS]:
         raise ValueError(
-            f"`attention_pattern` {learned.pop()!r} has parameters that no conversion makes: load the checkpoint with "
+            f"`attention_pattern` {learned[0]!r} has parameters that no conversion makes: load the checkpoint with "
             "it (`from_pretrained`), and train."
         )
     if config.get("score_function"):
@@ -273,9 +279,7 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
         )
     for name in config_class.kernel_fields():
         old, new = getattr(source_config, name), getattr(new_config, name)
-        if old != new and any(
-            getattr(source_config, each) for each in config_class.kernel_fields() if "_kernel_" not in each
-        ):
+        if old != new and has_kernel(source_config):
             raise ValueError(
                 f"the source has a kernel in a softmax's place, which a conversion keeps: `{name}` is {old!r}, the "
                 f"new config asks for {new!r}."

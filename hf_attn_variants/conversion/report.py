@@ -35,8 +35,7 @@ class LayerReport:
     """One attention module: heads before and after, and relative errors (None where the source's products are 0).
 
     `change` is "same", or what happened: heads "pool" or "expand", a latent "compress" or "expand", a softmax
-    becomes a "kernel". `rank` is that of
-    the latent which keys and values are made from, None where that is the input.
+    becomes a "kernel". `rank` is that of the latent which keys and values are made from, None where that is the input.
 
     `details` are the method's. After a calibration they hold `output_relative_error`, of the attention's output on
     held-out text, and `output_relative_error_averaged`, what averaged heads would have there; after a fit

@@ -24,15 +24,23 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
-from ..modeling.attention_kernels import has_kernel
-from ..modeling.attention_patterns import has_pattern
-from ..modeling.sinusoidal_positions import has_sinusoids
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
 
 logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
+# Fields whose values upstream's classes do not know.
+NO_PLAIN_FORM = {
+    "talking_heads": "talking heads",
+    "attention_pattern": "windows and other patterns",
+    "encoder_attention_pattern": "windows and other patterns",
+    "position_embedding_type": "sinusoidal positions",
+    "score_function": "additive scores",
+    "attention_kernel": "kernels",
+    "encoder_attention_kernel": "kernels",
+    "cross_attention_kernel": "kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -123,31 +131,12 @@ def _plain_plan(
     model_class, source = source_model(config)
     if config["model_type"] != type(source).model_type:
         raise ValueError(f"{os.fspath(config_file)} says {config['model_type']!r}: that is upstream's own already.")
-    if source.talking_heads is not None:
-        raise ValueError(
-            f"talking heads (`talking_heads` is {source.talking_heads!r}) have no form in upstream's "
-            f"{upstream_architecture(model_class)}: it mixes no heads. `--to onnx` keeps them."
-        )
-    if has_pattern(source):
-        raise ValueError(
-            "windows and other patterns (`attention_pattern`) have no form in upstream's "
-            f"{upstream_architecture(model_class)}: it reads everything. `--to onnx` keeps them."
-        )
-    if has_sinusoids(source):
-        raise ValueError(
-            'sinusoidal positions (`position_embedding_type="sinusoidal"`) have no form in upstream\'s '
-            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
-        )
-    if source.score_function is not None:
-        raise ValueError(
-            f"additive scores (`score_function` is {source.score_function!r}) have no form in upstream's "
-            f"{upstream_architecture(model_class)}. `--to onnx` keeps them."
-        )
-    if has_kernel(source):
-        raise ValueError(
-            f"kernels (`attention_kernel`) have no form in upstream's {upstream_architecture(model_class)}: it has a "
-            "softmax. `--to onnx` keeps them."
-        )
+    for field, what in NO_PLAIN_FORM.items():
+        if (value := getattr(source, field, None)) not in (None, "absolute"):
+            raise ValueError(
+                f"{what} (`{field}` is {value!r}) have no form in upstream's {upstream_architecture(model_class)}. "
+                "`--to onnx` keeps them."
+            )
     fields = {}
     for name in used_fields(model_class, source):
         if name in source.kv_heads_fields():

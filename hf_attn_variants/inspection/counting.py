@@ -26,9 +26,9 @@ __all__ = [
     "runs_once_a_sequence",
 ]
 
-# Linear maps that run once a sequence, whatever its length.
-# Bytes of a number of a kernel's state, at least.
+# Bytes of a number of a kernel's state, at least: sums are in float32 under half precision too.
 STATE_ITEMSIZE = 4
+# Linear maps that run once a sequence, whatever its length.
 ONCE_A_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
@@ -56,16 +56,14 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
     """
     sizes = []
     for site, path, module in model.named_attentions():
-        reach, kept = module.get_submodule(site.core).reach, source_length if site.is_cross_attention else length
-        kept = kept if reach is None else min(kept, reach.before)
-        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
-        if (kernel := module.get_submodule(site.core).kernel) is not None:
-            heads = site.heads(model.config, path)
-            state = max(itemsize, STATE_ITEMSIZE) * kernel.state_numbers(heads.key, heads.head_dim)
-            # Cross-attention keeps what its state is of, too.
-            sizes.append((site, state + (0 if kernel.is_causal else itemsize * numbers * kept)))
-            continue
-        sizes.append((site, itemsize * numbers * kept))
+        core, heads = module.get_submodule(site.core), site.heads(model.config, path)
+        kept = source_length if site.is_cross_attention else length
+        kept = kept if core.reach is None else min(kept, core.reach.before)
+        size = itemsize * kept * cached_numbers(heads, model.config.hidden_size)
+        if core.kernel is not None:  # cross-attention keeps what its state is of, too
+            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads.key, heads.head_dim)
+            size = state + (0 if core.kernel.is_causal else size)
+        sizes.append((site, size))
     cache = cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
+    "LEARNED_PATTERNS",
     "PATTERNS",
     "PATTERN_FIELDS",
     "BlockPatternFields",
@@ -43,6 +44,8 @@ PATTERNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "memory_compressed": (("attention_block_size",), ()),
     "transient_global": (("attention_window", "attention_block_size"), ()),
 }
+# Those with parameters, which no conversion makes.
+LEARNED_PATTERNS = ("memory_compressed", "transient_global")
 # Farther than any text: a layer without a window. Sizes beyond are mistakes.
 MAX_SIZE = 2**31
 

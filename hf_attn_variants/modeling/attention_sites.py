@@ -66,6 +66,11 @@ class AttentionSite:
         """The paths of its linear maps by their role: "query", "key", "value", "output"."""
         return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
 
+    @property
+    def stack_prefix(self) -> str:
+        """What the names of its stack's fields begin with: "encoder_" in an encoder-decoder's encoder, else ""."""
+        return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
+
     def stack_of(self, config: Any) -> str:
         """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
@@ -89,8 +94,8 @@ class AttentionSite:
             path: the attention's.
             is_causal: whether its queries read no later keys.
         """
-        prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
-        pattern, layer = getattr(config, f"{prefix}attention_pattern"), self.layer(config, path)
+        prefix, layer = self.stack_prefix, self.layer(config, path)
+        pattern = getattr(config, f"{prefix}attention_pattern")
         if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
             return None
         if pattern == "transient_global":
@@ -105,8 +110,7 @@ class AttentionSite:
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
-        prefix = "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
-        prefix = "cross_" if self.is_cross_attention else prefix
+        prefix = "cross_" if self.is_cross_attention else self.stack_prefix
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
         return AttentionKernel.of(config, prefix, head_dim, path, is_causal, self.layer(config, path))

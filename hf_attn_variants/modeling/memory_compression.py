@@ -71,7 +71,7 @@ class MemoryCompression(nn.Module):
 
 def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
     """Return the compression of an attention with these `AttentionHeads`, in its weights' dtype; None: it has none."""
-    prefix = "encoder_" if site.kv_heads_field.startswith("encoder_") else ""
+    prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != "memory_compressed":
         return None
     stride = getattr(config, f"{prefix}attention_block_size")

@@ -30,6 +30,7 @@ from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
 
 from hf_attn_variants import cli
+from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +85,7 @@ def reader(shelf, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
     write_hub_datasets(Path())
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -268,10 +270,6 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
         more |= {"--max_length": 8, "--layers": 1}  # what is drawn
     if hasattr(args, "held_out_size"):
         more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant, of a T5
-    given = [getattr(args, f"calibration_{kind}", None) for kind in ("file", "audio_dir")]
-    fits = any(given) and args.method in (None, "calibrated")
-    if fits and args.fit_steps != 0:
-        more["--fit_steps"] = 2
     return [str(part) for pair in more.items() for part in pair if part is not None]
 
 

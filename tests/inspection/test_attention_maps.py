@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, VARIANTS
+from architectures import ARCHITECTURES, BERT, T5, VARIANTS
 from fixtures.uptraining import make_t5
 from matplotlib import font_manager
 
@@ -24,7 +24,7 @@ from hf_attn_variants.inspection.attention_maps.drawings import (
 )
 from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
 from hf_attn_variants.inspection.attention_maps.page import attention_page
-from hf_attn_variants.modeling.attention_variants import EAGER, OWN_FUNCTIONS, eager_attention_forward
+from hf_attn_variants.modeling.attention_variants import EAGER, OWN_FUNCTIONS
 
 TEXT, TARGET = "the dog sees a small cat", "A MAN FINDS"
 HEADS = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
@@ -64,19 +64,60 @@ def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, varia
         assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
 
 
+@pytest.mark.parametrize(
+    "variant, fields",
+    [
+        ("gqa", {"attention_kernel": "elu"}),
+        *(
+            (variant, fields)
+            for variant in ("gqa", "gqa_talking")
+            for fields in (
+                {"attention_pattern": "sliding_window", "attention_window": 2},
+                {"attention_pattern": "strided", "attention_block_size": 3},
+                {"attention_pattern": "memory_compressed", "attention_block_size": 3},
+                {"score_function": "additive"},
+            )
+        ),
+    ],
+)
+def test_patterns_kernels_and_scores_are_shown_as_computed(tokenizer, fields, variant):
+    model, ids = BERT.model("BertModel", variant, **fields), torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions
+    found = attention_maps(model, tokenizer, TEXT).attentions
+    for maps, weights in zip(found, expected, strict=True):
+        torch.testing.assert_close(maps.stages[-1].maps, weights[0], rtol=1e-5, atol=1e-6)
+        assert weights.shape[2:] == (len(maps.query_tokens), len(maps.key_tokens))
+        if variant == "gqa_talking":
+            assert_stages_follow(maps)
+
+
+def test_summaries_of_blocks_are_shown_before_the_tokens(tokenizer):
+    fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 3}
+    model = T5.model("T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": of for name, of in fields.items()})
+    maps = attention_maps(model, tokenizer, TEXT, TARGET).attentions[0]
+    assert maps.key_tokens == ("block 1", "block 2", *TEXT.split(), "</s>") and len(maps.query_tokens) == 7
+    torch.testing.assert_close(maps.stages[0].maps.sum(-1), torch.ones(12, 7))
+    assert not maps.stages[0].maps[:, 0, 5:].any()
+
+
 @pytest.mark.parametrize("architecture", ["bert", "albert"])
 def test_each_stage_follows_from_the_one_before(tokenizer, architecture):
     for maps in maps_of(tokenizer, architecture).attentions:
-        stages = {stage.name: stage.maps for stage in maps.stages}
-        P_l, P_w = (projection.matrix for projection in maps.projections)
-        assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
-        # What is taken off a row is the same in every column, so the mixes and the softmax commute with it.
-        mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
-        torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5)
-        weights = stages["logits_after"].softmax(-1)
-        torch.testing.assert_close(stages["weights_before"], weights, rtol=1e-4, atol=1e-5)
-        mixed = torch.einsum("inm,ij->jnm", stages["weights_before"], P_w)
-        torch.testing.assert_close(stages["weights_after"], mixed, rtol=1e-4, atol=1e-5)
+        assert_stages_follow(maps)
+
+
+def assert_stages_follow(maps):
+    stages = {stage.name: stage.maps for stage in maps.stages}
+    P_l, P_w = (projection.matrix for projection in maps.projections)
+    assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
+    # What is taken off a row is the same in every column, so the mixes and the softmax commute with it.
+    mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
+    torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5, equal_nan=True)
+    weights = stages["logits_after"].nan_to_num(-torch.inf).softmax(-1)
+    torch.testing.assert_close(stages["weights_before"], weights, rtol=1e-4, atol=1e-5)
+    mixed = torch.einsum("inm,ij->jnm", stages["weights_before"], P_w)
+    torch.testing.assert_close(stages["weights_after"], mixed, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -139,19 +180,18 @@ def test_without_a_target_the_decoder_reads_its_own_greedy_output(tokenizer, var
 
 
 def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
-    model = make_model().train()
+    model, functions = make_model().train(), dict(OWN_FUNCTIONS)
     implementation = model.config._attn_implementation
     attention_maps(model, tokenizer, TEXT)
 
     def broken(*args, **kwargs):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(maps_module, "_stages", broken)
+    monkeypatch.setattr(maps_module, "_mixing_stages", broken)
     with pytest.raises(RuntimeError, match="broken"):
         attention_maps(model, tokenizer, TEXT)
     assert model.training and model.config._attn_implementation == implementation
-    assert OWN_FUNCTIONS[EAGER] is eager_attention_forward
-    assert transformers.AttentionInterface()[EAGER] is eager_attention_forward
+    assert functions == OWN_FUNCTIONS and transformers.AttentionInterface()[EAGER] is functions[EAGER]
 
 
 def test_a_longer_text_is_cut_and_says_so(tokenizer):

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...modeling.attention_patterns import TransientGlobal
 from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
-from ...modeling.configuration_attn_variants import can_cache
+from ...modeling.memory_compression import compressing
+from ...modeling.sliding_window_attention import as_full_attention
 from ...modeling.variant_mixins import AttnVariantModelMixin
+from .inputs import model_inputs, token_labels
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
@@ -28,6 +31,13 @@ SITE_NAMES = {
     "encoder": ("encoder layer {}", "encoder_layer_{:02d}"),
     "decoder": ("decoder layer {}, self-attention", "decoder_layer_{:02d}_self"),
     "cross": ("decoder layer {}, cross-attention", "decoder_layer_{:02d}_cross"),
+}
+# The same among what a model returns.
+OUTPUTS = {
+    "self": "attentions",
+    "encoder": "encoder_attentions",
+    "decoder": "decoder_attentions",
+    "cross": "cross_attentions",
 }
 
 
@@ -149,177 +159,156 @@ def attention_maps(
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()
     try:
-        inputs, read_target, is_cut = _model_inputs(model, tokenizer, text, target_text, max_length)
+        inputs, read_target, is_cut = model_inputs(model, tokenizer, text, target_text, max_length)
         model.set_attn_implementation("eager")
         labels = {"text": token_labels(tokenizer, inputs["input_ids"][0])}
         if has_decoder:
             labels["target"] = token_labels(tokenizer, inputs["decoder_input_ids"][0])
-        recorder = _Recorder(model, labels)
+        recorder = _Recorder(model)
         with recorder.recording():
             # A decoder's cache would only cost memory here, and memory-side dynamic projections refuse one.
-            model.base_model(**inputs, **({"use_cache": False} if has_decoder else {}))
+            options = {"use_cache": False} if has_decoder else {}
+            outputs = model.base_model(**inputs, **options, output_attentions=True)
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
+    attentions, layers = [], Counter()
+    for number, (site, path, core) in enumerate(recorder.calls):
+        layers[site.name] += 1
+        weights = getattr(outputs, OUTPUTS[site.name])[layers[site.name] - 1]
+        mixed = recorder.mixed.get(number, ())
+        attentions.append(_maps_of_call(site, path, core, layers[site.name], labels, mixed, weights))
     return TextMaps(
         text=text,
         target_text=read_target,
         target_is_output=has_decoder and target_text is None,
         is_cut=is_cut,
-        attentions=tuple(recorder.calls),
+        attentions=tuple(attentions),
     )
 
 
-def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple[str, ...]:
-    """Return one readable label a token: its text, or the vocabulary's name where a piece alone is no text."""
-    labels = []
-    for token in ids.tolist():
-        name = str(tokenizer.convert_ids_to_tokens(token))
-        text = tokenizer.decode([token]).strip()
-        labels.append(name if not text or "\N{REPLACEMENT CHARACTER}" in text else text)
-    return tuple(labels)
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, name: str) -> dict[str, torch.Tensor]:
-    if not text.strip():
-        raise ValueError(f"`{name}` is empty.")
-    batch = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
-    if not batch["input_ids"].shape[1]:
-        raise ValueError(f"`{name}` {text!r} has no tokens.")
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-
-
-def _is_cut(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> bool:
-    return len(tokenizer(text)["input_ids"]) > max_length
-
-
-def _model_inputs(
-    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
-) -> tuple[dict[str, torch.Tensor], str | None, bool]:
-    """The model's arguments, the text that a decoder reads, and whether a text was cut."""
-    inputs = {name: ids.to(model.device) for name, ids in _encoded(tokenizer, text, max_length, "text").items()}
-    is_cut = _is_cut(tokenizer, text, max_length)
-    if not hasattr(model.base_model, "decoder"):
-        return inputs, None, is_cut
-    if target_text is not None:
-        target = _encoded(tokenizer, target_text, max_length, "target_text")["input_ids"].to(model.device)
-        is_cut |= _is_cut(tokenizer, target_text, max_length)
-    elif model.can_generate():
-        options = {"use_cache": can_cache(model.config)}
-        target = model.generate(**inputs, max_new_tokens=max_length, num_beams=1, do_sample=False, **options)[:, 1:]
-        is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
-        target_text = tokenizer.decode(target[0], skip_special_tokens=True)
-    else:
-        raise ValueError(f"{type(model).__name__} generates nothing by itself: give a `target_text`.")
-    start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
-    return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
-
-
 class _Recorder:
-    """Computes the stages of each attention call beside the model's own."""
+    """Notes which attentions run, in order, and what talking heads mix on the way to the weights."""
 
-    def __init__(self, model: AttnVariantModelMixin, labels: dict[str, tuple[str, ...]]):
-        self.calls: list[AttentionMaps] = []
-        self._labels = labels
+    def __init__(self, model: AttnVariantModelMixin):
+        self.calls: list[tuple[AttentionSite, str, nn.Module]] = []
+        self.mixed: dict[int, tuple[Stage, ...]] = {}  # by the call's number
         # By the submodule that calls the attention function.
-        self._modules: dict[nn.Module, tuple[AttentionSite, str]] = {
+        self._modules = {
             module.get_submodule(site.core): (site, path) for site, path, module in model.named_attentions()
         }
-        self._counts: Counter[str] = Counter()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record while the block runs, under the name that the models' "eager" has."""
-        _set_eager(self._attention)
+        eager = OWN_FUNCTIONS[EAGER]
+        hooks = [module.register_forward_pre_hook(self._enter) for module in self._modules]
+        _set_eager(compressing(self._attention))
         try:
             yield
         finally:
-            _set_eager(eager_attention_forward)
+            _set_eager(eager)
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self.calls.append((*self._modules[module], module))
 
     def _attention(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
-        if module in self._modules:
-            site, path = self._modules[module]
-            self._counts[site.name] += 1
-            self._note(site, path, module, query, key, *args, **kwargs)
+        if module in self._modules and module.projection_names:
+            self.mixed[len(self.calls) - 1] = _mixing_stages(module, query, key, *args, **kwargs)
         return eager_attention_forward(module, query, key, *args, **kwargs)
 
-    def _note(
-        self,
-        site: AttentionSite,
-        path: str,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        position_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        projs = {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
-        terms = {name: kwargs[name] for name in ("x2l", "m2l", "x2w", "m2w") if kwargs.get(name) is not None}
-        query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        is_causal = mask is None and query.shape[2] > 1 and asked
-        decodes = site.stack == "decoder"
-        self.calls.append(
-            AttentionMaps(
-                site=site.name,
-                layer=self._counts[site.name],
-                path=path,
-                query_tokens=self._labels["target" if decodes else "text"],
-                key_tokens=self._labels["target" if decodes and not site.is_cross_attention else "text"],
-                stages=_stages(query, key, value.shape[1], mask, position_bias, is_causal, terms, **projs),
-                projections=_projections(**projs),
-                kv_heads=key.shape[1],
-                dynamic=tuple(terms),
-            )
+
+def _maps_of_call(
+    site: AttentionSite,
+    path: str,
+    core: nn.Module,
+    layer: int,
+    labels: dict[str, tuple[str, ...]],
+    mixed: tuple[Stage, ...],
+    weights: torch.Tensor,
+) -> AttentionMaps:
+    """Return the maps of one call: what came before its weights, and these [1, h_v, n, m] as the model has them."""
+    decodes, heads = site.stack == "decoder", core.heads
+    projs = {name: getattr(core, name, None) for name in ("logits_proj", "weights_proj")}
+    if not core.projection_names:
+        last = ("weights", "attention weights", "head", _reads(heads.output, heads.key))
+    elif projs["weights_proj"] is None:
+        last = ("weights_before", "weights after the softmax", "softmax head", _reads(heads.output, heads.value))
+    else:
+        last = (
+            "weights_after",
+            "weights of the value heads, after P_w",
+            "value head",
+            _reads(heads.output, heads.value),
         )
+    name, title, head, reads = last
+    return AttentionMaps(
+        site=site.name,
+        layer=layer,
+        path=path,
+        query_tokens=labels["target" if decodes else "text"],
+        key_tokens=_key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"]),
+        stages=(*mixed, Stage(name, title, head, _cpu(weights[0]), reads)),
+        projections=_projections(**projs),
+        kv_heads=heads.key,
+        dynamic=core.dynamic_names,
+    )
 
 
-def _stages(
+def _key_labels(core: nn.Module, tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of what an attention reads: tokens, several as one, or summaries of blocks before tokens."""
+    if core.compression is not None:
+        stride = core.compression.stride
+        blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
+        return tuple(block[0] if len(block) == 1 else f"{block[0]} … {block[-1]}" for block in blocks)
+    if isinstance(core.reach, TransientGlobal):
+        return (*(f"block {1 + block}" for block in range(len(tokens) // core.reach.block)), *tokens)
+    return tokens
+
+
+def _mixing_stages(
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    kv_value_heads: int,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    is_causal: bool,
-    terms: dict[str, torch.Tensor],
-    logits_proj: torch.Tensor | None,
-    weights_proj: torch.Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Stage, ...]:
-    """The stages of one call of a batch of one; the queries are scaled."""
+    """Return the stages of one call of a batch of one, but for the weights that the model itself returns."""
+    if module.reach is not None:
+        mask, position_bias = as_full_attention(module.reach, query, key, mask, position_bias)
+    asked = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    is_causal = mask is None and query.shape[2] > 1 and asked
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits_proj, weights_proj = (getattr(module, name, None) for name in ("logits_proj", "weights_proj"))
     heads, kv_heads = query.shape[1], key.shape[1]
     reads_keys = _reads(heads, kv_heads)
-    options = {"scaling": 1.0, "is_causal": is_causal, "logits_proj": logits_proj}
-    options |= {name: terms.get(name) for name in ("x2l", "m2l")}
+    options = {"scaling": scaling, "is_causal": is_causal, "logits_proj": logits_proj, "score": module.score}
+    options |= {name: kwargs.get(name) for name in ("x2l", "m2l")}
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     _, weights = attention_with_weights(query, key, no_values, mask, position_bias, **options)  # [1, h, n, m]
-    if logits_proj is None and weights_proj is None:
-        return (Stage("weights", "attention weights", "head", _cpu(weights[0]), reads_keys),)
     stages = []
     if logits_proj is not None:
-        logits = query @ key.repeat_interleave(heads // kv_heads, dim=1).transpose(-1, -2)  # [1, h_k, n, m]
-        mixed = _mixed(logits, logits_proj, terms.get("x2l"), terms.get("m2l"))  # [1, h, n, m]
+        repeated = key.repeat_interleave(heads // kv_heads, dim=1)
+        # [1, h_k, n, m]
+        logits = scaling * query @ repeated.mT if module.score is None else module.score(query, key)
+        mixed = _mixed(logits, logits_proj, kwargs.get("x2l"), kwargs.get("m2l"))  # [1, h, n, m]
         allowed = _allowed(weights[:, :1], mask, is_causal)
         before, after = (_centred(states, allowed) for states in (logits, mixed))
         stages.append(
             Stage("logits_before", "logits of the query heads, before P_l", "query head", before, reads_keys)
         )
         stages.append(Stage("logits_after", "logits of the softmax heads, after P_l", "softmax head", after))
-    # Without P_l the softmax heads are the query heads; without P_w they are the value heads.
-    reads = reads_keys if logits_proj is None else ()
-    if weights_proj is None:
-        reads = _reads(weights.shape[1], kv_value_heads)
-    title = "weights after the softmax" + ("" if weights_proj is None else ", before P_w")
-    stages.append(Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads))
     if weights_proj is not None:
-        mixed = _mixed(weights, weights_proj, terms.get("x2w"), terms.get("m2w"))  # [1, h_v, n, m]
-        reads = _reads(mixed.shape[1], kv_value_heads)
-        stages.append(
-            Stage("weights_after", "weights of the value heads, after P_w", "value head", _cpu(mixed[0]), reads)
-        )
+        # Without P_l the softmax heads are the query heads.
+        reads = reads_keys if logits_proj is None else ()
+        title = "weights after the softmax, before P_w"
+        stages.append(Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads))
     return tuple(stages)
 
 
