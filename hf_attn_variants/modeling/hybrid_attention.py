@@ -21,7 +21,7 @@ from .attention_patterns import Reach
 __all__ = ["HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
 
 # Queries of a block, where the window is no longer: more of them read more keys one by one, fewer keep more sums.
-LEAST_BLOCK, MOST_BLOCK = 32, 128
+LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
@@ -121,8 +121,10 @@ def attend_in_blocks_and_sums(
     weights = _window_weights(logits, log_factor[:, None, :, None, None])
     by_features = (query_features.flatten(3, 4) @ spans[2]).unflatten(3, (-1, block))
     weights = weights + by_features.masked_fill(~is_far, 0)
-    others = _sums_of_others(operands[2], operands[1], sums, block, around, reach.is_causal)
-    output = weights.flatten(3, 4) @ spans[1].mT + query_features.flatten(3, 4) @ others
+    output = weights.flatten(3, 4) @ spans[1].mT
+    if count > 1 or sums is not None:
+        others = _sums_of_others(operands[2], operands[1], sums, block, around, reach.is_causal)
+        output = output + query_features.flatten(3, 4) @ others
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 

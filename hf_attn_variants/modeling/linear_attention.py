@@ -256,7 +256,7 @@ def _attend_by_hybrid(
     read: torch.Tensor | None,
     scaling: float,
     state: HybridState | None,
-) -> tuple[torch.Tensor, HybridState]:
+) -> tuple[torch.Tensor, HybridState | None]:
     reach, fold, sums = module.kernel.reach, QueryFold(query, key, 1), None if state is None else state.sums
     near = NearKeys.of(reach, key, value, read, state)
     features, _ = key_features(module, near.keys, near.read, scaling)
@@ -265,7 +265,8 @@ def _attend_by_hybrid(
     rows = (each.unflatten(2, (fold.groups, -1)) for each in rows)
     log_factor = module.window_log_factor.to(key.dtype).unflatten(0, (key.shape[1], -1))
     output = attend_in_blocks_and_sums(*rows, near, features, log_factor, sums, reach, scaling).flatten(2, 3)
-    return fold.unfolded(_divided(module, output)), near.state(features, sums, reach)
+    kept = near.state(features, sums, reach) if reach.is_causal else None
+    return fold.unfolded(_divided(module, output)), kept
 
 
 def read_state(module: nn.Module, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
