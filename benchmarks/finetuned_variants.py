@@ -112,6 +112,9 @@ VARIANTS = {
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
     "MQA (calibrated on the task)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, on_task=True),
     "MQA (mean)": Variant({"num_key_value_heads": 1}),
+    "hedgehog (calibrated at the defaults)": Variant(
+        {"attention_kernel": "hedgehog", "method": "calibrated"}, at_defaults=True
+    ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }
 

@@ -1,12 +1,14 @@
 """What a kernel in a softmax's place costs in quality, before and after the fit: a real sentence encoder, no labels.
 
 all-MiniLM-L6-v2 by Spearman's correlation on the STS-B dev set and by the mean cosine of its embeddings to its own on
-held-out Wikipedia lines, as `conversion_quality.py` scores heads. The JSON is written after each row; rows in it are
-kept. A fit of 400 steps takes some five minutes of one core.
+held-out Wikipedia lines, as `conversion_quality.py` scores heads. A hybrid has three rows: as it is, and with either
+branch taken away, by the factor between them. The JSON is written after each row; rows in it are kept. A fit of 400
+steps takes some five minutes of one core.
 
 Example:
     python benchmarks/kernel_conversion.py --kernels elu hedgehog --fit_steps 0 400 --num_threads 1
     python benchmarks/kernel_conversion.py --kernels hedgehog --features 64 --fit_steps 1000
+    python benchmarks/kernel_conversion.py --kernels hybrid --window 8
 """
 
 import argparse
@@ -20,22 +22,25 @@ import torch
 from conversion_subjects import SentenceEncoder, SentenceEncoderOnSentences
 from machine import machine
 from run_records import check_data_dir, write_rows
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_attn_variants
 from hf_attn_variants.conversion import Calibration
+from hf_attn_variants.modeling.attention_kernels import KERNELS
 
 UNFITTED = "unfitted"
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
+OF_HYBRIDS = ("window", "reads")
+# The branches of a hybrid that are read, by the logarithm of gamma; None = as it is. By 80 nothing is left of the
+# kernel's weights in float32, and the window's sums are below its largest number.
+BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--kernels", nargs="+", choices=["elu", "hedgehog", "favor", "rfa"], default=["elu", "hedgehog"]
-    )
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["elu", "hedgehog"])
+    parser.add_argument("--window", type=int, default=8, help="of a hybrid")
     parser.add_argument("--features", type=int, help="default: each kernel's own")
     parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="each a row, beside the unfitted one")
     parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="beginnings of lines, or short sentences")
@@ -47,14 +52,17 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(subject: SentenceEncoder, kernel: str, steps: int | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Convert and score; without steps (None) the weights stay as they are.
+def convert(
+    subject: SentenceEncoder, kernel: str, steps: int | None, args: argparse.Namespace
+) -> tuple[PreTrainedModel, float]:
+    """Return the converted model and the seconds that it took; without steps (None) the weights stay as they are.
 
     The fit reads the texts of `--texts`, and features are `--features` where the kernel has any.
     """
     source, started = AutoModel.from_pretrained(subject.source), time.perf_counter()
     fields: dict[str, Any] = {"attention_kernel": kernel}
     fields |= {} if kernel == "elu" else {"attention_kernel_features": args.features}
+    fields |= {"attention_window": args.window} if kernel == "hybrid" else {}
     if steps is None:
         fields["method"] = "mean"
     else:
@@ -63,8 +71,22 @@ def measure(subject: SentenceEncoder, kernel: str, steps: int | None, args: argp
             texts, tokenizer=subject.tokenizer, max_length=args.max_length, fit_steps=steps, passages=False
         )
     converted = hf_attn_variants.convert(source, **fields)
-    seconds = time.perf_counter() - started
-    return subject.scores_of(converted.eval()) | {"conversion_seconds": round(seconds, 1)}
+    return converted.eval(), round(time.perf_counter() - started, 1)
+
+
+@torch.no_grad()
+def scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float | None) -> dict[str, float]:
+    """Score a model, a hybrid with this logarithm of gamma everywhere; None = its own."""
+    if log_factor is None:
+        return subject.scores_of(model)
+    factors = {name: each for name, each in model.named_parameters() if name.endswith("window_log_factor")}
+    own = {name: each.clone() for name, each in factors.items()}
+    for each in factors.values():
+        each.fill_(log_factor)
+    found = subject.scores_of(model)
+    for name, each in factors.items():
+        each.copy_(own[name])
+    return found
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,11 +101,16 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     for kernel, steps in itertools.product(args.kernels, (None, *args.fit_steps)):
         found = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
         key = dict(zip(KEY, (*found, args.calibration_size, args.max_length), strict=True))
-        if any(key.items() <= row.items() for row in rows):
+        is_hybrid = kernel == "hybrid"
+        keys = [key | {"window": args.window, "reads": each} for each in BRANCHES] if is_hybrid else [key]
+        if all(any(each.items() <= row.items() for row in rows) for each in keys):
             continue
-        rows.append(key | measure(subject, kernel, steps, args))
-        write_rows(path, {"machine": machine("cpu")}, rows, KEY)
-        print(json.dumps(rows[-1]), flush=True)
+        model, seconds = convert(subject, kernel, steps, args)
+        for each in keys:
+            found = scores(subject, model, BRANCHES[each.get("reads", "both")])
+            rows.append(each | found | {"conversion_seconds": seconds})
+            write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_HYBRIDS))
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 

@@ -1,9 +1,9 @@
 """Attention without a softmax, by its formulas: the executable specification of the kernels.
 
 Sources: linear attention 2006.16236 (its features elu + 1, and the recurrence), hedgehog 2402.04347, FAVOR+ 2009.14794
-(Performer), random feature attention 2103.02143. Letters as in `reference`: b batch, h heads, n query length, m memory
-length, k size of a head; r random vectors, F features. Here weights are made, one query's at a time or all of them, so
-that nothing is shared with the package's sums.
+(Performer), random feature attention 2103.02143, LoLCATs 2410.10254. Letters as in `reference`: b batch, h heads, n
+query length, m memory length, k size of a head; r random vectors, F features. Here weights are made, one query's at a
+time or all of them, so that nothing is shared with the package's sums.
 """
 
 import torch
@@ -13,6 +13,7 @@ __all__ = [
     "elu_features",
     "favor_features",
     "hedgehog_features",
+    "hybrid_attention",
     "kernel_attention",
     "kernel_attention_recurrent",
     "rfa_features",
@@ -81,6 +82,50 @@ def kernel_attention(
     read = read if padding is None else read & padding[:, None, None]
     A = A.masked_fill(~read, 0)
     total = A.sum(-1, keepdim=True).clamp_min(least_sum)
+    weights = A / total.masked_fill(total == 0, 1)
+    return einsum("bhnm,bhmv->bhnv", weights, V), weights
+
+
+def hybrid_attention(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    w: int,
+    gamma: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A softmax in a window, features outside, one normaliser (2410.10254, equation 6; here both ways as well).
+
+    Weights are gamma exp(s_ij - c_i) in the window of query i, s_ij = scale q_i k_j and c_i the largest there, and
+    phi(q_i) phi(k_j) elsewhere, each row divided by its sum. The window of w: w / 2 on each side and the token itself;
+    causal, the last w, itself among them. (The paper's code has gamma = sigmoid of what is learned.)
+
+    Args:
+        phi_q, Q: [b, h, n, F] and [b, h, n, k].
+        phi_k, K, V: [b, G, m, F], [b, G, m, k] and [b, G, m, v], as for `kernel_attention`.
+        gamma: [h].
+        padding: [b, m], True where there is a token. A query that reads nothing gets zeros.
+
+    Returns:
+        The outputs [b, h, n, v] and the weights [b, h, n, m].
+    """
+    phi_k, K, V = (T.repeat_interleave(Q.shape[1] // T.shape[1], dim=1) for T in (phi_k, K, V))
+    n, m = Q.shape[2], K.shape[2]
+    distance = torch.arange(m) - torch.arange(m - n, m)[:, None]
+    window = (distance > -w) & (distance <= 0) if causal else distance.abs() <= w // 2
+    read = distance <= 0 if causal else torch.ones_like(window)
+    read = read if padding is None else read & padding[:, None, None]
+    s = scale * einsum("bhnk,bhmk->bhnm", Q, K)
+    c = s.masked_fill(~(window & read), -torch.finfo(s.dtype).max).amax(-1, keepdim=True)
+    near = gamma[:, None, None] * (s - c).masked_fill(~(window & read), -torch.inf).exp()
+    far = einsum("bhnf,bhmf->bhnm", phi_q, phi_k).masked_fill(window | ~read, 0)
+    A = near + far
+    total = A.sum(-1, keepdim=True)
     weights = A / total.masked_fill(total == 0, 1)
     return einsum("bhnm,bhmv->bhnv", weights, V), weights
 

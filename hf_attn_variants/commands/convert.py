@@ -161,7 +161,8 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
         group.add_argument(
             f"--{prefix}attention_window",
             type=int,
-            help=f"tokens in a window, half on each side; a decoder's: the last ones ({whose})",
+            help=f"tokens in a window, of a pattern or a hybrid kernel, half on each side; a decoder's: the last ones "
+            f"({whose})",
         )
         group.add_argument(
             f"--{prefix}attention_dilation", type=int, help=f"step from a token of a window to the next ({whose})"
@@ -198,7 +199,9 @@ def _add_kernel_arguments(group: argparse._ActionsContainer) -> None:
             f"--{prefix}attention_kernel", choices=KERNELS, help=f"linear attention in the place of {whose}'s softmax"
         )
     group.add_argument(
-        "--attention_kernel_features", type=int, help="width of hedgehog's maps, number of favor's and rfa's vectors"
+        "--attention_kernel_features",
+        type=int,
+        help="width of hedgehog's and hybrid's maps, number of favor's and rfa's vectors",
     )
     group.add_argument("--attention_kernel_seed", type=int, help="of random vectors (default: 0)")
 

@@ -43,6 +43,7 @@ class AttentionTensors:
     query_kernel_proj: torch.Tensor | None = None
     key_kernel_proj: torch.Tensor | None = None
     kernel_scale: torch.Tensor | None = None
+    window_log_factor: torch.Tensor | None = None
     kernel_vectors: torch.Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 

@@ -152,7 +152,8 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     kernels = [prefix] if prefix else ["", "cross_"]
     for each in kernels:
         if (kernel := getattr(config, f"{each}attention_kernel", None)) is not None:
-            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}")
+            window = f" {getattr(config, f'{each}attention_window')}" if kernel == "hybrid" else ""
+            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}")
     return " + ".join(parts)
 
 

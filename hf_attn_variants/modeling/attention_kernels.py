@@ -1,26 +1,27 @@
 """Attention without a softmax: the fields of a configuration that say by which kernel, their checks, and one's kernel.
 
 `attention_kernel` names the features phi of which an attention's weights are phi(q) phi(k)^T, each row divided by its
-sum: "elu" (arXiv 2006.16236), "hedgehog" (2402.04347), "favor" (2009.14794) or "rfa" (2103.02143). Of an
-encoder-decoder the field without a prefix is the decoder's self-attention, `encoder_attention_kernel` the encoder's
-and `cross_attention_kernel` that of cross-attention. The maths is in `linear_attention`.
+sum: "elu" (arXiv 2006.16236), "hedgehog" (2402.04347), "favor" (2009.14794) or "rfa" (2103.02143); "hybrid" is a
+softmax in a window and hedgehog's features outside of it (2410.10254). Of an encoder-decoder the field without a
+prefix is the decoder's self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_kernel` that of
+cross-attention. The maths is in `linear_attention` and `hybrid_attention`.
 """
 
 import zlib
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from .attention_patterns import has_pattern
+from .attention_patterns import Reach, has_pattern
 from .field_checks import check_size
 
 __all__ = ["KERNELS", "AttentionKernel", "KernelFields", "asks_for_padding_alone", "check_kernels", "has_kernel"]
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
+KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid")
 PREFIXES = ("", "encoder_", "cross_")
 # Of a head of d numbers: hedgehog's maps are as wide as the head, random vectors are as many as in the papers.
-DEFAULT_FEATURES = {"hedgehog": 1, "favor": 4, "rfa": 2}
+DEFAULT_FEATURES = {"hedgehog": 1, "favor": 4, "rfa": 2, "hybrid": 1}
 # Whose features are random vectors, and whose are learned.
-RANDOM, LEARNED = ("favor", "rfa"), ("hedgehog", "rfa")
+RANDOM, LEARNED = ("favor", "rfa"), ("hedgehog", "rfa", "hybrid")
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
@@ -30,7 +31,8 @@ class KernelFields:
 
     Args:
         attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
-            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor" or "rfa".
+            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa", or
+            "hybrid", which has a softmax within `attention_window`.
         attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random
             vectors. None = the head's size d, 4 d and 2 d.
         attention_kernel_seed: of the random vectors.
@@ -58,17 +60,31 @@ class AttentionKernel(NamedTuple):
     features: int  # the width of hedgehog's maps, the number of random vectors
     is_causal: bool
     seed: int  # of its random vectors
+    window: int | None = None  # of a hybrid: w, as `attention_window` has it
+
+    @property
+    def maps(self) -> str:
+        """The kernel that its features are of."""
+        return "hedgehog" if self.name == "hybrid" else self.name
+
+    @property
+    def reach(self) -> Reach:
+        """What a query reads by a softmax, of a hybrid."""
+        return Reach.of(self.window, 1, 0, self.is_causal)
 
     def width(self, head_dim: int) -> int:
         """Return F, how many features a head of d numbers has."""
         return {"elu": head_dim, "favor": self.features}.get(self.name, 2 * self.features)
 
     def state_numbers(self, kv_heads: int, head_dim: int) -> int:
-        """Return the numbers of a state: sums of values, and of weights, for each feature and key/value head."""
-        return kv_heads * self.width(head_dim) * (head_dim + 1)
+        """Return the numbers of a state: a key/value head's sums of values and of weights; a window's tokens."""
+        kept = 0 if self.window is None else 2 * self.reach.before * head_dim
+        return kv_heads * (self.width(head_dim) * (head_dim + 1) + kept)
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool) -> "AttentionKernel | None":
+    def of(
+        cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
+    ) -> "AttentionKernel | None":
         """Return the kernel that a configuration gives the attention at a path, if it gives one.
 
         Args:
@@ -77,12 +93,14 @@ class AttentionKernel(NamedTuple):
             head_dim: d, the size of the attention's heads.
             path: the attention's, inside the base model: each has random vectors of its own.
             is_causal: whether its queries read no later keys.
+            layer: the one that it is in.
         """
         name = getattr(config, f"{prefix}attention_kernel", None)
         if name is None:
             return None
         features = config.attention_kernel_features or DEFAULT_FEATURES.get(name, 1) * head_dim
-        return cls(name, features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()))
+        window = config.layer_value(f"{prefix}attention_window", layer) if name == "hybrid" else None
+        return cls(name, features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()), window)
 
 
 def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
@@ -98,8 +116,9 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, and a kernel beside what
-            needs a softmax: talking heads, a window, a latent, T5's relative positions.
+        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, a hybrid without a window
+            in each layer or in cross-attention, and a kernel beside what needs a softmax: talking heads, a pattern, a
+            latent, T5's relative positions.
     """
     kernels = _kernels(config)
     for each, name in kernels.items():
@@ -137,6 +156,8 @@ def _check_composition(config: Any, field: str, name: str) -> None:
             f"`{field}` and `{pattern}` cannot stand together: a window is of a softmax; got {name!r} and "
             f"{getattr(config, pattern)!r}."
         )
+    if name == "hybrid":
+        _check_window(config, field, prefix)
     rank = f"{prefix}kv_lora_rank"
     if getattr(config, rank, None) is not None:
         raise ValueError(
@@ -149,6 +170,17 @@ def _check_composition(config: Any, field: str, name: str) -> None:
             f"`{field}` is of attention without relative positions: T5's bias of a query and a key is no product of "
             f'features. Give `position_embedding_type="sinusoidal"`, or `cross_attention_kernel` alone; got {name!r}.'
         )
+
+
+def _check_window(config: Any, field: str, prefix: str) -> None:
+    if prefix == "cross_":
+        raise ValueError(
+            f'`{field}="hybrid"` is of self-attention: a query has no place among the keys of cross-attention.'
+        )
+    window = f"{prefix}attention_window"
+    values = (config.per_layer_values or {}).get(window, [getattr(config, window)])
+    if None in values:
+        raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer; got {values if values[1:] else None}.')
 
 
 def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:

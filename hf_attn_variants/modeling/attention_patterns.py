@@ -158,6 +158,8 @@ def check_patterns(config: Any) -> None:
             value = getattr(config, prefix + name)
             if name != "attention_pattern":
                 checked_pattern_size(prefix + name, value)
+                if name == "attention_window" and getattr(config, f"{prefix}attention_kernel") == "hybrid":
+                    continue  # where the softmax is; all is read
                 _check_fits(prefix, name, value, default, pattern)
             if name in needed and value == default:
                 raise ValueError(f'`{prefix}attention_pattern="{pattern}"` needs `{prefix}{name}`; got {value}.')

@@ -112,7 +112,8 @@ class AttentionSite:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
         prefix = "cross_" if self.is_cross_attention else self.stack_prefix
         head_dim = config.attention_head_dim(self.kv_heads_field)
-        return AttentionKernel.of(config, prefix, head_dim, path, is_causal and not self.is_cross_attention)
+        is_causal = is_causal and not self.is_cross_attention
+        return AttentionKernel.of(config, prefix, head_dim, path, is_causal, self.layer(config, path))
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

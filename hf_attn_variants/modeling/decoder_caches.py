@@ -8,6 +8,7 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 
 from .attention_patterns import MAX_SIZE
+from .hybrid_attention import HybridState
 from .linear_attention import KernelState
 from .sliding_window_attention import keep_window, layers_up_to
 
@@ -21,7 +22,7 @@ class KernelStateLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.state: KernelState | None = None
+        self.state: KernelState | HybridState | None = None
         self.tokens_seen = 0
 
     def update(
@@ -67,7 +68,8 @@ class KernelStateLayer(DynamicLayer):
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
-            self.state = KernelState(*(None if tensor is None else change(tensor) for tensor in self.state))
+            kept = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)(*kept)
 
 
 def prepare_cache(module: nn.Module, cache: Any, memory: torch.Tensor | None) -> None:

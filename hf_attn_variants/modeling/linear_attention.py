@@ -13,6 +13,7 @@ Sources: arXiv 2006.16236 (elu, and the recurrence), 2402.04347 (hedgehog), 2009
 formulas are in the package's `reference_linear`. Letters as in `attention_variants`; F features a head.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from transformers import initialization as init
 
 from .attention_kernels import LEARNED, RANDOM, AttentionKernel
 from .attention_sites import AttentionHeads
+from .hybrid_attention import HybridState, NearKeys, attend_in_blocks_and_sums, hybrid_weights
 from .query_folding import QueryFold, beams_of, is_exporting
 from .talking_heads import without_autocast
 
@@ -43,7 +45,7 @@ CHUNK = 128
 # What hedgehog's maps begin as, times the identity: near what a fit to a softmax finds.
 FIRST_MAP = 2.0
 # Of an attention with a kernel: learned maps and scales, and random vectors.
-KERNEL_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "kernel_vectors")
+KERNEL_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor", "kernel_vectors")
 # The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
 MEMORY_STATE = "_memory_state"
 # What the sum of a query's weights is at least: rfa's estimates may be near zero or below (as in its authors' code).
@@ -64,11 +66,13 @@ def install_kernel(module: nn.Module, kernel: AttentionKernel | None, heads: Att
         return
     like = next(module.parameters())
     new = {"dtype": like.dtype, "device": like.device}
-    if kernel.name == "hedgehog":
+    if kernel.maps == "hedgehog":
         for name, count in (("query_kernel_proj", heads.query), ("key_kernel_proj", heads.key)):
             module.register_parameter(name, nn.Parameter(torch.empty(count, heads.head_dim, kernel.features, **new)))
     if kernel.name == "rfa":
         module.register_parameter("kernel_scale", nn.Parameter(torch.empty(heads.key, heads.head_dim, **new)))
+    if kernel.window is not None:
+        module.register_parameter("window_log_factor", nn.Parameter(torch.empty(heads.query, **new)))
     if kernel.name in RANDOM:
         module.register_buffer("kernel_vectors", torch.empty(kernel.features, heads.head_dim, **new))
     if kernel.name in (*RANDOM, *LEARNED):
@@ -81,7 +85,7 @@ def kernel_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def init_kernel(module: nn.Module) -> None:
-    """Initialise what `install_kernel` added: maps as 2 I, scales as ones, vectors by the seed."""
+    """Initialise what `install_kernel` added: maps as 2 I, scales as ones, a hybrid's gamma, vectors by the seed."""
     kernel = getattr(module, "kernel", None)
     if kernel is None:
         return
@@ -90,6 +94,9 @@ def init_kernel(module: nn.Module) -> None:
             init.copy_(maps, _first_maps(*maps.shape[1:], kernel.seed).to(maps).expand_as(maps))
     if kernel.name == "rfa":
         init.ones_(module.kernel_scale)
+    if kernel.window is not None:
+        # gamma = 1 / F: what phi(q) phi(k) is of features that are all alike, and exp(s - c) is 1 of such logits.
+        init.constant_(module.window_log_factor, -math.log(2 * kernel.features))
     if kernel.name in RANDOM:
         vectors = draw_vectors(*module.kernel_vectors.shape, kernel.seed, kernel.name == "favor")
         init.copy_(module.kernel_vectors, vectors.to(module.kernel_vectors))
@@ -151,7 +158,7 @@ def key_features(
 
 
 def _features(module: nn.Module, states: torch.Tensor, proj: str) -> torch.Tensor:
-    name = module.kernel.name
+    name = module.kernel.maps
     if name == "elu":
         return nn.functional.elu(states) + 1
     if name == "hedgehog":
@@ -204,8 +211,8 @@ def attend_by_kernel(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    state: KernelState | None = None,
-) -> tuple[torch.Tensor, KernelState]:
+    state: KernelState | HybridState | None = None,
+) -> tuple[torch.Tensor, KernelState | HybridState]:
     """Attend by a kernel, in memory and time linear in n and m.
 
     Args:
@@ -225,6 +232,9 @@ def attend_by_kernel(
     exact = torch.promote_types(value.dtype, torch.float32)
     read = keys_read(mask, key)
     with without_autocast(query):
+        if module.kernel.window is not None:
+            output, state = _attend_by_hybrid(module, query, key.to(exact), value.to(exact), read, scaling, state)
+            return output.to(value.dtype), state
         features, log_scale = key_features(module, key.to(exact), read, scaling)
         values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
         if not module.kernel.is_causal:
@@ -236,6 +246,27 @@ def attend_by_kernel(
         queries = fold.rows(query_features(module, query.to(exact), scaling))
         output, sums = causal_sums(queries, features, values, sums, fold.groups)
         return fold.unfolded(_divided(module, output).to(value.dtype)), KernelState(sums, log_scale)
+
+
+def _attend_by_hybrid(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    read: torch.Tensor | None,
+    scaling: float,
+    state: HybridState | None,
+) -> tuple[torch.Tensor, HybridState | None]:
+    reach, fold, sums = module.kernel.reach, QueryFold(query, key, 1), None if state is None else state.sums
+    near = NearKeys.of(reach, key, value, read, state)
+    features, _ = key_features(module, near.keys, near.read, scaling)
+    query = query.to(key.dtype)
+    rows = (fold.rows(each) for each in (query, query_features(module, query, scaling)))
+    rows = (each.unflatten(2, (fold.groups, -1)) for each in rows)
+    log_factor = module.window_log_factor.to(key.dtype).unflatten(0, (key.shape[1], -1))
+    output = attend_in_blocks_and_sums(*rows, near, features, log_factor, sums, reach, scaling).flatten(2, 3)
+    kept = near.state(features, sums, reach) if reach.is_causal else None
+    return fold.unfolded(_divided(module, output)), kept
 
 
 def read_state(module: nn.Module, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
@@ -262,6 +293,10 @@ def weights_of_kernel(
         features, _ = key_features(module, key.to(exact), keys_read(mask, key), scaling)
         groups = queries.shape[1] // features.shape[1]
         weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
+        if module.kernel.window is not None:
+            logits = (query.to(exact).unflatten(1, (-1, groups)) @ key.to(exact).mT[:, :, None]).flatten(1, 2)
+            factor, reach = module.window_log_factor.to(exact), module.kernel.reach
+            weights = hybrid_weights(logits * scaling, weights, keys_read(mask, key), factor, reach)
         if module.kernel.is_causal:
             weights = weights.tril(weights.shape[3] - weights.shape[2])
         return weights / _divisor(module, weights.sum(-1, keepdim=True))
@@ -321,7 +356,8 @@ def kernel_attention_forward(
             "pass `use_cache=False`."
         )
     # A graph of the weights serves every length, one of chunks does not.
-    if with_weights or (is_exporting() and module.kernel.is_causal and cache is None):
+    has_chunks = module.kernel.is_causal or module.kernel.window is not None
+    if with_weights or (is_exporting() and has_chunks and cache is None):
         weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
         values = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)[:, :, None]
         output = weights.unflatten(1, (value.shape[1], -1)) @ values

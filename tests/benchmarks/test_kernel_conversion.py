@@ -37,5 +37,11 @@ def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
     unfitted, fitted = benchmark.main(benchmark.parse_args(flags))
     assert (unfitted["fit"], fitted["fit"]) == (benchmark.UNFITTED, 20) and fitted["error"] < unfitted["error"]
     assert json.loads((tmp_path / "kernel_conversion.json").read_text())["runs"] == [unfitted, fitted]
-    monkeypatch.setattr(benchmark, "measure", None)
+    monkeypatch.setattr(benchmark, "convert", None)
     assert benchmark.main(benchmark.parse_args(flags)) == [unfitted, fitted]
+    monkeypatch.undo()
+    monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
+    flags = ["--kernels", "hybrid", "--fit_steps", "20", "--window", "2", "--output_dir", str(tmp_path)]
+    rows = {(row["fit"], row["reads"]): row["error"] for row in benchmark.main(benchmark.parse_args(flags))[2:]}
+    assert len(rows) == 6 and rows[20, "both"] < rows[benchmark.UNFITTED, "both"]
+    assert all(rows[20, "both"] < rows[20, branch] for branch in ("the window", "outside of it"))

@@ -94,6 +94,20 @@ def test_a_kernels_flops_and_state_are_what_torch_counts(kernel):
     assert current.name == f"GQA-4 + {kernel}"
 
 
+def test_a_hybrid_reads_its_window_too():
+    hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
+    configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
+    rows = [cost_table(each.to_dict(), length=100).current for each in configs]
+    near = 5 * 4 * 48 * configs[0].num_hidden_layers  # w + 1 keys and values
+    assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
+    assert rows[1].name == "GQA-4 + hybrid 4"
+    decoder = BERT.model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
+    cache = decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True).past_key_values
+    state = sum(each[0].nbytes for layer in cache.layers for each in layer.state[:3])
+    config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
+    assert cost_table(config, length=1000).current.kv_cache_bytes == state
+
+
 # Ranks below the heads' size, above it, and the input's own width.
 RANKS = (4, 24, 48)
 

@@ -11,14 +11,18 @@ from transformers import AutoModel
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
+KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid")
+
+
+def fields_of(kernel):
+    return {"attention_kernel": kernel} | ({"attention_window": 2} if kernel == "hybrid" else {})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
     model = bert()
-    converted = convert_model(model, attention_kernel=kernel, method="mean")
-    fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, attention_kernel=kernel))
+    converted = convert_model(model, **fields_of(kernel), method="mean")
+    fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, **fields_of(kernel)))
     fresh.load_state_dict(model.state_dict(), strict=False)
     assert converted.state_dict().keys() == fresh.state_dict().keys()
     assert all(fresh.state_dict()[name].equal(tensor) for name, tensor in converted.state_dict().items())
@@ -30,10 +34,10 @@ def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
 def test_a_fit_brings_it_nearer(kernel):
     """Without steps by the output's regression, with them by the maps and projections too."""
     model = bert()
-    errors = [error(convert_model(model, attention_kernel=kernel, method="mean"), model)]
+    errors = [error(convert_model(model, **fields_of(kernel), method="mean"), model)]
     for steps in (0, 60):
         fitted = convert_model(
-            model, attention_kernel=kernel, calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
+            model, **fields_of(kernel), calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
         )
         errors.append(error(fitted, model))
     assert errors[2] < 0.95 * errors[1] < 0.95 * errors[0], errors
@@ -69,15 +73,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("kernel", ["hedgehog", "favor"])
+@pytest.mark.parametrize("kernel", ["hybrid", "favor"])
 def test_a_folder_holds_what_a_model_has(kernel, folder):
-    options = {"attention_kernel": kernel, "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
+    options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
     report = convert_checkpoint(folder / "source", folder / "made", **options)
     assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.reduced()
     names = {"relative_error_closed_form", "relative_error_fitted", "output_relative_error", "fit_kept"}
     assert all(layer.details.keys() == names for layer in report.layers)
     stored = load_file(folder / "made/model.safetensors")
-    new = {"hedgehog": "key_kernel_proj", "favor": "kernel_vectors"}[kernel]
+    new = {"hybrid": "window_log_factor", "favor": "kernel_vectors"}[kernel]
     assert stored[f"encoder.layer.1.attention.self.{new}"].dtype == torch.bfloat16
     loaded = AutoModel.from_pretrained(folder / "made", dtype=torch.bfloat16)
     assert type(loaded) is AttnVariantBertModel and loaded.config.attention_kernel == kernel
@@ -97,11 +101,13 @@ def test_a_folder_holds_what_a_model_has(kernel, folder):
 
 def test_the_command_says_what_it_made(folder, capsys):
     command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "made")]
-    command += ["--attention_kernel", "rfa", "--attention_kernel_features", "6", "--attention_kernel_seed", "2"]
+    command += ["--attention_kernel", "hybrid", "--attention_kernel_features", "6", "--attention_kernel_seed", "2"]
+    command += ["--attention_window", "4"]
     assert cli.main([*command, "--method", "mean"]) == 0
     assert "Converted" in capsys.readouterr().out
     config = json.loads((folder / "made/config.json").read_text())
-    assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["rfa", 6, 2]
+    assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["hybrid", 6, 2]
+    assert config["attention_window"] == 4 and config["attention_pattern"] is None
 
 
 def test_wrong_requests_are_refused_before_any_work(folder):

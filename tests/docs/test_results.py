@@ -127,7 +127,8 @@ def kernel_conversion() -> Rows:
     for row in sorted(load("kernel_conversion")["runs"], key=lambda row: row["texts"]):
         text = f"{row['calibration_size']:,} {row['texts']} of {row['max_length']} tokens"
         scores = f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", f"{row['conversion_seconds']:.0f}"
-        yield [row["kernel"], row["features"] or "default", text, row["fit"], *scores]
+        kernel = row["kernel"] + (f", window {row['window']}: {row['reads']}" if "reads" in row else "")
+        yield [kernel, row["features"] or "default", text, row["fit"], *scores]
 
 
 @table("results.md")

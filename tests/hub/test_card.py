@@ -197,6 +197,10 @@ def test_kernels_are_told_and_cited(tmp_path):
     assert "and the kernel hedgehog in the place of cross-attention's softmax, as" in text
     assert "| in the place of cross-attention's softmax | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
+    BERT.model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
+    text = str(model_card(tmp_path / "bert", "me/bert"))
+    assert "4 tokens in a window of self-attention and the kernel hybrid in the place of" in text
+    assert "2410.10254" in text
 
 
 def test_stacks_of_unequal_heads_are_told_apart(tmp_path):

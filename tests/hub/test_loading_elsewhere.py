@@ -99,6 +99,8 @@ def save_one(architecture, variant, saved, folder):
     if variant in ("favor", "hedgehog"):  # random vectors, learned maps
         has_cross = hasattr(architecture.config_class, "cross_attention_kernel")
         variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}
+        if not has_cross and "hedgehog" in fields.values():  # and a window's factor
+            fields = {"attention_kernel": "hybrid", "attention_window": 4}
     architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
     inputs = architecture.batch(base)

@@ -1,0 +1,222 @@
+"""A softmax in a window and a kernel outside: blocks and sums are the formula, in models too, and what is refused."""
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS, ENCODERS
+from torch import nn
+
+import hf_attn_variants
+from hf_attn_variants import reference_linear
+from hf_attn_variants.modeling import hybrid_attention
+from hf_attn_variants.modeling.attention_kernels import AttentionKernel
+from hf_attn_variants.modeling.attention_sites import AttentionHeads
+from hf_attn_variants.modeling.linear_attention import (
+    attend_by_kernel,
+    init_kernel,
+    install_kernel,
+    weights_of_kernel,
+)
+
+HEADS, D, SCALING = 4, 6, 0.4
+BART = ENCODER_DECODERS[0]
+LEARNED = ("query_kernel_proj", "key_kernel_proj", "window_log_factor")
+HYBRID = {"attention_kernel": "hybrid", "attention_window": 4}
+BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(hybrid_attention, "LEAST_BLOCK", 3)
+
+
+def attention(window, groups=2, causal=False):
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1)
+    install_kernel(
+        module, AttentionKernel("hybrid", 9, causal, 3, window), AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+    )
+    init_kernel(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return module
+
+
+def make_call(n, groups=2):
+    """Queries, keys and values; padding on either side, and a text of nothing."""
+    torch.manual_seed(1)
+    leaves = [torch.randn(4, heads, n, D).requires_grad_() for heads in (HEADS, groups, groups)]
+    places = torch.arange(n)
+    return leaves, torch.stack([places < n, places < n // 2, places >= n - 2, places < 0])
+
+
+def by_formula(module, states, padding):
+    exact = [each.detach().double().requires_grad_() for each in (*states, *(getattr(module, n) for n in LEARNED))]
+    Q, K, V, *maps, log_gamma = exact
+    phi = [reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), maps, strict=True)]
+    options = {"scale": SCALING, "causal": module.kernel.is_causal, "padding": padding}
+    output, weights = reference_linear.hybrid_attention(
+        *phi, Q, K, V, module.kernel.window, log_gamma.exp(), **options
+    )
+    return output.transpose(1, 2), weights, exact
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("n, window, groups", [(41, 4, 2), (41, 10, 4), (7, 2, 1), (1, 4, 2), (5, 40, 2)])
+def test_blocks_and_sums_are_the_formula(n, window, groups, causal):
+    module = attention(window, groups, causal)
+    leaves, padding = make_call(n, groups)
+    expected, weights, exact = by_formula(module, leaves, padding)
+    mask = padding[:, None, None]
+    found, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
+    )
+    direction = torch.randn_like(expected)
+    own = [*leaves, *(getattr(module, name) for name in LEARNED)]
+    gradients = torch.autograd.grad((found * direction.float()).sum(), own, materialize_grads=True)
+    right = torch.autograd.grad((expected * direction).sum(), exact, materialize_grads=True)
+    for one, other in zip(gradients, right, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
+
+
+def test_the_limits_are_a_window_and_a_kernel():
+    """gamma without bound leaves the window's softmax, gamma of nothing the keys outside of it."""
+    module, (states, _) = attention(4), make_call(20)
+    query, key, value = states
+    places = torch.arange(20)
+    near = (places - places[:, None]).abs() <= 2
+    key_heads, value_heads = (each.repeat_interleave(2, 1) for each in (key, value))
+    with torch.no_grad():
+        module.window_log_factor.fill_(80)
+        found, _ = attend_by_kernel(module, *states, None, SCALING)
+        window = nn.functional.scaled_dot_product_attention(query, key_heads, value_heads, near, scale=SCALING)
+        torch.testing.assert_close(found, window.transpose(1, 2), atol=1e-5, rtol=0)
+        module.window_log_factor.fill_(-torch.inf)
+        found, _ = attend_by_kernel(module, *states, None, SCALING)
+        phi = [
+            reference_linear.hedgehog_features(x, W)
+            for x, W in zip((query, key), (module.query_kernel_proj, module.key_kernel_proj), strict=True)
+        ]
+        weights = torch.einsum("bhnf,bhmf->bhnm", phi[0], phi[1].repeat_interleave(2, 1)).masked_fill(near, 0)
+        outside = weights / weights.sum(-1, keepdim=True) @ value_heads
+        torch.testing.assert_close(found, outside.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+def test_a_state_goes_on_where_it_ended():
+    module = attention(6, causal=True)
+    states, _ = make_call(30)
+    padding = torch.arange(30) >= torch.tensor([0, 3, 14, 27])[:, None]
+    expected, _, _ = by_formula(module, states, padding)
+    state, outputs, sizes = None, [], set()
+    for begin, end in ((0, 2), (2, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
+        call = (each[:, :, begin:end] for each in states)
+        output, state = attend_by_kernel(module, *call, padding[:, None, None, :end], SCALING, state)
+        outputs.append(output)
+        sizes.add(tuple(each.shape for each in state))
+    torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=1e-5, rtol=0)
+    assert len(sizes) == 1
+    assert sum(each[0].numel() for each in state[:3]) == module.kernel.state_numbers(2, D)
+
+
+@BOTH_WAYS
+def test_no_tensor_grows_with_the_square_of_the_length(causal):
+    module, sizes = attention(4, causal=causal), []
+    for n in (256, 512):
+        leaves, padding = make_call(n)
+        with LargestTensor() as largest:
+            attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
+        sizes.append(largest.numel)
+    assert sizes[1] <= 2 * sizes[0] < 256 * 256 * HEADS
+
+
+@BOTH_WAYS
+def test_half_precision_and_compiled_calls(causal):
+    module = attention(4, causal=causal)
+    halves = [each.detach().bfloat16() for each in make_call(20)[0]]
+    exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
+    half, _ = attend_by_kernel(module, *halves, None, SCALING)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
+    compiled = torch.compile(attend_by_kernel, backend="aot_eager", fullgraph=True)
+    states = [each.float() for each in halves]
+    torch.testing.assert_close(compiled(module, *states, None, SCALING)[0], exact)
+
+
+@pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS), ids=lambda row: row.name)
+def test_an_encoder_reads_both(architecture):
+    head = next(iter(architecture.heads))
+    model = architecture.model(head, "gqa", **HYBRID)
+    batch = architecture.batch(head)
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        found, result = model(**batch).last_hidden_state, model(**batch, output_attentions=True)
+        torch.testing.assert_close(found[real], result.last_hidden_state[real], atol=1e-5, rtol=0)
+        assert not any(weights.masked_select(~real[:, None, None]).any() for weights in result.attentions)
+        for others in ({"attention_kernel": "hedgehog"}, {**HYBRID, "attention_window": 2}):
+            assert not found.allclose(architecture.model(head, "gqa", **others)(**batch)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture, head", [(BERT, "BertLMHeadModel"), (BART, "BartForConditionalGeneration")])
+def test_a_decoder_generates_as_it_computes(architecture, head):
+    encoder = {f"encoder_{name}": value for name, value in HYBRID.items()} if architecture is BART else {}
+    model = architecture.model(head, "gqa", **HYBRID, **encoder)
+    batch = {name: each.flip(1) for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
+    for beams in (1, 3):
+        options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "num_beams": beams}
+        kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+        assert kept.equal(anew)
+
+
+def test_windows_by_layer_are_saved_and_loaded(tmp_path):
+    fields = {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [2, 6]}}
+    model = BERT.model("BertModel", **fields)
+    assert [layer.attention.self.kernel.window for layer in model.encoder.layer] == [2, 6]
+    model.save_pretrained(tmp_path)
+    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert loaded(**BERT.batch("BertModel"))[0].equal(model(**BERT.batch("BertModel"))[0])
+    with pytest.raises(ValueError, match="has attention_kernel='hybrid', the configuration asks for 'hedgehog'"):
+        hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
+
+
+def test_every_parameter_learns_and_an_exported_graph_computes_the_same():
+    model = BERT.model("BertModel", "gqa", **HYBRID)
+    ids = token_ids(2, 9)
+    model(ids).last_hidden_state.square().sum().backward()
+    assert all(each.grad is not None for name, each in model.named_parameters() if "pooler" not in name)
+    length = torch.export.Dim("length", min=3, max=32)
+    program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: length}}, strict=False)
+    other = token_ids(2, 23)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(other)[0], model(other)[0], atol=1e-5, rtol=0)
+
+
+WRONG = [
+    (BERT, {"attention_kernel": "hybrid"}, '`attention_kernel="hybrid"` needs `attention_window`, in each layer'),
+    (
+        BERT,
+        {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [4, None]}},
+        r"needs `attention_window`, in each layer; got \[4, None\]",
+    ),
+    (BERT, {"attention_kernel": "hedgehog", "attention_window": 4}, "`attention_window` is of `attention_pattern`"),
+    (BERT, {**HYBRID, "attention_window": 3}, "`attention_window` must be an even whole number"),
+    (BERT, {**HYBRID, "attention_dilation": 2}, "`attention_dilation` is of `attention_pattern`"),
+    (
+        BERT,
+        {**HYBRID, "attention_pattern": "sliding_window"},
+        "`attention_kernel` and `attention_pattern` cannot stand",
+    ),
+    (BART, {"cross_attention_kernel": "hybrid", "attention_window": 4}, "`attention_window` is of"),
+    (BART, {"cross_attention_kernel": "hybrid"}, '`cross_attention_kernel="hybrid"` is of self-attention'),
+    (T5, HYBRID, "`attention_kernel` is of attention without relative positions"),
+]
+
+
+@pytest.mark.parametrize("architecture, fields, message", WRONG)
+def test_wrong_fields_are_refused(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture.config("mha", **fields)
