@@ -74,6 +74,14 @@ class ConversionPlan:
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
+    def other_fields(self) -> dict[str, tuple[Any, Any]]:
+        """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
+        of_heads = {*_key_value_fields(self.config), *_talking_fields(self.config), "per_layer_values"}
+        names = [name for name in self.config.variant_fields() if name not in of_heads]
+        pairs = {name: (getattr(self.source_config, name, None), getattr(self.config, name, None)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
     def reduced(self) -> list[AttentionModule]:
         """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
         return [module for module in self.modules if module.reduced]
