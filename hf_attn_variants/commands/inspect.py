@@ -15,7 +15,8 @@ example:
   attn-variants inspect ./bert-gqa4 --json
 
 Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
-neither number of key/value heads divides the other."""
+neither number of key/value heads divides the other, or each head has learned parameters of its own (of a kernel, a
+pattern, additive scores)."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -109,7 +110,9 @@ def _sizes(table: Any) -> str:
 def _notes(table: Any) -> list[str]:
     notes = ["* the checkpoint as it is"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
-        notes.append("- no conversion leads there: neither number of key/value heads divides the other")
+        notes.append(
+            "- no conversion leads there: neither number divides the other, or heads have parameters of their own"
+        )
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
         notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
     elif table.current.kv_cache_bytes_per_token is None:

@@ -247,7 +247,7 @@ def variant_rows(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current):  # neither stands beside one
+    if has_kernel(current) or _learns_by_head(current):  # neither stands beside these, or no conversion gives it
         return
     if latents and can_cache(current) and not has_latents(current, field):
         yield from latent_rows(current, ranks)

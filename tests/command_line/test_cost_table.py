@@ -311,3 +311,17 @@ def test_no_cache_is_counted_where_none_can_be_used():
     table = cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
     assert kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_kernel": "hedgehog"},
+        {"attention_pattern": "memory_compressed", "attention_block_size": 2},
+        {"score_function": "additive"},
+    ],
+)
+def test_heads_with_parameters_of_their_own_are_not_converted(fields):
+    config = BERT.config("gqa", "BertModel", **fields).to_dict()
+    table = cost_table(config)
+    assert [row.convertible for row in table.rows] == [row.current for row in table.rows] and table.current.current
