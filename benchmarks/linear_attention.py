@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention_variants import fused_attention
-from hf_attn_variants.modeling.linear_attention import attend_by_kernel, init_kernel, key_features, query_features
+from hf_attn_variants.modeling.kernel_parameters import init_kernel
+from hf_attn_variants.modeling.linear_attention import attend_by_kernel, key_features, query_features
 from hf_attn_variants.reference_linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates")

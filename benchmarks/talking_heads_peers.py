@@ -15,7 +15,7 @@ from hf_attn_variants.modeling.attention_kernels import KERNELS, AttentionKernel
 from hf_attn_variants.modeling.attention_patterns import Reach
 from hf_attn_variants.modeling.attention_sites import AttentionHeads
 from hf_attn_variants.modeling.attention_variants import attention_with_weights, sdpa_attention_forward
-from hf_attn_variants.modeling.linear_attention import init_kernel, install_kernel
+from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
 WARM_UP_ROUNDS = 2

@@ -63,7 +63,8 @@ def with_positions(
             among them, which no token has.
 
     Raises:
-        ValueError: for a model without learned positions like BERT's, or a number that is not larger than it has.
+        ValueError: for a model without learned positions like BERT's, or a number that is not larger than it has, and for
+            linformer, whose sums are over those there are.
     """
     positions = fields.get(FIELD)
     if positions is None:
@@ -76,6 +77,8 @@ def with_positions(
         )
     now = reader.entries[names[0]].shape[0]
     check_size(FIELD, positions, now + 1)
+    if config.get("attention_kernel") == "linformer":
+        raise ValueError(f"`{FIELD}` cannot change in a model with linformer, which has learned sums over {now}.")
     return config | {FIELD: positions}, LongerCheckpoint(reader, names[0], positions, _without_token(config))
 
 
