@@ -63,7 +63,7 @@ def with_positions(
             among them, which no token has.
 
     Raises:
-        ValueError: for a model without learned positions like BERT's, or a number that is not larger than it has, and for
+        ValueError: for a model without learned positions like BERT's, a number that is not larger than it has, or
             linformer, whose sums are over those there are.
     """
     positions = fields.get(FIELD)
