@@ -20,8 +20,9 @@ from ..modeling.attention_patterns import PATTERNS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
-# As in `conversion.methods` and `conversion.conversions`, which take seconds to import; a test compares them.
+# As in the modules of `conversion`, which take seconds to import; a test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
+POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 # Fields of patterns of blocks.
@@ -183,8 +184,13 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--max_position_embeddings",
         type=int,
-        help="BERT and its relatives: positions afterwards, the learned ones repeated; the tokenizer's "
-        "model_max_length with them",
+        help="BERT and its relatives: positions afterwards; the tokenizer's model_max_length with them",
+    )
+    group.add_argument(
+        "--position_extension",
+        choices=POSITION_EXTENSIONS,
+        help="how the learned positions become more: repeated, which leaves short texts as they are, or stretched "
+        "(default: tiled)",
     )
 
 

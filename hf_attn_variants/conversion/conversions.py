@@ -33,7 +33,7 @@ from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
 from .methods.base import CalibratedMethod, ConversionMethod
 from .plan import ConversionPlan, make_plan
-from .positions import FIELD, lengthen_tokenizer, with_positions
+from .positions import FIELDS, lengthen_tokenizer, with_positions
 from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -107,7 +107,8 @@ def convert(
             token, for which ranks are chosen that lose least), `talking_heads`, `num_softmax_heads`,
             `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, the fields of windows
             (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a path
-            `max_position_embeddings` (BERT's relatives: positions are repeated), `allow_pickle`, `revision`, `token`.
+            `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension` ("tiled", or
+            "interpolated": they are stretched), `allow_pickle`, `revision`, `token`.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -162,8 +163,8 @@ def convert_model(
         TypeError, ValueError: as for `convert`.
     """
     reader = ModelReader(model)
-    if fields.get(FIELD) is not None:
-        raise ValueError(f"`{FIELD}` is for a checkpoint: save the model, and convert its folder.")
+    if of_positions := [name for name in FIELDS if fields.get(name) is not None]:
+        raise ValueError(f"`{of_positions[0]}` is for a checkpoint: save the model, and convert its folder.")
     calibration = as_calibration(calibration, seed)
     if calibration is not None:
         check_has_processor(calibration)

@@ -21,6 +21,7 @@ from .checkpoint.entries import TensorEntry
 from .grouping import repeat_heads
 from .latents import best_latent, on_latent, weight_forms
 from .methods.base import CalibratedMethod, ConversionMethod, LayerContext
+from .positions import FIELDS as POSITION_FIELDS
 from .projections import AttentionTensors, pool_key_value
 
 __all__ = ["ConversionPlan", "initializer_std", "make_plan", "seeded_generator"]
@@ -71,6 +72,14 @@ class ConversionPlan:
             for name in (*self.config.head_fields(), *self.config.rank_fields())
         }
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
+
+    @property
+    def other_fields(self) -> dict[str, tuple[Any, Any]]:
+        """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
+        of_heads = {*_key_value_fields(self.config), *_talking_fields(self.config), "per_layer_values"}
+        names = [name for name in self.config.variant_fields() if name not in of_heads]
+        pairs = {name: (getattr(self.source_config, name, None), getattr(self.config, name, None)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def reduced(self) -> list[AttentionModule]:
@@ -162,7 +171,7 @@ def make_plan(
     """
     given = {name: value for name, value in fields.items() if value is not None and value != {}}
     # The configuration and the tensors have the new positions already.
-    changes = given.pop("max_position_embeddings", None) is not None or dtype is not None
+    changes = any([given.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
     _check_fields(config_class, config, given, changes)
     architecture = next(iter(config.get("architectures") or ()), None)

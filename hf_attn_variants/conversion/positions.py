@@ -1,4 +1,8 @@
-"""More positions for a checkpoint that has learned ones: those it has, repeated (arXiv 2004.05150, section 5)."""
+"""More positions for a checkpoint that has learned ones: those it has, repeated or stretched.
+
+"tiled": those there are, again and again (arXiv 2004.05150, section 5). "interpolated": stretched to the new number,
+each new one between two old neighbours in proportion (arXiv 2306.15595, equation 4, of learned positions).
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,10 +18,11 @@ from ..modeling.field_checks import check_size
 from ..registration import variant_config_class
 from .checkpoint.reading import CheckpointReader
 
-__all__ = ["FIELD", "lengthen_tokenizer", "with_positions"]
+__all__ = ["EXTENSIONS", "FIELDS", "lengthen_tokenizer", "with_positions"]
 
-FIELD = "max_position_embeddings"
+FIELD, EXTENSION = FIELDS = "max_position_embeddings", "position_extension"
 WEIGHT = "embeddings.position_embeddings.weight"
+EXTENSIONS = ("tiled", "interpolated")
 # Buffers of old checkpoints, as long as the positions: models make them.
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 # Beside a model, the files and fields that say how many tokens it reads.
@@ -27,21 +32,21 @@ LENGTHS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json
 class LongerCheckpoint(CheckpointReader):
     """A checkpoint with more learned positions than its files have; the files stay its reader's to close."""
 
-    def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int) -> None:
+    def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
         super().__init__(stored.folder, stored.files, stored.index_metadata)
-        self.stored, self.name, self.positions, self.first = stored, name, positions, first
+        self.stored, self.name, self.positions, self.first, self.extension = stored, name, positions, first, extension
         self.entries = {each: entry for each, entry in stored.entries.items() if not each.endswith(BUFFERS)}
         width = stored.entries[name].shape[1]
         self.entries[name] = replace(stored.entries[name], shape=(positions, width))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor; of the positions [n, D] the first ones once, the others again and again."""
+        """Return one tensor; of the positions [n, D] the first ones as they are, the others extended."""
         tensor = self.stored.read(name)
         if name != self.name:
             return tensor
         first, others = tensor[: self.first], tensor[self.first :]
-        times = -(-(self.positions - self.first) // others.shape[0])
-        return torch.cat([first, others.repeat(times, 1)])[: self.positions]
+        extend = _tiled if self.extension == "tiled" else _interpolated
+        return torch.cat([first, extend(others, self.positions - self.first)])
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield one tensor's elements as short flat tensors."""
@@ -49,6 +54,17 @@ class LongerCheckpoint(CheckpointReader):
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _tiled(table: torch.Tensor, rows: int) -> torch.Tensor:
+    return table.repeat(-(-rows // table.shape[0]), 1)[:rows]
+
+
+def _interpolated(table: torch.Tensor, rows: int) -> torch.Tensor:
+    # The first row and the last one stay.
+    columns = table.float().T[None]  # [1, D, n]
+    stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
+    return stretched[0].T.contiguous().to(table.dtype)
 
 
 def with_positions(
@@ -60,14 +76,19 @@ def with_positions(
         config: its config.json.
         reader: its tensors.
         fields: of a conversion; `max_position_embeddings` counts as the configuration does, RoBERTa's first ones
-            among them, which no token has.
+            among them, which no token has. `position_extension` is one of `EXTENSIONS`; None = "tiled".
 
     Raises:
-        ValueError: for a model without learned positions like BERT's, a number that is not larger than it has, or
-            linformer, whose sums are over those there are.
+        ValueError: for a model without learned positions like BERT's, a number that is not larger than it has, an
+            unknown extension, or one without a number, and for linformer, whose sums are over those there are.
     """
-    positions = fields.get(FIELD)
+    positions, extension = (fields.get(name) for name in FIELDS)
+    if extension is not None and extension not in EXTENSIONS:
+        names = ", ".join(f'"{name}"' for name in EXTENSIONS)
+        raise ValueError(f"`{EXTENSION}` must be one of {names}; got {extension!r}.")
     if positions is None:
+        if extension is not None:
+            raise ValueError(f"`{EXTENSION}` says how positions are made more: give `{FIELD}` too; got {extension!r}.")
         return config, reader
     names = [name for name in reader.entries if name.endswith(WEIGHT)]
     if len(names) != 1:
@@ -79,7 +100,8 @@ def with_positions(
     check_size(FIELD, positions, now + 1)
     if config.get("attention_kernel") == "linformer":
         raise ValueError(f"`{FIELD}` cannot change in a model with linformer, which has learned sums over {now}.")
-    return config | {FIELD: positions}, LongerCheckpoint(reader, names[0], positions, _without_token(config))
+    longer = LongerCheckpoint(reader, names[0], positions, _without_token(config), extension or EXTENSIONS[0])
+    return config | {FIELD: positions}, longer
 
 
 def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -67,6 +67,7 @@ class ConversionReport:
         architecture: the converted model's class.
         heads: the configuration's head counts and, where there are any, the ranks of latents, {field: [before,
             after]}; of a field that differs by layer the values of all layers.
+        other_fields: kernels and patterns that changed, {field: [before, after]}.
         talking_heads: the talking-heads parameters that were added, {suffix of their name: shape}.
         layers: one row an attention module.
         parameters: elements of all floating-point tensors stored, {"before": ..., "after": ...}.
@@ -87,6 +88,7 @@ class ConversionReport:
     dtype: str | None
     architecture: str
     heads: dict[str, tuple[Any, Any]]
+    other_fields: dict[str, tuple[Any, Any]]
     talking_heads: dict[str, tuple[int, ...]]
     layers: list[LayerReport]
     parameters: dict[str, int]
@@ -135,12 +137,13 @@ class ConversionReport:
 
     def summary(self) -> str:
         """Return a few lines for people."""
-        heads = [f"  {name:<27} {_shown(before)} -> {_shown(after)}" for name, (before, after) in self.heads.items()]
+        fields = self.heads | self.other_fields
+        changed = [f"  {name:<27} {_shown(before)} -> {_shown(after)}" for name, (before, after) in fields.items()]
         before, after = self.parameters["before"], self.parameters["after"]
         how = f" ({self.method})" if self.reduced() else ""
         lines = [
             f"Converted {self.source}{how} into {self.output_dir}",
-            *heads,
+            *changed,
             f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
         ]
         if self.talking_heads:
@@ -220,6 +223,7 @@ def conversion_report(
         dtype=None if plan.dtype is None else str(plan.dtype).removeprefix("torch."),
         architecture=plan.model_class.__name__,
         heads=plan.heads,
+        other_fields=plan.other_fields,
         talking_heads=added,
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},

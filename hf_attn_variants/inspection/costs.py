@@ -12,7 +12,8 @@ from torch import nn
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
-from ..modeling.attention_kernels import has_kernel
+from ..modeling.attention_kernels import LEARNED, has_kernel
+from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
@@ -299,6 +300,8 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _convertible(source: Any, target: Any) -> bool:
+    if _values(source) != _values(target) and _learns_by_head(source):
+        return False
     width = source.hidden_size
     try:
         for field, check in (
@@ -311,6 +314,12 @@ def _convertible(source: Any, target: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _learns_by_head(config: Any) -> bool:
+    """Say whether its heads have parameters of their own beside their maps, which no conversion merges or drops."""
+    values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
+    return config.score_function is not None or not values.isdisjoint({*LEARNED, *LEARNED_PATTERNS})
 
 
 def _itemsize(dtype: str) -> int:

@@ -20,6 +20,7 @@ __all__ = [
     "check_patterns",
     "checked_pattern_size",
     "has_pattern",
+    "takes_global_mask",
 ]
 
 # The fields of a pattern without their prefix, with what they are where nothing is given.
@@ -225,6 +226,13 @@ def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
     """
     names = [f"{prefix}attention_pattern" for prefix in _prefixes(config)]
     return any(getattr(config, name, None) is not None for name in (names[:1] if is_causal else names))
+
+
+def takes_global_mask(config: Any) -> bool:
+    """Say whether a model of this configuration is an encoder that takes a `global_attention_mask`."""
+    pattern = getattr(config, "attention_pattern", None)
+    has_bias = hasattr(config, "relative_attention_num_buckets")
+    return not (config.is_encoder_decoder or has_bias) and "num_global_tokens" in PATTERNS.get(pattern, ((), ()))[1]
 
 
 def _prefixes(config: Any) -> tuple[str, ...]:

@@ -74,8 +74,10 @@ def test_the_literals_of_convert_are_those_of_the_conversion():
     from hf_attn_variants.commands import convert
     from hf_attn_variants.conversion import METHODS
     from hf_attn_variants.conversion.conversions import DTYPES
+    from hf_attn_variants.conversion.positions import EXTENSIONS
 
     assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
+    assert convert.POSITION_EXTENSIONS == EXTENSIONS
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

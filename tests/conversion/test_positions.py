@@ -45,6 +45,25 @@ def test_positions_are_repeated(architecture, tmp_path):
         torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("architecture", [BERT, ENCODERS[0]], ids=lambda row: row.name)
+def test_positions_are_stretched(architecture, tmp_path):
+    source = architecture.upstream_model(next(iter(architecture.heads)))
+    source.save_pretrained(tmp_path / "source")
+    first = 2 if architecture.name == "roberta" else 0
+    before = positions_of(tmp_path / "source")
+    old = before.shape[0] - first
+    new = 3 * (old - 1) + 1  # every third one is an old one
+    convert_checkpoint(
+        tmp_path / "source", tmp_path / "out", max_position_embeddings=new + first, position_extension="interpolated"
+    )
+    after = positions_of(tmp_path / "out")
+    assert after[:first].equal(before[:first])
+    torch.testing.assert_close(after[first::3], before[first:])
+    between = (2 * before[first:-1] + before[first + 1 :]) / 3
+    torch.testing.assert_close(after[first + 1 :: 3], between)
+    assert loaded(transformers.AutoModel, tmp_path / "out")(token_ids(1, new)).last_hidden_state.isfinite().all()
+
+
 def test_what_lies_beside_them_says_so(tmp_path):
     source = make_tiny_bert(tmp_path / "source")
     (source / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
@@ -85,5 +104,8 @@ def test_fewer_positions_and_models_in_memory_are_refused(make_source, tmp_path)
     for wrong in (32, 16, "64", True):
         with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number, at least 33"):
             convert_checkpoint(make_source(), tmp_path / "out", max_position_embeddings=wrong)
+    for extension, message in (("stretched", 'one of "tiled"'), ("tiled", "`max_position_embeddings`")):
+        with pytest.raises(ValueError, match=f"`position_extension` .*{message}"):
+            convert_checkpoint(make_source(), tmp_path / "out", position_extension=extension)
     with pytest.raises(ValueError, match="is for a checkpoint: save the model"):
         convert_function(BERT.model("BertModel"), max_position_embeddings=64)

@@ -17,6 +17,7 @@ from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import texts as files
+from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import in_memory
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
 from hf_attn_variants.conversion.methods.calibrated import Calibrated
@@ -26,6 +27,11 @@ from hf_attn_variants.modeling.modeling_attn_variant_bert import AttnVariantBert
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return CheckpointShelf(tmp_path_factory.mktemp("shelf")).checkpoint("minilm", None, False)
+
+
+@pytest.fixture(autouse=True)
+def short_fits(monkeypatch):
+    monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 5)
 
 
 @pytest.fixture
@@ -241,4 +247,4 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
             assert expected in written[stream.isatty()]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
     assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
-    assert Calibrated().steps(Calibration(["a", "b"])) == 400
+    assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]

@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib.util
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +73,15 @@ def shelf(tmp_path_factory):
     return CheckpointShelf(tmp_path_factory.mktemp("shelf"))
 
 
+@pytest.fixture(scope="session")
+def hub_datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("datasets")
+    write_hub_datasets(folder)
+    return folder
+
+
 @pytest.fixture
-def reader(shelf, tmp_path, monkeypatch):
+def reader(shelf, hub_datasets, tmp_path, monkeypatch):
     """Somebody who follows a document in an empty folder; pushes go to a Hub on this machine."""
     from huggingface_hub import constants
 
@@ -86,7 +94,7 @@ def reader(shelf, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
-    write_hub_datasets(Path())
+    shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
@@ -266,6 +274,10 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
             more["--checkpointing_steps"] = 1
         if hasattr(args, "max_target_length"):
             more["--max_target_length"] = 8
+        if getattr(args, "model_type", None) and not args.config_overrides:
+            more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"
+    if hasattr(args, "rounds"):
+        more |= {"--rounds": 1, "--length": 16}
     if hasattr(args, "no_png"):
         more |= {"--max_length": 8, "--layers": 1}  # what is drawn
     if hasattr(args, "held_out_size"):

@@ -242,10 +242,11 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_push(converted, name, 
     assert name in folder_files(folder)[1]
 
 
-VALUES = (None, 3, "text\n## Heading", [[]], {"a": {"b": [None]}})
+VALUES = ("text\n## Heading", [[]])
+MORE_VALUES = [pytest.param(value, marks=pytest.mark.slow) for value in (None, 3, {"a": {"b": [None]}})]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", [*VALUES, *MORE_VALUES], ids=repr)
 def test_a_field_of_another_type_is_left_out(converted, value, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     report = json.loads((folder / "conversion_report.json").read_text())

@@ -137,6 +137,24 @@ def test_a_teacher_is_frozen_and_takes_no_part_in_gradients():
     assert not teacher.run(BERT.batch("BertModel")).hidden_states["encoder"][-1].requires_grad
 
 
+def test_a_teacher_reads_a_long_text_in_pieces():
+    model = BERT.model("BertForMaskedLM")
+    teacher = Teacher(model, hidden_states=True, attention_outputs=True, max_length=4)
+    ids = torch.randint(3, 20, (2, 10), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(10) < torch.tensor([[10], [5]])).long()
+    found = teacher.run({"input_ids": ids, "attention_mask": mask})
+    alone = Teacher(model, hidden_states=True, attention_outputs=True)
+    for row, (first, last) in ((0, (0, 4)), (0, (4, 8)), (0, (8, 10)), (1, (0, 4)), (1, (4, 5))):
+        piece = ids[row : row + 1, first:last]
+        expected = alone.run({"input_ids": piece, "attention_mask": torch.ones_like(piece)})
+        torch.testing.assert_close(found.logits[row, first:last], expected.logits[0])
+        for kind in ("hidden_states", "attention_outputs"):
+            pairs = zip(getattr(found, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
+            for whole, part in pairs:
+                assert whole.shape[:2] == (2, 10)
+                torch.testing.assert_close(whole[row, first:last], part[0])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_attention_alone_is_trainable(architecture):
     model = architecture.model(BASES[architecture.name], "gqa_talking")

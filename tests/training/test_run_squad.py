@@ -3,15 +3,17 @@
 import json
 
 import pytest
+import torch
 from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import copy_left_sided
-from transformers import AutoTokenizer
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import trained
 from hf_attn_variants.training.squad.data import read_squad
 from hf_attn_variants.training.squad.metrics import compute_squad
+from hf_attn_variants.training.squad.windows import make_windows, window_collator
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,22 @@ def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
     assert again["eval_f1"] == results["eval_f1"] and again["eval_loss"] == pytest.approx(
         results["eval_loss"], rel=1e-5
     )
+
+
+def test_a_model_of_windows_reads_the_question_everywhere(run, readers, tmp_path):
+    windows = {"attention_pattern": "sliding_window", "attention_window": 2}
+    convert_checkpoint(readers["bert"], tmp_path / "windows", **windows)
+    results = run("--max_train_steps", 2, model=tmp_path / "windows")
+    model = AutoModelForQuestionAnswering.from_pretrained(run.out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.out)
+    cut = make_windows(read_squad(run.file()), tokenizer, 24, 4, 8)
+    losses = {}
+    for marks in (False, True):
+        collate = window_collator(tokenizer, None, marks)
+        with torch.no_grad():
+            losses[marks] = sum(float(model(**collate([window])).loss) for window in cut) / len(cut)
+    assert results["eval_loss"] == pytest.approx(losses[True], rel=1e-5)
+    assert losses[False] != pytest.approx(losses[True], rel=1e-3)
 
 
 def test_version_2_learns_when_to_be_silent(run):

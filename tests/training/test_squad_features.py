@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import transformers
 from fixtures.squad import make_reader, write_questions
 from transformers import AutoTokenizer
 
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantT5Config
+from hf_attn_variants.modeling.attention_patterns import takes_global_mask
 from hf_attn_variants.training.squad.answers import find_predictions, nbest_entries
 from hf_attn_variants.training.squad.data import Answer, Question, read_squad
 from hf_attn_variants.training.squad.windows import NO_ANSWER, make_windows, window_collator
@@ -82,6 +85,27 @@ def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
     types = batch["token_type_ids"][1]
     if tokenizer.cls_token is not None:
         assert types[: windows[0].context_begin].sum() == 0 and types[windows[0].context_begin :].all()
+
+
+def test_questions_are_marked_as_global(tokenizer, windows):
+    batch = window_collator(tokenizer, None, marks_questions=True)(windows[:3])
+    assert batch["global_attention_mask"].shape == batch["input_ids"].shape
+    for window, ids, marks in zip(windows, batch["input_ids"], batch["global_attention_mask"], strict=False):
+        assert marks.tolist() == [1] * window.context_begin + [0] * (len(ids) - window.context_begin)
+
+
+@pytest.mark.parametrize(
+    ("config", "takes"),
+    [
+        (AttnVariantBertConfig(), False),
+        (AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=4), True),
+        (AttnVariantBertConfig(attention_pattern="memory_compressed", attention_block_size=4), False),
+        (AttnVariantT5Config(encoder_attention_pattern="sliding_window", encoder_attention_window=4), False),
+        (transformers.BertConfig(), False),
+    ],
+)
+def test_who_takes_marks(config, takes):
+    assert takes_global_mask(config) == takes
 
 
 def test_logits_at_the_answers_place_give_its_text(questions, windows):

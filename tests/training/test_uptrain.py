@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.processes import run_processes, run_script
-from fixtures.uptraining import make_bert, make_t5, make_text
+from fixtures.uptraining import WORDS, make_bert, make_t5, make_text
 from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
@@ -219,6 +219,23 @@ def test_embeddings_alone_are_distilled(run):
     assert results["eval_loss"] == pytest.approx(1 - results["eval_embedding_cosine"], abs=1e-6)
 
 
+def test_a_teacher_with_fewer_positions_reads_pieces(run, bert, grouped_t5, tmp_path):
+    longer = tmp_path / "longer"
+    window = {"attention_pattern": "sliding_window", "attention_window": 8}
+    convert_checkpoint(bert, longer, max_position_embeddings=256, **window)
+    for more, message in (([], "has 64 positions, for --max_length 200"), ([65], "at most 64; got 65")):
+        pieces = ["--teacher_max_length", *more] if more else []
+        with pytest.raises(ValueError, match=message):
+            run("embedding", "--max_length", 200, *pieces, model=longer)
+    with pytest.raises(ValueError, match="--teacher_max_length is for encoders"):
+        run("distill", "--teacher_max_length", 8, model=grouped_t5, teacher=grouped_t5)
+    text = tmp_path / "long.txt"
+    text.write_text("".join(" ".join(WORDS[i % 7 :] * 5) + "\n" for i in range(24)))
+    more = ["--train_file", text, "--max_length", 200, "--teacher_max_length", 32, "--hidden_states_weight", 1]
+    results = run("embedding", *more, "--learning_rate", 3e-3, model=longer, steps=20)
+    assert results["eval_loss"] < 0.8 * results["initial_eval_loss"]
+
+
 def write_pairs(source, path):
     columns = [side.read_text().splitlines() for side in (source, source.with_name("target.txt"))]
     path.write_text("".join(json.dumps({"question": a, "text": b}) + "\n" for a, b in zip(*columns, strict=True)))
@@ -397,6 +414,8 @@ def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert
         ("distill", ["--lora_rank", 0], "--lora_rank must be at least 1"),
         ("mlm", ["--mlm_probability", 1], "--mlm_probability must be in"),
         ("distill", ["--max_length", 65], "--max_length 65 is too long"),
+        ("mlm", ["--teacher", "", "--teacher_max_length", 8], "--teacher_max_length is of a --teacher"),
+        ("distill", ["--teacher_max_length", 8, "--logits_weight", 1], "pieces of a text have no answer"),
         ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "the dev metrics are loss"),
     ],
 )

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
+from ...modeling.attention_patterns import takes_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, shown_metrics
 from ..engine.losses import Objective
@@ -42,7 +43,8 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         check_squad_lengths(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()
-        self.collate = window_collator(self.tokenizer, settings.pad_to_multiple_of)
+        marks_questions = takes_global_mask(self.config)
+        self.collate = window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:

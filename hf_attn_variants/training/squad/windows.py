@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...modeling.global_tokens import MASK as GLOBAL_MASK
 from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
 from .settings import SquadSettings
@@ -149,15 +150,22 @@ def _with_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
 
 
 def window_collator(
-    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None
+    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None, marks_questions: bool = False
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Make the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b]."""
+    """Make the function from windows to the model's inputs [b, n], "start_positions" and "end_positions" [b].
+
+    With `marks_questions` there is a `global_attention_mask` too, 1 for all tokens before the context: in a pattern of
+    attention, tokens far from the question read it then (arXiv 2004.05150, section 6).
+    """
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:
         rows: dict[str, list] = {"input_ids": [window.input_ids.tolist() for window in windows]}
         if windows[0].token_type_ids is not None:
             rows["token_type_ids"] = [window.token_type_ids.tolist() for window in windows]
         batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
+        if marks_questions:
+            begins = torch.tensor([window.context_begin for window in windows])
+            batch[GLOBAL_MASK] = (torch.arange(batch["input_ids"].shape[1]) < begins[:, None]).long()
         starts, ends = zip(*((window.start, window.end) for window in windows), strict=True)
         return {**batch, "start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
 

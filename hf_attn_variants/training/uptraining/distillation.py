@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...inspection.sentence_similarity import mean_pooled
 from ..engine.losses import Term, sums_by_example
+from .pieces import in_pieces
 from .trainable import named_attentions
 
 __all__ = [
@@ -91,7 +92,10 @@ def _span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
 
 
 class Teacher:
-    """A frozen model, run in the context `autocast`, whose activations a student is compared with."""
+    """A frozen model, run in the context `autocast`, whose activations a student is compared with.
+
+    With a `max_length` it reads a longer text in pieces of so many tokens (`in_pieces`); an encoder alone can.
+    """
 
     def __init__(
         self,
@@ -99,17 +103,30 @@ class Teacher:
         hidden_states: bool = False,
         attention_outputs: bool = False,
         autocast: Any = nullcontext,
+        max_length: int | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.hidden_states, self.attention_outputs, self._autocast = hidden_states, attention_outputs, autocast
+        self.max_length = max_length
         self.recorder = ActivationRecorder(model, attention_outputs)
         self.variances: dict[tuple[str, str], list[Tensor]] = {}
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
         """Return the teacher's activations on a batch of model inputs."""
+        pieces = None
+        if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
+            inputs, pieces = in_pieces(inputs, self.max_length)
         with self._autocast():
-            return self.recorder.run(self.model, inputs, self.hidden_states)
+            found = self.recorder.run(self.model, inputs, self.hidden_states)
+        if pieces is None:
+            return found
+        logits = None if found.logits is None else pieces.in_a_row(found.logits)
+        layers = (
+            {side: list(map(pieces.in_a_row, states)) for side, states in kind.items()}
+            for kind in (found.hidden_states, found.attention_outputs)
+        )
+        return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
         """Measure the variance of each layer's activations over tokens, by which errors are divided.

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...decoder_inputs import DecoderInput
 from ...modeling.configuration_attn_variants import can_cache
+from ...registration import longest_input
 from ..engine.evaluation import Scores
 from ..engine.losses import Term, token_cross_entropy
 from ..engine.tracking import progress_bar
@@ -28,7 +29,14 @@ from .distillation import (
 )
 from .settings import UptrainingSettings
 
-__all__ = ["TermWeights", "UptrainingEvaluator", "UptrainingObjective", "check_architecture", "term_weights"]
+__all__ = [
+    "TermWeights",
+    "UptrainingEvaluator",
+    "UptrainingObjective",
+    "check_architecture",
+    "check_teacher_length",
+    "term_weights",
+]
 
 # Each term, by its name among the metrics -> the weight that it is multiplied by.
 TERMS = {
@@ -260,6 +268,26 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
     if not any(of_teacher.values()):
         raise ValueError("--teacher would not be looked at: each of --hidden_states_weight, --logits_weight, ... is 0")
     return weights
+
+
+def check_teacher_length(
+    settings: UptrainingSettings, teacher: PreTrainedConfig, reads: DecoderInput, weights: TermWeights
+) -> None:
+    """Check how many tokens the teacher is to read at once.
+
+    Raises:
+        ValueError: if they are more than it has positions for, or pieces of a text make no answer for the whole.
+    """
+    asked, positions = settings.teacher_max_length, longest_input(teacher)
+    if asked is not None and reads is not DecoderInput.NOTHING:
+        raise ValueError(f"--teacher_max_length is for encoders; {settings.model_name_or_path} has a decoder")
+    if asked is not None and weights.logits and settings.objective != "mlm":
+        raise ValueError("--teacher_max_length and --logits_weight: pieces of a text have no answer of the whole")
+    if positions is not None and min(asked or settings.max_length, settings.max_length) > positions:
+        raise ValueError(
+            f"--teacher {settings.teacher} has {positions} positions, for --max_length {settings.max_length}: give "
+            f"--teacher_max_length, at most {positions}" + ("" if asked is None else f"; got {asked}")
+        )
 
 
 def _given(value: float | None, default: float) -> float:

@@ -73,6 +73,12 @@ class UptrainingSettings(UptrainingTextSettings, LanguageSettings, FineTuningSet
     teacher: str | None = option(
         "Folder or Hub id of the checkpoint to come close to; usually the one that was converted.", None
     )
+    teacher_max_length: int | None = option(
+        "Encoders: the teacher reads a longer text in pieces of so many tokens, for it has fewer positions or does "
+        "better with them (default: as a whole).",
+        None,
+        range=AT_LEAST_1,
+    )
     hidden_states_weight: float | None = option(
         "Weight of the error of each layer's output, as a share of its variance (default with a teacher: 1; with "
         "--objective embedding: 0).",
@@ -135,6 +141,8 @@ class UptrainingSettings(UptrainingTextSettings, LanguageSettings, FineTuningSet
             needing += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
             if needing:
                 raise ValueError(f"{needing[0]} needs --teacher")
+            if self.teacher_max_length is not None:
+                raise ValueError("--teacher_max_length is of a --teacher; there is none")
         if (self.alpha is None) != (self.pretraining_steps is None):
             raise ValueError("--alpha and --pretraining_steps belong together: give both or neither")
         if self.alpha is not None and self.max_train_steps is not None:

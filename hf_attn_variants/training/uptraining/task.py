@@ -41,7 +41,14 @@ from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, 
 from ..engine.tracking import read_log
 from .data import load_uptraining_data
 from .distillation import Teacher, check_teacher
-from .objective import TERMS, UptrainingEvaluator, UptrainingObjective, check_architecture, term_weights
+from .objective import (
+    TERMS,
+    UptrainingEvaluator,
+    UptrainingObjective,
+    check_architecture,
+    check_teacher_length,
+    term_weights,
+)
 from .settings import UptrainingSettings
 from .trainable import add_lora, freeze_unused, select_trainable
 
@@ -85,6 +92,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.reads is DecoderInput.SOURCE:
             close_texts(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
+        if self.teacher_config is not None:
+            check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
 
     def _load_config(self) -> None:
@@ -166,6 +175,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             hidden_states=self.weights.need_hidden_states,
             attention_outputs=self.weights.attention_outputs > 0,
             autocast=self.accelerator.autocast,
+            max_length=self.settings.teacher_max_length,
         )
 
     def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
@@ -226,6 +236,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return {
             "objective": settings.objective,
             "teacher": settings.teacher,
+            "tokens that the teacher reads at once": settings.teacher_max_length,
             "weights of the terms": asdict(self.weights),
             "trainable": [settings.trainable, settings.lora_rank, settings.lora_alpha],
             "mlm_probability": settings.mlm_probability,
