@@ -9,6 +9,7 @@ estimate, on unit vectors, by the number of random vectors.
 Example:
     python benchmarks/linear_attention.py --num_threads 2
     python benchmarks/linear_attention.py --parts estimates --output_dir estimates
+    python benchmarks/linear_attention.py --parts attention --peers sdpa hedgehog hybrid linformer --output_dir others
 """
 
 import argparse
@@ -25,11 +26,14 @@ from tqdm import tqdm
 
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention_variants import fused_attention
-from hf_attn_variants.modeling.linear_attention import attend_by_kernel, init_kernel, key_features, query_features
+from hf_attn_variants.modeling.kernel_parameters import init_kernel
+from hf_attn_variants.modeling.linear_attention import attend_by_kernel, key_features, query_features
 from hf_attn_variants.reference_linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates")
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
+# Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
+OTHERS = ["hybrid", "linformer"]
 VECTORS = (32, 64, 128, 256, 512, 1024)
 DRAWS = 20
 # How many times as fast as fused softmax hedgehog is to be, forward, by length.
@@ -40,7 +44,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
+    parser.add_argument("--peers", nargs="+", choices=[*PEERS, *OTHERS], default=PEERS)
     parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -53,7 +57,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def measure_attention(length: int, option: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of a softmax and of kernels: {"forward" | "training": {peer: ms}}."""
     inputs = make_inputs((1, args.heads, length, HEAD_DIM), option, args.device, getattr(torch, args.dtype))
-    peers, row = make_peers(args.device, args.peers), {"length": length}
+    names = [name for name in args.peers if not (option == "causal" and name == "linformer")]
+    peers, row = make_peers(args.device, names), {"length": length}
     for mode in MODES:
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
         row[mode] = interleaved(steps, args.device, args.rounds)
@@ -71,6 +76,8 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
     (_, keys, values), token, scaling = states(length), states(1), HEAD_DIM**-0.5
     steps, kept = {}, {}
     for name in args.peers:
+        if name == "linformer":
+            continue
         if name == "sdpa":
             kept[name] = keys.nbytes + values.nbytes
             steps[name] = lambda: fused_attention(token[0], keys, values, scaling=scaling)

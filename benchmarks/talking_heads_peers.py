@@ -15,11 +15,12 @@ from hf_attn_variants.modeling.attention_kernels import KERNELS, AttentionKernel
 from hf_attn_variants.modeling.attention_patterns import Reach
 from hf_attn_variants.modeling.attention_sites import AttentionHeads
 from hf_attn_variants.modeling.attention_variants import attention_with_weights, sdpa_attention_forward
-from hf_attn_variants.modeling.linear_attention import init_kernel, install_kernel
+from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
 WARM_UP_ROUNDS = 2
 WINDOW, GLOBAL_TOKENS = 256, 1
+HYBRID_WINDOW, MOST_TOKENS = 64, 2**14  # of hybrids, as in LoLCATs; of linformer
 
 
 def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
@@ -68,7 +69,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
         return attend
 
-    made = {name: linear(name) for name in KERNELS if name is not None}
+    made = {name: linear(name) for name in KERNELS}
     made |= {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
     if device == "cuda":
         torch._dynamo.config.cache_size_limit = 256
@@ -82,7 +83,8 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     module.register_parameter("like", nn.Parameter(torch.zeros(())))
     module.config = SimpleNamespace(_output_attentions=False)
     fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
-    kernel = AttentionKernel.of(fields, "", head_dim, "benchmark", is_causal)
+    fields.layer_value, fields.max_position_embeddings = (lambda *_: HYBRID_WINDOW), MOST_TOKENS
+    kernel = AttentionKernel.of(fields, "", head_dim, "benchmark", is_causal, layer=0)
     install_kernel(module, kernel, AttentionHeads(heads, heads, heads, heads, heads, head_dim))
     init_kernel(module)
     return module

@@ -1,9 +1,9 @@
 """Attention without a softmax, by its formulas: the executable specification of the kernels.
 
 Sources: linear attention 2006.16236 (its features elu + 1, and the recurrence), hedgehog 2402.04347, FAVOR+ 2009.14794
-(Performer), random feature attention 2103.02143, LoLCATs 2410.10254. Letters as in `reference`: b batch, h heads, n
-query length, m memory length, k size of a head; r random vectors, F features. Here weights are made, one query's at a
-time or all of them, so that nothing is shared with the package's sums.
+(Performer), random feature attention 2103.02143, LoLCATs 2410.10254, Linformer 2006.04768. Letters as in `reference`:
+b batch, h heads, n query length, m memory length, k size of a head; r random vectors (of Linformer, rows), F features.
+Here weights are made, one query's at a time or all of them, so that nothing is shared with the package's sums.
 """
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "hybrid_attention",
     "kernel_attention",
     "kernel_attention_recurrent",
+    "linformer_attention",
     "rfa_features",
 ]
 
@@ -128,6 +129,26 @@ def hybrid_attention(
     total = A.sum(-1, keepdim=True)
     weights = A / total.masked_fill(total == 0, 1)
     return einsum("bhnm,bhmv->bhnv", weights, V), weights
+
+
+def linformer_attention(
+    Q: Tensor, K: Tensor, V: Tensor, E: Tensor, *, scale: float, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(Q (E K)^T) (E V), keys and values projected along the length (2006.04768, equation 7, with F = E).
+
+    Args:
+        Q: [b, h, n, k]; K [b, G, m, k] and V [b, G, m, v] as for `kernel_attention`.
+        E: [r, m].
+        padding: [b, m], True where there is a token; the others count as zeros.
+
+    Returns:
+        The outputs [b, h, n, v], and what of each value is in them, the softmax's weights times E [b, h, n, m].
+    """
+    K, V = (T.repeat_interleave(Q.shape[1] // T.shape[1], dim=1) for T in (K, V))
+    E = E.expand(Q.shape[0], -1, -1)
+    E = E if padding is None else E.masked_fill(~padding[:, None], 0)
+    P = (scale * einsum("bhnk,bhrk->bhnr", Q, einsum("brm,bhmk->bhrk", E, K))).softmax(-1)
+    return einsum("bhnr,bhrv->bhnv", P, einsum("brm,bhmv->bhrv", E, V)), einsum("bhnr,brm->bhnm", P, E)
 
 
 def kernel_attention_recurrent(

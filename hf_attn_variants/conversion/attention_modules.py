@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention_kernels import LEARNED, AttentionKernel
 from ..modeling.attention_sites import AttentionSite
-from ..modeling.linear_attention import kernel_tensors
+from ..modeling.kernel_parameters import kernel_tensors
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors

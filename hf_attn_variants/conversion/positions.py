@@ -80,7 +80,7 @@ def with_positions(
 
     Raises:
         ValueError: for a model without learned positions like BERT's, a number that is not larger than it has, an
-            unknown extension, or one without a number.
+            unknown extension, or one without a number, and for linformer, whose sums are over those there are.
     """
     positions, extension = (fields.get(name) for name in FIELDS)
     if extension is not None and extension not in EXTENSIONS:
@@ -98,6 +98,8 @@ def with_positions(
         )
     now = reader.entries[names[0]].shape[0]
     check_size(FIELD, positions, now + 1)
+    if config.get("attention_kernel") == "linformer":
+        raise ValueError(f"`{FIELD}` cannot change in a model with linformer, which has learned sums over {now}.")
     longer = LongerCheckpoint(reader, names[0], positions, _without_token(config), extension or EXTENSIONS[0])
     return config | {FIELD: positions}, longer
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..modeling.attention_kernels import AttentionKernel
 from ..modeling.attention_sites import AttentionHeads
-from ..modeling.linear_attention import init_kernel, install_kernel, kernel_tensors
+from ..modeling.kernel_parameters import init_kernel, install_kernel, kernel_tensors
 from .grouping import HeadCounts
 
 __all__ = ["LATENT", "ROLES", "AttentionTensors", "pool_key_value"]
@@ -26,7 +26,7 @@ class AttentionTensors:
 
     `latent_weight` [r, D] makes the latent of the memory that keys and values are made from; None where they are made
     from the memory itself. It may be one for several attentions. `kernel` is what stands for a softmax, computed with
-    what has the names of `linear_attention.KERNEL_TENSORS`. `details` holds what a method wants to say about this
+    what has the names of `kernel_parameters.KERNEL_TENSORS`. `details` holds what a method wants to say about this
     layer in the report (JSON values).
     """
 
@@ -44,6 +44,7 @@ class AttentionTensors:
     key_kernel_proj: torch.Tensor | None = None
     kernel_scale: torch.Tensor | None = None
     window_log_factor: torch.Tensor | None = None
+    length_proj: torch.Tensor | None = None
     kernel_vectors: torch.Tensor | None = None
     details: dict[str, Any] = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ PAPERS = {
     "hedgehog": ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347"),
     "favor": ("Rethinking attention with Performers", "2009.14794"),
     "rfa": ("Random feature attention", "2103.02143"),
+    "linformer": ("Linformer: self-attention with linear complexity", "2006.04768"),
     "hybrid": ("LoLCATs: on low-rank linearizing of large language models", "2410.10254"),
 }
 

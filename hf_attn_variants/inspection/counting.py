@@ -149,6 +149,8 @@ def _attention_flops(
     if (kernel := module.get_submodule(site.core).kernel) is not None:
         a_head = 2 * kernel.width(heads.head_dim) * (heads.head_dim + 1)  # a token's part of the sums, or its reading
         a_head += 0 if kernel.name == "elu" else 2 * kernel.features * heads.head_dim
+        if kernel.length is not None:  # keys and values into each row, and what a query reads of these
+            a_head = 4 * kernel.features * heads.head_dim
         near = 0 if kernel.window is None else 4 * kernel.reach.keys_read(attended) * heads.head_dim
         yield "memory", made + heads.key * a_head
         yield "query", heads.query * (a_head + near)

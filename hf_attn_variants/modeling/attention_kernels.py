@@ -2,9 +2,10 @@
 
 `attention_kernel` names the features phi of which an attention's weights are phi(q) phi(k)^T, each row divided by its
 sum: "elu" (arXiv 2006.16236), "hedgehog" (2402.04347), "favor" (2009.14794) or "rfa" (2103.02143); "hybrid" is a
-softmax in a window and hedgehog's features outside of it (2410.10254). Of an encoder-decoder the field without a
+softmax in a window and hedgehog's features outside of it (2410.10254), "linformer" a softmax over keys and values that
+are projected along the length (2006.04768). Of an encoder-decoder the field without a
 prefix is the decoder's self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_kernel` that of
-cross-attention. The maths is in `linear_attention` and `hybrid_attention`.
+cross-attention. The maths is in `linear_attention`, `hybrid_attention` and `length_projection`.
 """
 
 import zlib
@@ -16,12 +17,12 @@ from .field_checks import check_size
 
 __all__ = ["KERNELS", "AttentionKernel", "KernelFields", "asks_for_padding_alone", "check_kernels", "has_kernel"]
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid")
+KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 PREFIXES = ("", "encoder_", "cross_")
-# Of a head of d numbers: hedgehog's maps are as wide as the head, random vectors are as many as in the papers.
-DEFAULT_FEATURES = {"hedgehog": 1, "favor": 4, "rfa": 2, "hybrid": 1}
+# Of a head of d numbers: hedgehog's maps are as wide as the head, vectors and rows are as many as in the papers.
+DEFAULT_FEATURES = {"hedgehog": 1, "favor": 4, "rfa": 2, "hybrid": 1, "linformer": 4}
 # Whose features are random vectors, and whose are learned.
-RANDOM, LEARNED = ("favor", "rfa"), ("hedgehog", "rfa", "hybrid")
+RANDOM, LEARNED = ("favor", "rfa"), ("hedgehog", "rfa", "hybrid", "linformer")
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
@@ -31,10 +32,10 @@ class KernelFields:
 
     Args:
         attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
-            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa", or
-            "hybrid", which has a softmax within `attention_window`.
+            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa",
+            "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer".
         attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random
-            vectors. None = the head's size d, 4 d and 2 d.
+            vectors, that of linformer's rows. None = the head's size d, 4 d, 2 d, and 4 d (or as many as positions).
         attention_kernel_seed: of the random vectors.
     """
 
@@ -43,7 +44,7 @@ class KernelFields:
         metadata={"variant": "what self-attention (encoder-decoders: a decoder's) has for a softmax", "kernel": True},
     )
     attention_kernel_features: int | None = field(
-        default=None, metadata={"variant": "width of learned maps, or number of random vectors", "kernel": True}
+        default=None, metadata={"variant": "width of learned maps, number of random vectors or rows", "kernel": True}
     )
     attention_kernel_seed: int = field(default=0, metadata={"variant": "of random vectors", "kernel": True})
 
@@ -57,10 +58,11 @@ class AttentionKernel(NamedTuple):
     """The kernel of one attention."""
 
     name: str
-    features: int  # the width of hedgehog's maps, the number of random vectors
+    features: int  # the width of hedgehog's maps, the number of random vectors or of linformer's rows
     is_causal: bool
     seed: int  # of its random vectors
     window: int | None = None  # of a hybrid: w, as `attention_window` has it
+    length: int | None = None  # of linformer: the most tokens
 
     @property
     def maps(self) -> str:
@@ -100,7 +102,15 @@ class AttentionKernel(NamedTuple):
             return None
         features = config.attention_kernel_features or DEFAULT_FEATURES.get(name, 1) * head_dim
         window = config.layer_value(f"{prefix}attention_window", layer) if name == "hybrid" else None
-        return cls(name, features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()), window)
+        length = most_tokens(config) if name == "linformer" else None
+        features = features if length is None else min(features, length)
+        seed = zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode())
+        return cls(name, features, is_causal, seed, window, length)
+
+
+def most_tokens(config: Any) -> int | None:
+    """Return how many tokens (of audio: positions) an encoder of this configuration reads; None: any number."""
+    return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
 def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
@@ -117,8 +127,8 @@ def check_kernels(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, a hybrid without a window
-            in each layer or in cross-attention, and a kernel beside what needs a softmax: talking heads, a pattern, a
-            latent, T5's relative positions.
+            in each layer or in cross-attention, linformer where there is no encoder of a fixed length, and a kernel
+            beside what needs a softmax: talking heads, a pattern, a latent, T5's relative positions.
     """
     kernels = _kernels(config)
     for each, name in kernels.items():
@@ -158,6 +168,8 @@ def _check_composition(config: Any, field: str, name: str) -> None:
         )
     if name == "hybrid":
         _check_window(config, field, prefix)
+    if name == "linformer":
+        _check_length(config, field, prefix)
     rank = f"{prefix}kv_lora_rank"
     if getattr(config, rank, None) is not None:
         raise ValueError(
@@ -181,6 +193,23 @@ def _check_window(config: Any, field: str, prefix: str) -> None:
     values = (config.per_layer_values or {}).get(window, [getattr(config, window)])
     if None in values:
         raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer; got {values if values[1:] else None}.')
+
+
+def _check_length(config: Any, field: str, prefix: str) -> None:
+    is_decoder = not prefix and (getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_kernel"))
+    if prefix == "cross_" or is_decoder:
+        raise ValueError(
+            f'`{field}="linformer"` is of encoders: its rows are sums over all tokens, and those of a decoder grow.'
+        )
+    length, rows = most_tokens(config), config.attention_kernel_features
+    if length is None or getattr(config, "position_embedding_type", None) == "sinusoidal":
+        raise ValueError(
+            f'`{field}="linformer"` needs a largest number of tokens: `max_position_embeddings`, of learned positions.'
+        )
+    if rows is not None and rows > length:
+        raise ValueError(
+            f"`attention_kernel_features` of linformer is at most the number of positions, {length}; got {rows}."
+        )
 
 
 def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:

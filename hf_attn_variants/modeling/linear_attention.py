@@ -13,39 +13,27 @@ Sources: arXiv 2006.16236 (elu, and the recurrence), 2402.04347 (hedgehog), 2009
 formulas are in the package's `reference_linear`. Letters as in `attention_variants`; F features a head.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
-from .attention_kernels import LEARNED, RANDOM, AttentionKernel
-from .attention_sites import AttentionHeads
 from .hybrid_attention import HybridState, NearKeys, attend_in_blocks_and_sums, hybrid_weights
+from .length_projection import attend_to_projected, projected_weights
 from .query_folding import QueryFold, beams_of, is_exporting
 from .talking_heads import without_autocast
 
 __all__ = [
-    "KERNEL_TENSORS",
     "KernelState",
     "attend_by_kernel",
     "causal_sums",
-    "draw_vectors",
-    "init_kernel",
-    "install_kernel",
     "kernel_attention_forward",
-    "kernel_tensors",
     "key_features",
     "query_features",
 ]
 
 # Tokens of a chunk: its weights, C x C, are as large as a state of usual sizes.
 CHUNK = 128
-# What hedgehog's maps begin as, times the identity: near what a fit to a softmax finds.
-FIRST_MAP = 2.0
-# Of an attention with a kernel: learned maps and scales, and random vectors.
-KERNEL_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor", "kernel_vectors")
 # The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
 MEMORY_STATE = "_memory_state"
 # What the sum of a query's weights is at least: rfa's estimates may be near zero or below (as in its authors' code).
@@ -57,76 +45,6 @@ class KernelState(NamedTuple):
 
     sums: torch.Tensor
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
-
-
-def install_kernel(module: nn.Module, kernel: AttentionKernel | None, heads: AttentionHeads) -> None:
-    """Note an attention's kernel, if it has one, and add what this computes with; the model initialises it."""
-    module.kernel = kernel
-    if kernel is None:
-        return
-    like = next(module.parameters())
-    new = {"dtype": like.dtype, "device": like.device}
-    if kernel.maps == "hedgehog":
-        for name, count in (("query_kernel_proj", heads.query), ("key_kernel_proj", heads.key)):
-            module.register_parameter(name, nn.Parameter(torch.empty(count, heads.head_dim, kernel.features, **new)))
-    if kernel.name == "rfa":
-        module.register_parameter("kernel_scale", nn.Parameter(torch.empty(heads.key, heads.head_dim, **new)))
-    if kernel.window is not None:
-        module.register_parameter("window_log_factor", nn.Parameter(torch.empty(heads.query, **new)))
-    if kernel.name in RANDOM:
-        module.register_buffer("kernel_vectors", torch.empty(kernel.features, heads.head_dim, **new))
-    if kernel.name in (*RANDOM, *LEARNED):
-        module._is_hf_initialized = False
-
-
-def kernel_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what `install_kernel` added to an attention, by name."""
-    return {name: tensor for name in KERNEL_TENSORS if (tensor := getattr(module, name, None)) is not None}
-
-
-def init_kernel(module: nn.Module) -> None:
-    """Initialise what `install_kernel` added: maps as 2 I, scales as ones, a hybrid's gamma, vectors by the seed."""
-    kernel = getattr(module, "kernel", None)
-    if kernel is None:
-        return
-    for name in ("query_kernel_proj", "key_kernel_proj"):
-        if (maps := getattr(module, name, None)) is not None:
-            init.copy_(maps, _first_maps(*maps.shape[1:], kernel.seed).to(maps).expand_as(maps))
-    if kernel.name == "rfa":
-        init.ones_(module.kernel_scale)
-    if kernel.window is not None:
-        # gamma = 1 / F: what phi(q) phi(k) is of features that are all alike, and exp(s - c) is 1 of such logits.
-        init.constant_(module.window_log_factor, -math.log(2 * kernel.features))
-    if kernel.name in RANDOM:
-        vectors = draw_vectors(*module.kernel_vectors.shape, kernel.seed, kernel.name == "favor")
-        init.copy_(module.kernel_vectors, vectors.to(module.kernel_vectors))
-
-
-def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:
-    """Return random vectors [count, size] as of the standard normal distribution.
-
-    Args:
-        seed: the same vectors for the same seed.
-        are_orthogonal: whether each `size` of them are orthogonal to each other (2009.14794, section 2.4).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(count, size, generator=generator)
-    if not are_orthogonal:
-        return drawn
-    turned = _orthogonal_rows(count, size, generator)
-    return turned * drawn.norm(dim=1, keepdim=True)  # lengths as independent vectors have them
-
-
-def _first_maps(size: int, width: int, seed: int) -> torch.Tensor:
-    """Return what hedgehog's maps [size, width] begin as: the identity and, beside it, it turned at random."""
-    rows = _orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(seed))
-    return FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]
-
-
-def _orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random unit vectors [count, size], each `size` of them orthogonal to each other."""
-    blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
-    return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
 def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -212,7 +130,7 @@ def attend_by_kernel(
     mask: torch.Tensor | None,
     scaling: float,
     state: KernelState | HybridState | None = None,
-) -> tuple[torch.Tensor, KernelState | HybridState]:
+) -> tuple[torch.Tensor, KernelState | HybridState | None]:
     """Attend by a kernel, in memory and time linear in n and m.
 
     Args:
@@ -224,13 +142,15 @@ def attend_by_kernel(
         state: where causal, of the keys before these.
 
     Returns:
-        The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too.
+        The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too, if there is one.
 
     Raises:
         ValueError: for a mask that is another one for each query.
     """
     exact = torch.promote_types(value.dtype, torch.float32)
     read = keys_read(mask, key)
+    if module.kernel.length is not None:
+        return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
     with without_autocast(query):
         if module.kernel.window is not None:
             output, state = _attend_by_hybrid(module, query, key.to(exact), value.to(exact), read, scaling, state)
@@ -286,6 +206,8 @@ def weights_of_kernel(
 ) -> torch.Tensor:
     """Return the weights [b, h, n, m] that an attention by a kernel stands for; arguments as in `attend_by_kernel`."""
     exact = torch.promote_types(query.dtype, torch.float32)
+    if module.kernel.length is not None:
+        return projected_weights(module.length_proj, query, key, keys_read(mask, key), scaling)
     if (beams := beams_of(query, key)) > 1:
         key = key.repeat_interleave(beams, dim=0)
     with without_autocast(query):

@@ -7,7 +7,7 @@ from .attention_sites import AttentionHeads
 __all__ = ["NO_WEIGHT_DECAY", "PROJECTION_KEYS", "VECTOR_KEYS", "projection_shapes", "projection_std"]
 
 # Weight decay would pull these away from the identity, towards heads that do not attend at all.
-OF_KERNELS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor")
+OF_KERNELS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor", "length_proj")
 NO_WEIGHT_DECAY = ("logits_proj", "weights_proj", *OF_KERNELS)
 
 # The talking-heads parameters among a model's keys.

@@ -20,8 +20,8 @@ from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
+from .kernel_parameters import init_kernel, install_kernel
 from .latent_attention import LatentProjection, attend_to_latent, shared_latent
-from .linear_attention import init_kernel, install_kernel
 from .loading_checks import (
     adds_talking_heads,
     beginning_of_talking_heads,

@@ -29,6 +29,11 @@ def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
     assert [each["least"] for each in report["targets"]] == [1.0]
     assert "to the power of" in capsys.readouterr().out
+    others = ["--peers", "sdpa", "hybrid", "linformer", "--parts", "attention", "causal", "steps"]
+    report = benchmark.main(benchmark.parse_args([*sizes[:-4], *others, "--output_dir", str(tmp_path / "others")]))
+    names = [set(report[part][0][kind]) for part, kind in (("attention", "forward"), ("causal", "forward"))]
+    assert names == [{"sdpa", "hybrid", "linformer"}, {"sdpa", "hybrid"}]
+    assert report["steps"][1]["bytes"].keys() == {"sdpa", "hybrid"}
 
 
 def test_estimates_err_by_the_root_of_the_number_of_vectors(benchmark, monkeypatch):

@@ -94,6 +94,15 @@ def test_a_kernels_flops_and_state_are_what_torch_counts(kernel):
     assert current.name == f"GQA-4 + {kernel}"
 
 
+def test_linformers_flops_are_what_torch_counts_and_fused_attention():
+    fields = {"attention_kernel": "linformer", "attention_kernel_features": 5}
+    model = BERT.model("BertForMaskedLM", "gqa", **fields)
+    ids = torch.randint(5, 60, (2, LENGTH))
+    fused = 4 * 5 * 48 * model.config.num_hidden_layers  # which torch does not count on a CPU
+    found = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
+    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": found}
+
+
 def test_a_hybrid_reads_its_window_too():
     hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
     configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]

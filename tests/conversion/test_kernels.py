@@ -12,7 +12,7 @@ from transformers import AutoModel
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid")
+KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 
 def fields_of(kernel):
@@ -41,7 +41,9 @@ def test_a_fit_brings_it_nearer(kernel):
             model, **fields_of(kernel), calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
         )
         errors.append(error(fitted, model))
-    assert errors[2] < 0.95 * errors[1] < 0.95 * errors[0], errors
+    # Of linformer the output's regression does nearly all.
+    least = {"linformer": 1.0}.get(kernel, 0.95)
+    assert errors[2] < least * errors[1] < least * 0.95 * errors[0], errors
 
 
 def test_heads_and_kernels_at_once():
@@ -115,10 +117,12 @@ def test_the_command_says_what_it_made(folder, capsys):
 
 
 def test_wrong_requests_are_refused_before_any_work(folder):
-    convert_checkpoint(folder / "source", folder / "made", attention_kernel="elu", method="mean")
+    for kernel, name in (("elu", "made"), ("linformer", "rows")):
+        convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
         ("made", {"attention_kernel": "favor"}, "the source has a kernel in a softmax's place.*'elu'.*'favor'"),
         ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the source has a kernel in its place"),
+        ("rows", {"max_position_embeddings": 600}, "cannot change in a model with linformer.*sums over 512"),
         ("source", {"attention_kernel": "exp"}, r"must be None \(softmax\)"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot stand together"),
     ):

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 DOCUMENTS = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "talking_heads.md")}
 
+TWO_TASKS = ("sst2", "qnli")
 Rows = Iterable[Sequence[Any]]
 TABLES: dict[str, tuple[str, Callable[[], Rows]]] = {}
 
@@ -129,6 +130,14 @@ def kernel_conversion() -> Rows:
         scores = f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", f"{row['conversion_seconds']:.0f}"
         kernel = row["kernel"] + (f", window {row['window']}: {row['reads']}" if "reads" in row else "")
         yield [kernel, row["features"] or "default", text, row["fit"], *scores]
+
+
+@table("results.md")
+def finetuned_kernels() -> Rows:
+    rows = load("finetuned_kernels")["runs"]
+    for variant, label in (("MHA", "MHA"), ("hedgehog (calibrated at the defaults)", "hedgehog")):
+        tasks = ([row["accuracy"] for row in rows if (row["variant"], row["task"]) == (variant, t)] for t in TWO_TASKS)
+        yield [label, *(spread(accuracies, ".3f") for accuracies in tasks)]
 
 
 @table("results.md")

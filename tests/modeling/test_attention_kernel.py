@@ -286,7 +286,10 @@ def test_every_parameter_learns(kernel):
 WRONG = [
     ({"attention_kernel": "exp"}, r'must be None \(softmax\), or one of "elu", .*; got \'exp\''),
     ({"attention_kernel": "favor", "attention_kernel_features": 0}, "`attention_kernel_features`.*at least 1.*got 0"),
-    ({"attention_kernel": "elu", "attention_kernel_features": 8}, "is of the kernels hedgehog, favor, rfa; got 8"),
+    (
+        {"attention_kernel": "elu", "attention_kernel_features": 8},
+        "is of the kernels hedgehog, favor, rfa, hybrid, linformer; got 8",
+    ),
     ({"attention_kernel_features": 8}, "got 8 with no kernel"),
     ({"attention_kernel": "favor", "attention_kernel_seed": -1}, "`attention_kernel_seed`.*at least 0.*got -1"),
     ({"attention_kernel": "elu", "talking_heads": "both"}, "`attention_kernel` and `talking_heads` cannot stand"),

@@ -11,10 +11,9 @@ from hf_attn_variants import reference_linear
 from hf_attn_variants.modeling import linear_attention
 from hf_attn_variants.modeling.attention_kernels import AttentionKernel
 from hf_attn_variants.modeling.attention_sites import AttentionHeads
+from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
 from hf_attn_variants.modeling.linear_attention import (
     attend_by_kernel,
-    init_kernel,
-    install_kernel,
     keys_read,
     read_state,
     weights_of_kernel,

@@ -17,7 +17,7 @@ __all__ = ["fit", "refit_output", "relative_error", "rounded"]
 
 RIDGE = 1e-6
 # Of the tensors of a kernel, those that are fitted.
-LEARNED_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor")
+LEARNED_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor", "length_proj")
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
 

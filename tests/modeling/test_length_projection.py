@@ -1,0 +1,108 @@
+"""Keys and values projected along the length: the formula, models of it, and what is refused."""
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, T5, token_ids
+from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
+from torch import nn
+
+import hf_attn_variants
+from hf_attn_variants.modeling.attention_kernels import AttentionKernel
+from hf_attn_variants.modeling.attention_sites import AttentionHeads
+from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.length_projection import segment_means
+from hf_attn_variants.modeling.linear_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.reference_linear import linformer_attention
+
+BART = ENCODER_DECODERS[0]
+LINFORMER = {"attention_kernel": "linformer", "attention_kernel_features": 6}
+ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for name, value in LINFORMER.items()}
+
+
+@pytest.mark.parametrize("m, groups", [(11, 2), (20, 4), (1, 1)])
+def test_rows_are_the_formula(m, groups):
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1)
+    install_kernel(
+        module, AttentionKernel("linformer", 7, False, 0, length=20), AttentionHeads(4, groups, groups, 4, 4, 6)
+    )
+    init_kernel(module)
+    assert module.length_proj.equal(segment_means(7, 20))
+    module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
+    leaves = [torch.randn(3, heads, m, 6).requires_grad_() for heads in (4, groups, groups)]
+    padding = torch.stack([torch.arange(m) < m, torch.arange(m) >= m - 4, torch.arange(m) < 0])
+    exact = [each.detach().double().requires_grad_() for each in (*leaves, module.length_proj)]
+    expected, weights = linformer_attention(*exact[:3], exact[3][:, :m], scale=0.4, padding=padding)
+    mask = padding[:, None, None]
+    found, state = attend_by_kernel(module, *leaves, mask, 0.4)
+    assert state is None
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights_of_kernel(module, *leaves[:2], mask, 0.4).double(), weights, atol=1e-5, rtol=0)
+    direction = torch.randn_like(expected)
+    found = torch.autograd.grad((found.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
+    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
+
+
+def test_rows_begin_as_means_of_segments():
+    torch.testing.assert_close(segment_means(2, 5), torch.tensor([[1 / 3] * 3 + [0] * 2, [0] * 3 + [0.5] * 2]))
+    assert segment_means(4, 4).equal(torch.eye(4))
+
+
+@pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS, BART, WHISPER), ids=lambda row: row.name)
+def test_encoders(architecture):
+    head = next(iter(architecture.heads))
+    is_pair = architecture in (BART, WHISPER)
+    model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
+    batch = architecture.batch(head) | ({"use_cache": False} if is_pair else {})
+    with torch.no_grad():
+        found, whole = model(**batch)[0], model(**batch, output_attentions=True)
+        torch.testing.assert_close(found, whole[0], atol=1e-4, rtol=0)
+        if not is_pair:  # another text in the padding changes nothing
+            real = batch["attention_mask"].bool()
+            again = batch["input_ids"].masked_fill(~real, 7)
+            torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], found[real])
+    made = [name for name, _ in model.named_parameters() if name.endswith("length_proj")]
+    assert made and all(("encoder" in name or architecture not in (BART, WHISPER)) for name in made)
+
+
+def test_it_is_saved_trained_and_exported(tmp_path):
+    model = BERT.model("BertModel", "gqa", **LINFORMER)
+    ids = token_ids(2, 9)
+    model(ids).last_hidden_state.square().sum().backward()
+    assert model.encoder.layer[1].attention.self.length_proj.grad[:, :9].abs().sum() > 0
+    model.save_pretrained(tmp_path)
+    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
+    other = token_ids(2, 23)
+    length = torch.export.Dim("length", min=3, max=32)
+    program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: length}}, strict=False)
+    with torch.no_grad():
+        expected = model(other)[0]
+        assert loaded(other)[0].equal(expected)
+        torch.testing.assert_close(program.module()(other)[0], expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="neither drops nor resizes what a kernel has learned"):
+        hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel_features=5)
+
+
+def test_longer_texts_are_refused():
+    module = nn.Linear(1, 1)
+    install_kernel(module, AttentionKernel("linformer", 2, False, 0, length=4), AttentionHeads(1, 1, 1, 1, 1, 2))
+    states = torch.randn(1, 1, 5, 2)
+    with pytest.raises(ValueError, match="reads 4 tokens at most, for which it has learned projections; got 5"):
+        attend_by_kernel(module, states, states, states, None, 1.0)
+
+
+WRONG = [
+    (BERT, {**LINFORMER, "is_decoder": True}, '`attention_kernel="linformer"` is of encoders'),
+    (BART, LINFORMER, '`attention_kernel="linformer"` is of encoders'),
+    (BART, {"cross_attention_kernel": "linformer"}, '`cross_attention_kernel="linformer"` is of encoders'),
+    (T5, ENCODER, '`encoder_attention_kernel="linformer"` needs a largest number of tokens'),
+    (BERT, {**LINFORMER, "position_embedding_type": "sinusoidal"}, "needs a largest number of tokens"),
+    (BERT, {**LINFORMER, "attention_kernel_features": 4096}, "at most the number of positions, .*; got 4096"),
+]
+
+
+@pytest.mark.parametrize("architecture, fields, message", WRONG)
+def test_wrong_fields_are_refused(architecture, fields, message):
+    with pytest.raises(ValueError, match=message):
+        architecture.config("mha", **fields)
