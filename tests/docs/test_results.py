@@ -114,6 +114,14 @@ def windows() -> Rows:
 
 
 @table("results.md")
+def long_inputs() -> Rows:
+    rows = load("long_inputs")["runs"]
+    for row in rows:
+        found = (f"{row[by]['accuracy']:.3f}, {row[by]['reciprocal_rank']:.3f}" for by in ("by_halves", "by_passages"))
+        yield [row["reading"], *found, f"{row['spearman']:.4f}", f"{row['encoding_seconds']:.0f}"]
+
+
+@table("results.md")
 def linear_attention() -> Rows:
     for row in load("linear_attention_cpu")["attention"]:
         cells = [f"{row['length']:,}"]

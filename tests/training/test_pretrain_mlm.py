@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -354,6 +355,31 @@ def test_shuffling_keeps_tokens_and_their_labels():
 )
 def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
     assert context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
+
+
+def test_a_new_bert_reads_windows(run, tokenizer):
+    flags = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
+    results, out = run(*scratch("bert", *flags), *STEPS)
+    config = AutoConfig.from_pretrained(out)
+    found = config.attention_pattern, config.attention_window, config.num_global_tokens
+    assert found == ("sliding_window", 4, 1)
+    wider = AutoModelForMaskedLM.from_pretrained(out, attention_window=64).eval()
+    model = AutoModelForMaskedLM.from_pretrained(out).eval()
+    ids = torch.arange(5, 29)[None]
+    assert not torch.allclose(model(ids).logits, wider(ids).logits, atol=1e-5)
+    again, _ = run("--model_name_or_path", out, *STEPS, out=out.parent / "again")
+    assert again["eval_loss"] < results["eval_loss"] + 0.1
+    with pytest.raises(ValueError, match="--attention_pattern is for a model from scratch"):
+        run("--model_name_or_path", out, *flags, *STEPS, out=out.parent / "other")
+    with pytest.raises(ValueError, match='"sliding_window"` needs `attention_window`'):
+        run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
+
+
+def test_fields_of_variants_may_be_overrides(tokenizer):
+    fields = "encoder_attention_pattern=fixed,encoder_attention_block_size=4,encoder_num_summary_tokens=1"
+    settings = SimpleNamespace(model_type="t5", config_overrides=fields, dropout_rate=None)
+    config = new_config(settings, tokenizer)
+    assert config.model_type == "attn_variant_t5" and config.encoder_attention_block_size == 4
 
 
 def test_a_new_albert_variant_trains_and_loads(run, tokenizer):

@@ -59,13 +59,16 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     variant_class = variant_config_class(settings.model_type)
     given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
     variant = {name: value for name, value in given.items() if value is not None}
-    default = variant_class() if variant else AutoConfig.for_model(settings.model_type)
+    overrides = settings.config_overrides or ""
+    asks_by_override = any(item.partition("=")[0] in given for item in overrides.split(","))
+    is_variant = variant or asks_by_override
+    default = variant_class() if is_variant else AutoConfig.for_model(settings.model_type)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
-        **_parse_overrides(settings.config_overrides or "", default),
+        **_parse_overrides(overrides, default),
     }
     try:
         config = type(default)(**fields, **variant)

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...modeling.attention_patterns import PATTERNS
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -84,6 +85,19 @@ class NewModelSettings(ModelSettings):
         "Positions in place of the architecture's own.", None, resume=ALWAYS, choices=("sinusoidal",)
     )
     score_function: str | None = option("Scores in place of dot products.", None, resume=ALWAYS, choices=("additive",))
+    attention_pattern: str | None = option(
+        "Which tokens self-attention reads (encoder-decoders: the decoder's); sizes without a flag, and an encoder's "
+        "pattern beside a decoder, are fields for --config_overrides.",
+        None,
+        resume=ALWAYS,
+        choices=tuple(PATTERNS),
+    )
+    attention_window: int | None = option(
+        "Tokens of its window, half on each side; a decoder's: the last ones.", None, resume=ALWAYS
+    )
+    num_global_tokens: int | None = option(
+        "First tokens, of encoders, that read all and are read by all.", None, resume=ALWAYS
+    )
 
     def check(self) -> None:
         super().check()

@@ -1,0 +1,93 @@
+"""A T5 whose encoder reads windows, on text that fits into them: what it translates before any training, and after.
+
+The T5 of shared/data/checkpoints, as it is; with windows of 128 tokens in its encoder, half of them longer than any
+caption; and with windows and summaries of 16 tokens (LongT5's transient-global attention), whose norm and bias are
+new: untrained, and after a short distillation by the source. BLEU (greedy) and loss on the Multi30k validation set.
+The JSON is written after each row; rows in it are kept.
+
+Example:
+    python benchmarks/long_t5.py --work_dir long --steps 100
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from conversion_subjects import Translator
+from machine import machine
+from run_records import check_data_dir, write_rows
+
+from hf_attn_variants import AttnVariantT5ForConditionalGeneration
+from hf_attn_variants.commands import uptrain as uptrain_command
+
+ROOT = Path(__file__).resolve().parents[1]
+KEY = ("encoder", "steps")
+SUMMARIES = "transient global"
+# What the encoder reads -> the fields that say it.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "everything": {},
+    "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 128},
+    SUMMARIES: {
+        "encoder_attention_pattern": "transient_global",
+        "encoder_attention_window": 254,
+        "encoder_attention_block_size": 16,
+    },
+}
+
+
+def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) -> Path:
+    """Return the folder of a T5 with this encoder, trained for so many steps; made unless it is there."""
+    folder = work_dir / f"{encoder.replace(' ', '_')}-{steps}"
+    if steps == 0:
+        torch.manual_seed(0)
+        model = AttnVariantT5ForConditionalGeneration.from_pretrained(subject.source, **ENCODERS[encoder])
+        model.save_pretrained(folder)
+        subject.tokenizer.save_pretrained(folder)
+    elif not (folder / "all_results.json").is_file():
+        start = make_model(subject, encoder, 0, work_dir)
+        argv = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *subject.uptraining]
+        argv += [*subject.training_flags(work_dir, 0, steps), "--max_train_steps", str(steps), "--trainable", "all"]
+        argv += ["--per_device_train_batch_size", str(subject.batch_size), "--group_by_length"]
+        argv += ["--learning_rate", "3e-4", "--eval_steps", str(steps), "--max_eval_samples", "64"]
+        argv += ["--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
+        uptrain_command.main(uptrain_command.parse_args(argv))
+    return folder
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    torch.set_num_threads(args.num_threads)
+    check_data_dir(args.data_dir, *Translator.reads)
+    subject = Translator(args.data_dir)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
+    for encoder, steps in [*((name, 0) for name in ENCODERS), (SUMMARIES, args.steps)]:
+        key = dict(zip(KEY, (encoder, steps), strict=True))
+        if any(key.items() <= row.items() for row in rows):
+            continue
+        started = time.process_time()
+        folder = make_model(subject, encoder, steps, args.work_dir)
+        made = {"making_seconds": round(time.process_time() - started, 1)}
+        rows.append(key | subject.evaluate(folder) | made)
+        write_rows(args.output, {"machine": machine("cpu")}, rows, KEY)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="of the distillation; default: %(default)s")
+    parser.add_argument("--num_threads", type=int, default=1)
+    parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
+    parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/long_t5.json")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,169 @@
+"""The benchmarks of long inputs: what is drawn and cut, what is found, and a row of each kind at tiny sizes."""
+
+import gzip
+import importlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.squad import make_questions, make_reader
+from fixtures.uptraining import make_t5, make_text
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "8", "--num_global_tokens", "1")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("long_inputs")
+
+
+@pytest.fixture
+def questions(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("long_questions")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_tiny_bert(tmp_path / "source")
+
+
+def test_a_query_finds_its_own(benchmark):
+    others = torch.eye(3)
+    queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # two of each
+    found = benchmark.found_by(queries, others)
+    assert found["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
+    assert found["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
+
+
+def test_passages_are_spread_over_the_text(benchmark):
+    cut = benchmark.passages(list(range(1000)))
+    assert len(cut) == benchmark.PASSAGES and {len(each) for each in cut} == {benchmark.PASSAGE}
+    assert (cut[0][0], cut[-1][-1]) == (0, 999)
+
+
+def test_pieces_are_averaged_by_their_lengths(benchmark, source):
+    model, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    ids = torch.randint(5, 60, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+
+    def alone(part):
+        mean = model(input_ids=torch.tensor([[ends[0], *part, ends[1]]])).last_hidden_state[0].mean(0)
+        return mean / mean.norm()
+
+    with torch.no_grad():
+        expected = 14 * alone(ids[:14]) + 6 * alone(ids[14:])
+        found = benchmark.encoder(model, tokenizer, 16)(ids)
+        torch.testing.assert_close(found, expected / expected.norm())
+        torch.testing.assert_close(benchmark.encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
+
+
+def test_rows_and_what_is_there_is_not_measured_again(benchmark, source, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    words = [word for word in tokenizer.get_vocab() if word.isalpha()]
+    drawn = random.Random(0)
+    shards = []
+    for number in range(4):
+        articles = ["\n".join(" ".join(drawn.choices(words, k=20)) for _ in range(6)) for _ in range(8)]
+        shards.append(tmp_path / f"train-{number}.txt.gz")
+        shards[-1].write_bytes(gzip.compress("\n\n".join(articles).encode()))
+
+    class Tiny:
+        reads = ()
+        pairs, scores = [(words[i], words[i + 1]) for i in range(4)], [1, 2, 3, 4]
+
+        def __init__(self, data_dir):
+            self.source, self.tokenizer, self.shards = source, tokenizer, shards
+
+    sizes = {"SHORTEST": 60, "LONGEST": 400, "POSITIONS": 160, "LEAST_CHARACTERS": 0, "PASSAGE": 8}
+    sizes |= {"TRAINING_TEXTS": 8, "WINDOW": WINDOW, "SentenceEncoder": Tiny}
+    for name, value in sizes.items():
+        monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setitem(benchmark.PIECES, "chunks", (64, None))
+    monkeypatch.setitem(benchmark.READINGS, "window", WINDOW)
+    steps = {"300": "2", "256": "32", "1024": "128"}
+    monkeypatch.setattr(benchmark, "UPTRAINING", tuple(steps.get(flag, flag) for flag in benchmark.UPTRAINING))
+    flags = ["--readings", "chunks", "window", "window, uptrained", "--articles", "6", "--output", tmp_path / "o.json"]
+    flags = [str(flag) for flag in (*flags, "--work_dir", tmp_path / "work", "--data_dir", tmp_path)]
+    rows = benchmark.main(benchmark.parse_args(flags))
+    assert [row["reading"] for row in rows] == ["chunks", "window", "window, uptrained"]
+    assert all(0 <= row[by]["accuracy"] <= 1 for row in rows for by in ("by_halves", "by_passages"))
+    assert all(row["bfloat16_cosine"] > 0.99 for row in rows)
+    assert rows[0]["spearman"] == pytest.approx(rows[1]["spearman"])  # texts of three tokens fit into any window
+    written = json.loads((tmp_path / "o.json").read_text())
+    assert written["runs"] == rows and written["set_aside"] == [shard.name for shard in shards[1:]]
+    monkeypatch.setattr(benchmark, "measure", None)
+    assert benchmark.main(benchmark.parse_args(flags)) == rows
+
+
+def test_articles_are_joined_and_answers_moved(questions, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_reader("bert", tmp_path / "reader"))
+    content = make_questions()
+    whole = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
+    (article,) = whole["data"]
+    (paragraph,) = article["paragraphs"]
+    assert paragraph["context"] == "\n".join(each["context"] for each in content["data"][0]["paragraphs"])
+    assert len(paragraph["qas"]) == 4
+    for qa in paragraph["qas"]:
+        for answer in qa["answers"]:
+            begin = answer["answer_start"]
+            assert paragraph["context"][begin : begin + len(answer["text"])] == answer["text"]
+    short = questions.whole_articles(content, tokenizer, tokens=20, questions=9, seed=0)["data"][0]["paragraphs"]
+    assert short[0]["context"] == content["data"][0]["paragraphs"][0]["context"] and len(short[0]["qas"]) == 3
+
+
+def test_an_article_is_read_in_windows_and_at_once(questions, tmp_path, monkeypatch):
+    reader = make_reader("bert", tmp_path / "reader")
+    (tmp_path / "squad").mkdir()
+    (tmp_path / questions.DEV).write_text(json.dumps(make_questions()))
+    window = ("--max_position_embeddings", "120", *WINDOW)
+    monkeypatch.setattr(questions, "READINGS", {"windows": ((), 32, 4), "one window": (window, 120, 4)})
+    monkeypatch.setattr(questions, "ROOM", 4000)
+    flags = ["--model", reader, "--work_dir", tmp_path / "work", "--data_dir", tmp_path, "--questions", "5"]
+    flags += ["--output", tmp_path / "out.json", "--readings", "windows", "one window"]
+    monkeypatch.setattr(questions.squad_command, "parse_args", shorter_questions(questions.squad_command.parse_args))
+    rows = questions.main(questions.parse_args(list(map(str, flags))))
+    assert [row["eval_samples"] for row in rows] == [5, 5]
+    assert rows[0]["eval_windows"] > rows[1]["eval_windows"] == 5
+    assert json.loads((tmp_path / "out.json").read_text())["runs"] == rows
+
+
+def shorter_questions(parse_args):
+    return lambda argv: parse_args([*argv, "--max_query_length", "8"])
+
+
+def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("long_t5")
+    source, (english, german) = make_t5(tmp_path / "source"), make_text(tmp_path, 24)
+
+    class Tiny:
+        reads, uptraining, batch_size = (), ("--objective", "seq2seq", "--max_length", "16", "--cpu"), 8
+        tokenizer = AutoTokenizer.from_pretrained(source)
+
+        def __init__(self, data_dir):
+            self.source = source
+
+        def training_flags(self, folder, seed, steps):
+            return ["--source_file", str(english), "--target_file", str(german)]
+
+        def evaluate(self, folder):
+            model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+            ids = torch.arange(3, 20)[None]
+            return {"loss": model(input_ids=ids, labels=ids).loss.item()}
+
+    monkeypatch.setattr(benchmark, "Translator", Tiny)
+    flags = ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "out.json"), "--steps", "2"]
+    rows = benchmark.main(benchmark.parse_args(flags))
+    assert [(row["encoder"], row["steps"]) for row in rows] == [
+        *((encoder, 0) for encoder in benchmark.ENCODERS),
+        (benchmark.SUMMARIES, 2),
+    ]
+    everything, windows, summaries, trained = (row["loss"] for row in rows)
+    assert windows == pytest.approx(everything, abs=1e-5) and len({everything, summaries, trained}) == 3
