@@ -12,7 +12,7 @@ from torch import nn
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
-from ..modeling.attention_kernels import LEARNED, has_kernel
+from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.configuration_attn_variants import can_cache
 from ..registration import variant_config_class, variant_model_class
@@ -319,7 +319,7 @@ def _convertible(source: Any, target: Any) -> bool:
 def _learns_by_head(config: Any) -> bool:
     """Say whether its heads have parameters of their own beside their maps, which no conversion merges or drops."""
     values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
-    return config.score_function is not None or not values.isdisjoint({*LEARNED, *LEARNED_PATTERNS})
+    return config.score_function is not None or not values.isdisjoint({"hedgehog", "hybrid", "rfa", *LEARNED_PATTERNS})
 
 
 def _itemsize(dtype: str) -> int:
