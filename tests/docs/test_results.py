@@ -122,6 +122,12 @@ def long_inputs() -> Rows:
 
 
 @table("results.md")
+def long_t5() -> Rows:
+    for row in load("long_t5")["runs"]:
+        yield [row["encoder"], row["steps"], f"{row['bleu']:.2f}", f"{row['loss']:.4f}"]
+
+
+@table("results.md")
 def linear_attention() -> Rows:
     for row in load("linear_attention_cpu")["attention"]:
         cells = [f"{row['length']:,}"]
