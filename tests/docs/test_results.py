@@ -122,6 +122,13 @@ def long_inputs() -> Rows:
 
 
 @table("results.md")
+def long_questions() -> Rows:
+    for row in load("long_questions")["runs"]:
+        scores = f"{row['eval_exact_match']:.1f}", f"{row['eval_f1']:.1f}"
+        yield [row["reading"], row["eval_windows"], *scores, f"{row['seconds']:.0f}"]
+
+
+@table("results.md")
 def long_t5() -> Rows:
     for row in load("long_t5")["runs"]:
         yield [row["encoder"], row["steps"], f"{row['bleu']:.2f}", f"{row['loss']:.4f}"]
@@ -242,6 +249,13 @@ METRICS = {"sst2": "accuracy", "cola": "matthews_correlation", "stsb": "spearman
 METRICS |= {"qnli": "accuracy", "mnli": "accuracy"}
 
 
+GENERAL = {
+    "qnli": lambda run: f"{run['accuracy']:.3f}",
+    "mnli": lambda run: f"{run['accuracy']:.3f}",
+    "squad": lambda run: f"{run['f1']:.1f}",
+}
+
+
 @table("results.md")
 def glue() -> Rows:
     runs = load("finetuned_variants")["runs"]
@@ -249,6 +263,14 @@ def glue() -> Rows:
         cells = [f"{found(runs, variant=variant, task=task)[name]:.3f}" for task, name in METRICS.items()]
         squad = [run for run in runs if (run["variant"], run["task"]) == (variant, "squad")]
         yield [variant, *cells, f"{squad[0]['f1']:.1f}" if squad else "not run"]
+
+
+@table("results.md")
+def from_general_text() -> Rows:
+    runs = load("finetuned_from_general_text")["runs"]
+    for variant in ("MHA", "GQA-4 (calibrated at the defaults)"):
+        of_task = {task: [run for run in runs if (run["variant"], run["task"]) == (variant, task)] for task in GENERAL}
+        yield [variant, *(", ".join(GENERAL[task](run) for run in found_runs) for task, found_runs in of_task.items())]
 
 
 @table("results.md")
