@@ -15,8 +15,7 @@ example:
   attn-variants inspect ./bert-gqa4 --json
 
 Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
-neither number of key/value heads divides the other, or each head has learned parameters of its own (of a kernel, a
-pattern, additive scores)."""
+neither number of heads divides the other, or heads have parameters of their own."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
