@@ -69,6 +69,7 @@ class NewModel:
     talking_heads: str | None = None
     positions: str | None = None
     score: str | None = None
+    kernel: str | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +78,8 @@ class NewModel:
         kind = {None: "MHA", 1: "MQA"}.get(self.kv_heads, f"GQA-{self.kv_heads}")
         name = f"{'talking heads' if self.talking_heads else kind} {size}"
         name += f", {self.positions} positions" if self.positions else ""
-        return name + (f", {self.score} scores" if self.score else "")
+        name += f", {self.score} scores" if self.score else ""
+        return name + (f", {self.kernel} in the decoder" if self.kernel else "")
 
     @property
     def feed_forward(self) -> int:
@@ -89,6 +91,7 @@ class NewModel:
     def flags(self, args: argparse.Namespace) -> list[str]:
         """The architecture and the tokenizer."""
         fields = SHAPE | {"num_heads": self.heads, "d_kv": WIDTH // self.heads, "d_ff": self.feed_forward}
+        fields |= {"attention_kernel": self.kernel} if self.kernel else {}
         flags = ["--model_type", "t5", "--config_overrides", ",".join(f"{k}={v}" for k, v in fields.items())]
         flags += ["--num_key_value_heads", str(self.kv_heads)] if self.kv_heads else []
         flags += ["--talking_heads", self.talking_heads] if self.talking_heads else []
@@ -140,6 +143,7 @@ VARIANTS: dict[str, list[Variant]] = {
         NewModel(2, talking_heads="both"),
         NewModel(2),
         NewModel(8, positions="sinusoidal"),
+        NewModel(8, positions="sinusoidal", kernel="elu"),
         NewModel(8, score="additive"),
     ],
     "finetune": [
