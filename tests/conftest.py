@@ -59,3 +59,23 @@ def form(request, monkeypatch):
         monkeypatch.setattr(latent_attention, "absorbs", absorbs)
         monkeypatch.setattr(latent_attention, "is_short", lambda latent: forced == "kept")
     return forced
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `cross_product`, leave so many cases that each value of each parameter is met; mark the others
+    slow. `-m "not slow"` is applied afterwards, so that they run with `-m slow`.
+    """
+    groups = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("cross_product"):
+            groups.setdefault((item.path, item.originalname), []).append(item)
+    for cases in groups.values():
+        cases = [case for case in cases if not case.get_closest_marker("slow")]
+        values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+        missing = set().union(*values.values())
+        while missing:  # the case that meets most values that none has met; the first of equals
+            best = max(values, key=lambda case: len(values[case] & missing))
+            missing -= values.pop(best)
+        for case in values:
+            case.add_marker(pytest.mark.slow)

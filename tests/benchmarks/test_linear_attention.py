@@ -16,6 +16,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("linear_attention")
 
 
+@pytest.mark.slow
 def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "VECTORS", (32,))
     sizes = ["--lengths", "128", "512", "--heads", "1", "--rounds", "1", "--num_threads", "1"]

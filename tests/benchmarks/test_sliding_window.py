@@ -16,6 +16,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("sliding_window")
 
 
+@pytest.mark.slow
 def test_every_part_runs(benchmark, tmp_path, capsys):
     sizes = ["--lengths", "256", "1024", "--hidden_size", "64", "--rounds", "1", "--num_threads", "1"]
     benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))

@@ -15,6 +15,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_every_part_runs(load, tmp_path, capsys):
     benchmark = load("talking_heads")
     arguments = ["--tiny", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]

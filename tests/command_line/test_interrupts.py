@@ -45,13 +45,13 @@ if __name__ == "__main__":
     ("argv", "own"),
     [
         (["{tmp}/attn-variants", "inspect", "x"], True),
-        (["-m", "attn_variants", "inspect", "x"], True),
+        pytest.param(["-m", "attn_variants", "inspect", "x"], True, marks=pytest.mark.slow),
         (["scripts/convert_checkpoint.py", "x", "--output_dir", "y"], True),
-        (["scripts/quickstart.py"], True),
+        pytest.param(["scripts/quickstart.py"], True, marks=pytest.mark.slow),
         (["-m", "hf_attn_variants", "inspect", "x"], False),  # Python imports the package before the command
         (["-c", "import hf_attn_variants"], False),
         (["-c", "import sys; sys.argv.clear(); import hf_attn_variants"], False),
-        (["-m", "other", "hf_attn_variants"], False),
+        pytest.param(["-m", "other", "hf_attn_variants"], False, marks=pytest.mark.slow),
         (["theirs.py"], False),
     ],
 )

@@ -18,6 +18,8 @@ from hf_attn_variants.conversion.grouping import HeadCounts, rank_relation
 from hf_attn_variants.conversion.latents import LatentForm, best_latent, kept_energy, on_latent, weight_forms
 from hf_attn_variants.conversion.projections import AttentionTensors
 
+pytestmark = pytest.mark.cross_product
+
 MAPS = ("key", "value", "k", "v")
 
 

@@ -108,7 +108,7 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
         assert files.as_calibration(given).texts == expected
     assert files.as_calibration(lines, seed=1).texts == read_calibration(lines, seed=1).texts
     assert len(read_calibration(lines, size=7).texts) == 7
-    report = convert(encoder, 4, calibration=texts, output_dir=tmp_path / "out")
+    report = convert(encoder, 4, calibration=Calibration(texts, fit_steps=2), output_dir=tmp_path / "out")
     assert isinstance(report, ConversionReport) and report.method == "calibrated"
     assert report.calibration["count"] == 240 and report.mean_output_relative_error is not None
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

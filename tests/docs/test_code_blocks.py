@@ -46,6 +46,8 @@ SHOWN = {
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
+# Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
+QUICK = {"README.md", "docs/fields.md", "docs/linear.md", "docs/uptraining.md", "docs/sparse.md", "docs/training.md"}
 # Commands that are not run, by their first words; their arguments and files are still checked.
 NOT_RUN = {
     "accelerate config": "asks questions",
@@ -310,7 +312,10 @@ def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
     return {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("document", [name for name, blocks in BLOCKS.items() if blocks])
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name, blocks in BLOCKS.items() if blocks],
+)
 def test_the_blocks_run(document, reader, capsys):
     for block in BLOCKS[document]:
         try:

@@ -18,6 +18,8 @@ from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.files import GENERATED_CARD
 from hf_attn_variants.hub.card import model_card
 
+pytestmark = pytest.mark.cross_product
+
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
 HEADS = [
     (row, head, variant)

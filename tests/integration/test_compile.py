@@ -8,6 +8,8 @@ import torch
 from architectures import ALBERT, BERT, T5
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.cross_product
+
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5EncoderModel"}
 
 

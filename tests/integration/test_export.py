@@ -13,6 +13,8 @@ from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+pytestmark = pytest.mark.cross_product
+
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5EncoderModel"}
 CASES = [
     *((BERT, variant) for variant in ("mha", "gqa", "mqa", "talking", "latent")),

@@ -11,6 +11,8 @@ import hf_attn_variants
 from hf_attn_variants.modeling import linear_attention
 from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
 
+pytestmark = pytest.mark.cross_product
+
 LENGTH = 11
 KERNELS = ("elu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)

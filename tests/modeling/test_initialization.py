@@ -11,6 +11,8 @@ from torch import nn
 import hf_attn_variants
 from hf_attn_variants.modeling.variant_mixins import projection_std
 
+pytestmark = pytest.mark.cross_product
+
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)

@@ -10,6 +10,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants.modeling.latent_attention import is_short
 
+pytestmark = pytest.mark.cross_product
+
 WIDTH, OWN = T5.tiny["d_model"], 16
 CROSS_RANKS = pytest.mark.parametrize("rank", [WIDTH, 24], ids=["exact", "low rank"])
 VARIANTS = pytest.mark.parametrize("variant", ["mha", "gqa_talking"])

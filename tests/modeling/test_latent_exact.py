@@ -9,6 +9,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants import AttnVariantT5ForConditionalGeneration
 
+pytestmark = pytest.mark.cross_product
+
 WIDTH = T5.tiny["d_model"]
 CROSS = {"cross_kv_lora_rank": WIDTH}
 ALL = CROSS | {"kv_lora_rank": WIDTH, "encoder_kv_lora_rank": WIDTH}

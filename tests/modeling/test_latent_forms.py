@@ -14,6 +14,8 @@ from hf_attn_variants.modeling.attention_sites import AttentionHeads
 from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
 from hf_attn_variants.modeling.latent_attention import attend_to_latent
 
+pytestmark = pytest.mark.cross_product
+
 RANK, DIM, KEYS = 6, 4, 7
 RANKS = {
     "t5": {"cross_kv_lora_rank": 24, "kv_lora_rank": 16, "encoder_kv_lora_rank": 20},

@@ -11,6 +11,8 @@ from transformers import StaticCache
 import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 
+pytestmark = pytest.mark.cross_product
+
 # Four layers of BERT; two groups of two layers of ALBERT; three layers of T5's encoder, two of its decoder.
 MIXED = {
     "bert": {

@@ -19,6 +19,8 @@ from hf_attn_variants.modeling.linear_attention import (
     weights_of_kernel,
 )
 
+pytestmark = pytest.mark.cross_product
+
 HEADS, D, SCALING = 4, 6, 0.4
 # Of rfa sums of weights may be near zero, and what is divided by them far from rounding's usual size.
 TOLERANCE = {"rfa": 3e-4}

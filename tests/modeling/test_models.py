@@ -20,6 +20,8 @@ from architectures import (
 import hf_attn_variants
 from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
 
+pytestmark = pytest.mark.cross_product
+
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 HEADS_WITH_VARIANTS = pytest.mark.parametrize(
     "architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS

@@ -11,6 +11,8 @@ from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 import hf_attn_variants
 from hf_attn_variants import convert
 
+pytestmark = pytest.mark.cross_product
+
 ATOL = 1e-5
 EVERY_HEAD = pytest.mark.parametrize(
     "architecture, head",
@@ -83,6 +85,7 @@ def test_identical_heads_convert_without_loss(architecture, tmp_path):
     same_outputs(grouped.eval(), model, architecture.batch(head))
 
 
+@pytest.mark.slow
 def test_every_auto_class_loads_elsewhere(tmp_path):
     made = []
     for row in RELATIVES:

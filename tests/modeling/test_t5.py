@@ -12,6 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, AttnVariantT5Model
 
+pytestmark = pytest.mark.cross_product
+
 # What latents keep: test_latent_cache.py.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}

@@ -13,6 +13,8 @@ import hf_attn_variants
 from hf_attn_variants.modeling import transient_global
 from hf_attn_variants.reference_patterns import transient_global_attention
 
+pytestmark = pytest.mark.cross_product
+
 SUMMARIES = {
     "encoder_attention_pattern": "transient_global",
     "encoder_attention_window": 6,

@@ -9,6 +9,8 @@ from architectures import ALBERT, ARCHITECTURES, BERT, HEAD_IDS, HEADS, LENGTH, 
 import hf_attn_variants
 from hf_attn_variants.commands import convert as command
 
+pytestmark = pytest.mark.cross_product
+
 ATOL = 1e-5
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])

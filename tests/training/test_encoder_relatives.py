@@ -23,6 +23,8 @@ from hf_attn_variants import convert
 from hf_attn_variants.commands import glue as glue_command
 from hf_attn_variants.commands import ner, squad, uptrain
 
+pytestmark = pytest.mark.cross_product
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SIZES |= {"initializer_range": 0.3}  # attention matters
 MODELS = {
