@@ -172,6 +172,7 @@ def test_the_wheel_runs_as_a_module(run_wheel):
     assert (done.returncode, done.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_glue_runs_where_dependencies_are_in_a_folder_of_another_name(run_wheel, tmp_path):
     """There dill takes pyarrow for the user's own code and cannot pickle it, so no table may be hashed by it."""
     model = make_tiny_bert(tmp_path / "tiny")

@@ -89,6 +89,7 @@ def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
     assert benchmark.main(benchmark.parse_args(flags))["rows"] == result["rows"] and len(ran) == 7
 
 
+@pytest.mark.slow
 def test_t5_learns_by_each_optimizer_and_attention_and_a_part_adds_its_rows(
     load, shared_data, text, ran, monkeypatch, capsys
 ):

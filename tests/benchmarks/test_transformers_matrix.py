@@ -19,6 +19,7 @@ def matrix(monkeypatch):
     return importlib.import_module("transformers_matrix")
 
 
+@pytest.mark.slow
 def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_path):
     worker = importlib.import_module("matrix_worker")
     monkeypatch.setattr(architectures, "ARCHITECTURES", [architectures.T5])

@@ -21,6 +21,8 @@ from hf_attn_variants.conversion.methods.calibrated import Calibrated
 from hf_attn_variants.hub.card_steps import step_sections
 from hf_attn_variants.model_history import read_history
 
+pytestmark = pytest.mark.cross_product
+
 
 @pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])
 def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):

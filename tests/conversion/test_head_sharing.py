@@ -13,6 +13,8 @@ from hf_attn_variants.conversion.calibration.recording import AttentionInputs, a
 from hf_attn_variants.conversion.grouping import HeadCounts
 from hf_attn_variants.conversion.projections import AttentionTensors
 
+pytestmark = pytest.mark.cross_product
+
 SIZE, HEAD_DIM = 16, 4
 
 

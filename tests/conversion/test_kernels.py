@@ -12,6 +12,8 @@ from transformers import AutoModel
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
 
+pytestmark = pytest.mark.cross_product
+
 KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 

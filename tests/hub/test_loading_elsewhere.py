@@ -140,6 +140,7 @@ ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_peft_needs_no_target_modules_elsewhere(tmp_path):
     peft = pytest.importorskip("peft")
     models = {row.name: row.model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}

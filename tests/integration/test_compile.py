@@ -31,7 +31,9 @@ def test_encoders_are_one_graph(architecture, variant):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("variant", ["gqa", pytest.param("mqa", marks=pytest.mark.slow), "talking", "latent"])
+@pytest.mark.parametrize(
+    "variant", ["gqa", "latent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "talking"))]
+)
 @torch.no_grad()
 def test_t5_decodes_with_a_static_cache_without_compiling_each_step_anew(variant):
     model = T5.model("T5ForConditionalGeneration", variant)

@@ -27,8 +27,8 @@ SLOW = [pytest.mark.slow]
 # Batch and length that a graph is exported with, and others that it must serve.
 EXPORTED, OTHERS = (2, 7), [(1, 5), (9, 12)]
 
-# Each ONNX export takes ten seconds: by default, an expanded one, talking heads, and a grouped one with T5's bias.
-QUICK = [("bert", "mqa", 18), ("bert", "talking", 23), ("t5", "gqa", 23)]
+# Each ONNX export takes seconds: by default, an expanded one, and a grouped one with T5's bias.
+QUICK = [("bert", "mqa", 18), ("t5", "gqa", 23)]
 ONNX_CASES = [
     pytest.param(architecture, variant, opset, marks=[] if (architecture.name, variant, opset) in QUICK else SLOW)
     for architecture, variant, opset in [*((*case, opset) for case in CASES for opset in (18, 23)), (BERT, "gqa", 20)]
@@ -162,6 +162,7 @@ def test_a_decoding_step_whose_memory_is_a_latent(cross_rank, variant):
         assert [c.shape for c in own] == [(size[0], 1, size[2] + 1, 16)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, pytest.param(23, marks=SLOW)])
 @torch.no_grad()
 def test_onnx_of_a_decoding_step_whose_memory_is_a_latent(opset):

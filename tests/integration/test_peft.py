@@ -5,6 +5,8 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+pytestmark = pytest.mark.cross_product
+
 peft = pytest.importorskip("peft")
 
 ALL_OF_BERT = r".*attention\.(self\.(query|key|value)|output\.dense)"

@@ -13,6 +13,8 @@ from hf_attn_variants.modeling import additive_score, scattered_attention
 from hf_attn_variants.modeling.additive_score import AdditiveScore
 from hf_attn_variants.modeling.attention_variants import attention_with_weights
 
+pytestmark = pytest.mark.cross_product
+
 ADDITIVE = {"score_function": "additive"}
 HEADS, D = 4, 6
 EVERY_HOST = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)

@@ -7,6 +7,8 @@ from architectures import ALBERT
 
 from hf_attn_variants import AttnVariantAlbertModel
 
+pytestmark = pytest.mark.cross_product
+
 # Two groups of two layers each, six layers: each group is used three times.
 GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
 

@@ -9,6 +9,8 @@ from hf_attn_variants import reference
 from hf_attn_variants.modeling.attention_variants import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
+pytestmark = pytest.mark.cross_product
+
 BATCH, QUERIES, KEYS, DIM = 2, 5, 7, 4
 # (h_k, k, h, h_v): query, key/value, softmax and value heads.
 HEAD_COUNTS = [(4, 4, 4, 4), (4, 2, 4, 4), (4, 1, 4, 4)]

@@ -11,6 +11,8 @@ import hf_attn_variants
 from hf_attn_variants.modeling import attention_variants, sliding_window_attention
 from hf_attn_variants.reference_patterns import sliding_window_mask
 
+pytestmark = pytest.mark.cross_product
+
 LENGTH = 23
 WINDOW, GLOBAL = {"attention_pattern": "sliding_window", "attention_window": 4}, {"num_global_tokens": 1}
 ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)

@@ -15,6 +15,8 @@ from hf_attn_variants.modeling.block_patterns import BlockPattern
 from hf_attn_variants.modeling.scattered_attention import attend_in_blocks
 from hf_attn_variants.modeling.sliding_window_attention import as_full_attention
 
+pytestmark = pytest.mark.cross_product
+
 HEADS, D = 4, 6
 # Fields of a configuration, and the formula's.
 PATTERNS = {

@@ -10,6 +10,8 @@ from transformers import CONFIG_MAPPING
 
 import hf_attn_variants
 
+pytestmark = pytest.mark.cross_product
+
 ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 
 # (fields, a part of the message that names the rule and the values)

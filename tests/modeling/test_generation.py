@@ -5,6 +5,8 @@ import torch
 from architectures import BERT, LENGTH, VARIANTS, padding_mask, token_ids
 from transformers import StaticCache
 
+pytestmark = pytest.mark.cross_product
+
 # What latents keep: test_latent_cache.py.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 CROSS = {"is_decoder": True, "add_cross_attention": True}

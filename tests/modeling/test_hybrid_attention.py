@@ -18,6 +18,8 @@ from hf_attn_variants.modeling.linear_attention import (
     weights_of_kernel,
 )
 
+pytestmark = pytest.mark.cross_product
+
 HEADS, D, SCALING = 4, 6, 0.4
 BART = ENCODER_DECODERS[0]
 LEARNED = ("query_kernel_proj", "key_kernel_proj", "window_log_factor")

@@ -14,6 +14,8 @@ from hf_attn_variants.modeling.length_projection import segment_means
 from hf_attn_variants.modeling.linear_attention import attend_by_kernel, weights_of_kernel
 from hf_attn_variants.reference_linear import linformer_attention
 
+pytestmark = pytest.mark.cross_product
+
 BART = ENCODER_DECODERS[0]
 LINFORMER = {"attention_kernel": "linformer", "attention_kernel_features": 6}
 ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for name, value in LINFORMER.items()}

@@ -10,6 +10,8 @@ from hf_attn_variants import reference_patterns
 from hf_attn_variants.modeling.attention_variants import fused_attention
 from hf_attn_variants.modeling.memory_compression import MemoryCompression
 
+pytestmark = pytest.mark.cross_product
+
 COMPRESSED = {"attention_pattern": "memory_compressed", "attention_block_size": 3}
 LENGTH, D = 11, 5
 

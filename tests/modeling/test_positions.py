@@ -12,6 +12,8 @@ from hf_attn_variants.modeling.sinusoidal_positions import sinusoids
 from hf_attn_variants.reference_scores import sinusoidal_positions
 from hf_attn_variants.registration import longest_input
 
+pytestmark = pytest.mark.cross_product
+
 SINUSOIDAL = {"position_embedding_type": "sinusoidal"}
 UMT5 = ENCODER_DECODERS[-1]
 EVERY_ENCODER = pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)

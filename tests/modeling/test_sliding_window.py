@@ -16,6 +16,8 @@ from hf_attn_variants.modeling.sliding_window_attention import (
 )
 from hf_attn_variants.modeling.talking_heads import talking_heads_attention
 
+pytestmark = pytest.mark.cross_product
+
 HEADS, D = 4, 6
 WINDOWS = {
     "window": {"window": 6},

@@ -107,6 +107,7 @@ def test_a_conversion_with_a_read_only_home(source, run_with_a_read_only_home):
 @pytest.mark.parametrize(
     "elsewhere", [pytest.param(False, id="no cache"), pytest.param(True, id="cache elsewhere", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_pretraining_on_a_dataset_with_a_read_only_home(run_with_a_read_only_home, tmp_path, elsewhere):
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
