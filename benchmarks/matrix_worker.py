@@ -16,7 +16,14 @@ from safetensors.torch import load_file, save_file
 
 TENSORS = "expected.safetensors"
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
-VARIANTS = ("gqa", "latent", "talking")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {"num_key_value_heads": 4},
+    "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
+    "talking": {"talking_heads": "both"},
+    "window": {"attention_pattern": "sliding_window", "attention_window": 4},
+    "hedgehog": {"num_key_value_heads": 4, "attention_kernel": "hedgehog"},
+    "hybrid": {"attention_kernel": "hybrid", "attention_window": 4},
+}
 WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel")
 NEW_TOKENS = 6
 
@@ -33,7 +40,7 @@ def save(folder: Path) -> dict[str, Any]:
         heads = [head for head in row.heads if head.endswith((*WRITERS, "ForMaskedLM"))]
         for head in heads:
             for variant in VARIANTS:
-                model = row.model(head, variant, **_fields(row, variant))
+                model = row.model(head, **_fields(row, variant))
                 _make_coarse(model)
                 repository = folder / f"{head}-{variant}"
                 model.save_pretrained(repository)
@@ -55,11 +62,15 @@ def load(folder: Path) -> dict[str, Any]:
     }
 
 
-def _fields(row: Any, variant: str) -> dict[str, int]:
+def _fields(row: Any, variant: str) -> dict[str, Any]:
+    fields = dict(VARIANTS[variant])
     if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
-        return RANKS
-    # Heads that talk are as many in both stacks.
-    return {"encoder_attention_heads": 12} if variant == "talking" and "encoder_attention_heads" in row.tiny else {}
+        fields |= RANKS
+    if variant == "talking" and "encoder_attention_heads" in row.tiny:
+        fields["encoder_attention_heads"] = 12  # heads that talk are as many in both stacks
+    if "attention_kernel" in fields and row.name in ("t5", "umt5"):
+        fields["position_embedding_type"] = "sinusoidal"  # a kernel adds no relative bias
+    return fields
 
 
 def _make_coarse(model: Any) -> None:

@@ -5,7 +5,7 @@ inputs, logits and tokens. Each version then loads them by the code inside them,
 package, and the outputs are compared. Each version is installed, with what it needs, in a folder of its own over the
 Python and torch that run this. Repositories that a release kept (`--keep NAME`) are loaded too.
 
-Needs a package index. Takes some twenty minutes on one core.
+Needs a package index. Takes some forty minutes on one core.
 
 Example:
     python benchmarks/transformers_matrix.py
@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--versions", nargs="+", help="of transformers (default: the last of each minor from 5.15 on)")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="kept between runs")
-    parser.add_argument("--keep", metavar="NAME", help="archive today's repositories with latents for later runs")
+    parser.add_argument("--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs")
     parser.add_argument("--check", action="store_true", help="end with status 1 unless all are the same")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     return parser.parse_args()
@@ -150,10 +150,11 @@ def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[s
 
 
 def keep(folder: Path, name: str) -> None:
-    """Archive the repositories of a folder that have latents, a host each, under a name."""
+    """Archive the repositories of a folder with latents and with hybrids, of each host, under a name."""
     KEPT.mkdir(exist_ok=True)
     with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
-        for path in sorted(folder.glob("*-latent/*"), key=lambda path: (path.suffix, path.name, path)):
+        paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]
+        for path in sorted(paths, key=lambda path: (path.suffix, path.name, path)):
             archive.add(path, path.relative_to(folder))  # the same code files beside each other, which compress
 
 

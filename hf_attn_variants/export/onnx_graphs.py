@@ -179,7 +179,10 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
     own, memory = {0: BATCH, 2: PAST}, ({0: BATCH} if hears else {0: BATCH, 2: SOURCE})
     cached = _cached(model.config, "decoder", "past_key_values"), _cached(model.config, "encoder", "past_key_values")
-    names = {name: own for name in _flat(cached[0])} | {name: memory for name in _flat(cached[1])}
+    # Layer by layer, as the outputs: optimum fills the inputs of caches by their place, not by their name.
+    names = {}
+    for of_own, of_memory in zip(*cached, strict=True):
+        names |= dict.fromkeys(of_own, own) | dict.fromkeys(of_memory, memory)
     return [
         Graph("decoder_model", first, first_inputs, axes, limits),
         Graph("decoder_with_past_model", step, step_inputs, mask | {"input_ids": {0: BATCH}} | names, limits),
@@ -197,10 +200,6 @@ def _cached(config: Any, part: str, prefix: str) -> list[list[str]]:
             is_latent = part == "decoder" and config.layer_value("kv_lora_rank", layer) is not None
             kinds.append(["key"] if is_latent else ["key", "value"])
     return [[f"{prefix}.{layer}.{part}.{kind}" for kind in each] for layer, each in enumerate(kinds)]
-
-
-def _flat(names: list[list[str]]) -> list[str]:
-    return [name for layer in names for name in layer]
 
 
 def _filled_cache(config: Any, part: str, inputs: Tensors) -> DynamicCache:

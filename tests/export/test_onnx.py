@@ -66,6 +66,8 @@ def test_the_three_graphs_compute_what_the_model_does(name, variant):
     cache = {key.replace("present", "past_key_values"): value for key, value in made.items()}
     given = {"input_ids": tokens[:, 4:]} | mask | cache
     assert given.keys() == step.axes.keys() == step.inputs(sizes).keys()
+    # optimum fills the inputs of caches by their place: layer by layer.
+    assert [key for key in step.axes if key in cache] == list(cache)
     if variant == "latent":
         assert cache["past_key_values.0.encoder.key"].shape[1::2] == (1, 24)
         names = [f"past_key_values.{name}.key" for name in ("0.decoder", "0.encoder", "1.decoder")]
