@@ -115,6 +115,12 @@ VARIANTS = {
     "hedgehog (calibrated at the defaults)": Variant(
         {"attention_kernel": "hedgehog", "method": "calibrated"}, at_defaults=True
     ),
+    "hedgehog (calibrated on the task)": Variant(
+        {"attention_kernel": "hedgehog", "method": "calibrated"}, on_task=True
+    ),
+    "hedgehog (the fine-tuned MHA, calibrated on the task)": Variant(
+        {"attention_kernel": "hedgehog", "method": "calibrated"}, on_task=True, of_finetuned=True
+    ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }
 

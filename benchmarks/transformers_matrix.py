@@ -43,7 +43,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--versions", nargs="+", help="of transformers (default: the last of each minor from 5.15 on)")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="kept between runs")
-    parser.add_argument("--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs")
+    parser.add_argument(
+        "--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs"
+    )
     parser.add_argument("--check", action="store_true", help="end with status 1 unless all are the same")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     return parser.parse_args()
