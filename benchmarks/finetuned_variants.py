@@ -16,10 +16,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compared_variants import MHA, VARIANTS, Variant
 from run_records import check_arguments, check_data_dir, check_source, write_rows
 
 from hf_attn_variants.commands import glue as run_glue
@@ -42,87 +43,6 @@ RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay",
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
 # A row says each of these that is not its default, and is another row by it.
 OWN_FLAGS = ("max_train_samples", "num_train_epochs", "mixed_precision")
-
-
-class TaskDistillation(NamedTuple):
-    """A distillation on the task's training texts: how many (uptrain.py holds a twentieth out, at most 512), flags."""
-
-    texts: int
-    flags: tuple[str, ...]
-
-
-BEFORE = TaskDistillation(5312, ("--max_train_steps", "150", "--learning_rate", "1e-4"))
-# An epoch of the SQuAD subset.
-EPOCH_BEFORE = TaskDistillation(18_995, ("--max_train_steps", "577", "--learning_rate", "1e-4"))
-# Half an epoch of it, of a fine-tuned model: by then the attentions are fitted.
-AFTER = TaskDistillation(
-    18_995, ("--max_train_steps", "280", "--learning_rate", "2e-5", "--attention_outputs_weight", "0")
-)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One model of the comparison.
-
-    Args:
-        fields: What `convert_checkpoint` is given; none is the source itself.
-        distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
-        distillation: How, on the task's training texts; None: on lines of Wikipedia.
-        on_task: Whether the calibration, or the distillation, reads the task's training texts: a checkpoint for each
-            task.
-        at_defaults: Whether the calibration is the converter's own, lines and passages of Wikipedia.
-        of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
-            result is not trained on the task's labels any more.
-    """
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    distilled_from: str | None = None
-    distillation: TaskDistillation | None = None
-    on_task: bool = False
-    at_defaults: bool = False
-    of_finetuned: bool = False
-
-
-MHA = "MHA"
-VARIANTS = {
-    MHA: Variant(),
-    "GQA-4 (calibrated, distilled)": Variant(distilled_from="GQA-4 (calibrated)"),
-    "GQA-4 (calibrated on the task)": Variant({"num_key_value_heads": 4, "method": "calibrated"}, on_task=True),
-    "GQA-4 (calibrated on the task, distilled on it)": Variant(
-        distilled_from="GQA-4 (calibrated on the task)", distillation=BEFORE, on_task=True
-    ),
-    "GQA-4 (calibrated on the task, distilled on it for 577 steps)": Variant(
-        distilled_from="GQA-4 (calibrated on the task)", distillation=EPOCH_BEFORE, on_task=True
-    ),
-    "GQA-4 (the fine-tuned MHA, calibrated on the task)": Variant(
-        {"num_key_value_heads": 4, "method": "calibrated"}, on_task=True, of_finetuned=True
-    ),
-    "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)": Variant(
-        distilled_from="GQA-4 (the fine-tuned MHA, calibrated on the task)",
-        distillation=AFTER,
-        on_task=True,
-        of_finetuned=True,
-    ),
-    "GQA-4 (calibrated)": Variant({"num_key_value_heads": 4, "method": "calibrated"}),
-    "GQA-4 (calibrated at the defaults)": Variant(
-        {"num_key_value_heads": 4, "method": "calibrated"}, at_defaults=True
-    ),
-    "MQA (calibrated at the defaults)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, at_defaults=True),
-    "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
-    "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
-    "MQA (calibrated on the task)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, on_task=True),
-    "MQA (mean)": Variant({"num_key_value_heads": 1}),
-    "hedgehog (calibrated at the defaults)": Variant(
-        {"attention_kernel": "hedgehog", "method": "calibrated"}, at_defaults=True
-    ),
-    "hedgehog (calibrated on the task)": Variant(
-        {"attention_kernel": "hedgehog", "method": "calibrated"}, on_task=True
-    ),
-    "hedgehog (the fine-tuned MHA, calibrated on the task)": Variant(
-        {"attention_kernel": "hedgehog", "method": "calibrated"}, on_task=True, of_finetuned=True
-    ),
-    "talking heads (identity)": Variant({"talking_heads": "both"}),
-}
 
 
 class Run(NamedTuple):

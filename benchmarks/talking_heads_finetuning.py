@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import finetuned_variants
-from finetuned_variants import Variant
+from compared_variants import Variant
 
 PLACES = ("both", "logits", "weights")
 VARIANTS = {
