@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..modeling.attention_kernels import KERNELS
 
 __all__ = ["main", "parse_args"]
 
@@ -14,6 +15,8 @@ example:
   attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 --length 128
   attn-variants benchmark ./t5-small --batch_size 32 --length 1024 --num_key_value_heads 8 2 1 --json
   attn-variants benchmark ./t5-small --batch_size 8 --length 1024 --num_beams 4 --max_new_tokens 64
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 --length 4096 --max_position_embeddings 4096 \\
+      --num_key_value_heads 12 --no_talking_heads --attention_window 256 --attention_kernel hedgehog
 
 Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
 generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
@@ -25,8 +28,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
         prog="attn-variants benchmark",
-        description="Time a checkpoint's architecture on this machine with fewer key/value heads, with latents and "
-        "with talking heads, beside transformers' own class.",
+        description="Time a checkpoint's architecture on this machine with fewer key/value heads, latents, talking "
+        "heads, windows and kernels, beside transformers' own class.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
@@ -34,9 +37,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")
     parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
     parser.add_argument("--no_latents", action="store_true", help="do not time latents")
+    parser.add_argument(
+        "--attention_window", type=int, nargs="+", default=[], help="time sliding windows of these sizes"
+    )
+    parser.add_argument(
+        "--attention_kernel",
+        choices=KERNELS,
+        nargs="+",
+        default=[],
+        help="time these kernels; hybrid with each window",
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once (default: %(default)s)")
     parser.add_argument(
         "--length", type=int, help="tokens of each; encoder-decoders: of the source (128; Whisper: its window)"
+    )
+    parser.add_argument(
+        "--max_position_embeddings", type=int, help="give every model so many positions (default: the checkpoint's)"
     )
     parser.add_argument(
         "--max_new_tokens", type=int, default=32, help="encoder-decoders: tokens to generate (%(default)s)"
@@ -79,8 +95,11 @@ def main(args: argparse.Namespace) -> Any:
         kv_heads=args.num_key_value_heads,
         talking_heads=not args.no_talking_heads,
         latents=not args.no_latents,
+        windows=args.attention_window,
+        kernels=args.attention_kernel,
         batch_size=args.batch_size,
         length=args.length,
+        max_position_embeddings=args.max_position_embeddings,
         max_new_tokens=args.max_new_tokens,
         num_beams=args.num_beams,
         rounds=args.rounds,

@@ -30,6 +30,7 @@ from .costs import (
 
 __all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "decoding_or_pass", "measure_speed", "run_times"]
 
+POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
 LENGTH = 128
 HEARING = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
@@ -118,8 +119,11 @@ def measure_speed(
     kv_heads: Sequence[int] | None = None,
     talking_heads: bool = True,
     latents: bool = True,
+    windows: Sequence[int] = (),
+    kernels: Sequence[str] = (),
     batch_size: int = 8,
     length: int | None = None,
+    max_position_embeddings: int | None = None,
     max_new_tokens: int = 32,
     num_beams: int | None = None,
     rounds: int = 5,
@@ -136,8 +140,11 @@ def measure_speed(
         kv_heads: numbers of key/value heads; None = all heads, 4, 2 and 1, as far as they divide. In a T5 they are the
             decoder's.
         talking_heads, latents: whether talking heads and latents are timed too.
+        windows: sizes of sliding windows to time (`attention_window`), in the stack that the heads are of.
+        kernels: kernels of linear attention to time (`attention_kernel`); "hybrid" with each of the windows.
         batch_size: sequences at once.
         length: tokens of each (of the source, for an encoder-decoder); None = 128, for a Whisper its window.
+        max_position_embeddings: as many positions for every contestant; None = the checkpoint's.
         max_new_tokens: encoder-decoders: tokens to generate.
         num_beams: encoder-decoders: beams of the search; None = 1, greedy. Tokens are counted once, not for each beam.
         rounds: timings of each contestant; the median counts.
@@ -150,6 +157,8 @@ def measure_speed(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
     _check_device(device)
+    if max_position_embeddings is not None:
+        config = _with_positions(config, max_position_embeddings)
     current = variant_config(config)
     auto_class = _auto_class(config, current)
     length = _length(length, current, auto_class)
@@ -160,7 +169,10 @@ def measure_speed(
             f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
         )
     work = (max_new_tokens, num_beams or 1) if decodes else None
-    contestants = dict(_contestants(config, current, auto_class, model_class, kv_heads, talking_heads, latents))
+    field = kv_heads_field(model_class, current)
+    own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
+    own += _windows_and_kernels(field, windows, kernels)
+    contestants = dict(_contestants(config, current, auto_class, model_class, own))
     models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
     runs = {name: decoding_or_pass(model, batch_size, length, work) for name, model in models.items()}
     fields = {name: fields for name, (fields, _) in contestants.items()}
@@ -256,26 +268,50 @@ def _check_device(device: str) -> None:
         raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
 
 
+def _with_positions(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """Return a config.json with so many positions; raise ValueError where the model has no table of them."""
+    if config.get(POSITIONS) is None:
+        raise ValueError(f"`{POSITIONS}` is of models that have it; this one reads any length as it is: leave it out.")
+    check_sizes(**{POSITIONS: positions})
+    return {**config, POSITIONS: positions}
+
+
+def _of_checkpoint(
+    config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the variants with these numbers of heads, with latents and with talking heads."""
+    heads = current.query_heads(field)
+    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
+    if config["model_type"] == type(current).model_type and not has_latents(current, field):
+        counts |= {heads}  # no class of transformers is the baseline then
+    yield from variant_rows(current, field, sorted(counts, reverse=True), talking, latents)
+
+
+def _windows_and_kernels(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the fields of sliding windows and kernels, of a hybrid with each window.
+
+    Raises:
+        ValueError: for a hybrid without a window.
+    """
+    prefix = "encoder_" if field.startswith("encoder_") else ""
+    if "hybrid" in kernels and not windows:
+        raise ValueError("a hybrid reads a window by a softmax: give `attention_window` too.")
+    sizes = [{f"{prefix}attention_window": window} for window in windows]
+    found = [{f"{prefix}attention_pattern": "sliding_window", **size} for size in sizes]
+    for kernel in kernels:
+        found += [{f"{prefix}attention_kernel": kernel, **size} for size in (sizes if kernel == "hybrid" else [{}])]
+    return found
+
+
 def _contestants(
-    config: Mapping[str, Any],
-    current: Any,
-    auto_class: str,
-    model_class: type,
-    kv_heads: Sequence[int] | None,
-    talking_heads: bool,
-    latents: bool,
+    config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield each name with the fields that make it and what builds it; the baseline first."""
-    is_own = config["model_type"] == type(current).model_type
-    if not is_own:
+    if config["model_type"] != type(current).model_type:
         upstream = AutoConfig.for_model(**config)
         yield "upstream", ({}, lambda: getattr(transformers, auto_class).from_config(upstream))
     field = kv_heads_field(model_class, current)
-    heads = current.query_heads(field)
-    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
-    if is_own and not has_latents(current, field):
-        counts |= {heads}  # no class of transformers is the baseline then
-    for fields in variant_rows(current, field, sorted(counts, reverse=True), talking_heads, latents):
+    for fields in rows:
         made = variant_config(config, **fields)
         yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 

@@ -155,6 +155,35 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
     assert "3 new tokens, greedy" in capsys.readouterr().out
 
 
+def test_windows_and_kernels_are_timed_at_more_positions_than_the_checkpoint_has(tmp_path, capsys):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path)
+    positions = BERT.upstream_model("BertModel").config.max_position_embeddings
+    flags = ["--length", str(2 * positions), "--rounds", "1", "--batch_size", "1", "--device", "cpu", "--json"]
+    flags += ["--no_talking_heads", "--no_latents", "--num_key_value_heads", "4"]
+    kinds = ["--attention_window", "4", "8", "--attention_kernel", "elu", "hybrid"]
+    assert cli.main(["benchmark", str(tmp_path), *flags, *kinds]) == 2
+    assert f"the model has {positions} positions" in capsys.readouterr().err
+    assert cli.main(["benchmark", str(tmp_path), *flags, *kinds, "--max_position_embeddings", str(2 * positions)]) == 0
+    table = json.loads(capsys.readouterr().out)
+    window, kernel = "attention_window", "attention_kernel"
+    assert [row["fields"] for row in table["rows"][2:]] == [
+        {"attention_pattern": "sliding_window", window: 4},
+        {"attention_pattern": "sliding_window", window: 8},
+        {kernel: "elu"},
+        {kernel: "hybrid", window: 4},
+        {kernel: "hybrid", window: 8},
+    ]
+    assert [row["name"] for row in table["rows"]][-1] == "MHA + hybrid 8" and table["length"] == 2 * positions
+
+
+def test_an_encoder_alone_gets_windows_of_its_own_fields():
+    config = T5.upstream_model("T5EncoderModel").config.to_dict() | {"architectures": ["T5EncoderModel"]}
+    table = measure_speed(config, batch_size=1, length=8, rounds=1, windows=[4])
+    assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in [
+        row.fields for row in table.rows
+    ]
+
+
 def test_an_encoder_has_no_beams():
     with pytest.raises(
         ValueError, match=r"`num_beams` is for encoder-decoders; AttnVariantBertModel generates nothing"
