@@ -256,7 +256,7 @@ def _count_parameters(entries: dict[str, TensorEntry]) -> int:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of what took part in a conversion."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
+    packages = {"torch": torch.__version__, "transformers": version("transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 

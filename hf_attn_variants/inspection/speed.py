@@ -4,15 +4,13 @@ import math
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, StoppingCriteria
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import AutoConfig
 
 from ..modeling.configuration_attn_variants import can_cache
 from ..progress import progress_bar
@@ -27,8 +25,9 @@ from .costs import (
     variant_name,
     variant_rows,
 )
+from .timing import Times, decoding_or_pass, run_times
 
-__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "decoding_or_pass", "measure_speed", "run_times"]
+__all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "measure_speed"]
 
 POSITIONS = "max_position_embeddings"
 # Tokens of a text where none are given; what reads audio reads a whole window.
@@ -153,35 +152,36 @@ def measure_speed(
     Raises:
         ValueError: for a configuration that makes no model here, or a number that does not fit it.
     """
-    check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
-    )
+    check_sizes(batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds)
     _check_device(device)
-    if max_position_embeddings is not None:
-        config = _with_positions(config, max_position_embeddings)
+    config = _with_positions(config, max_position_embeddings)
     current = variant_config(config)
     auto_class = _auto_class(config, current)
-    length = _length(length, current, auto_class)
     decodes = "Seq2Seq" in auto_class
     model_class = variant_model_class(current.auto_classes[auto_class])
-    if num_beams is not None and not decodes:
-        raise ValueError(
-            f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
-        )
-    work = (max_new_tokens, num_beams or 1) if decodes else None
+    work = _decoding(max_new_tokens, num_beams, decodes, model_class)
+    length = _length(length, current, auto_class)
     field = kv_heads_field(model_class, current)
     own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
     own += _windows_and_kernels(field, windows, kernels)
     contestants = dict(_contestants(config, current, auto_class, model_class, own))
-    models = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    runs = {name: decoding_or_pass(model, batch_size, length, work) for name, model in models.items()}
-    fields = {name: fields for name, (fields, _) in contestants.items()}
-    tokens = batch_size * (max_new_tokens if decodes else length)
-    rows = _rows(fields, _timed(runs, rounds, device), tokens, max_new_tokens if work else None)
+    made = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
+    times = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made.items()}, rounds, device)
+    rows = _rows(contestants, times, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
     )  # fmt: skip
+
+
+def _decoding(max_new_tokens: int, num_beams: int | None, decodes: bool, model_class: type) -> tuple[int, int] | None:
+    """Return the tokens to generate and the beams, None for a pass; raise ValueError where beams search nothing."""
+    check_sizes(num_beams=num_beams)
+    if num_beams is not None and not decodes:
+        raise ValueError(
+            f"`num_beams` is for encoder-decoders; {model_class.__name__} generates nothing: leave it out."
+        )
+    return (max_new_tokens, num_beams or 1) if decodes else None
 
 
 def _auto_class(config: Mapping[str, Any], current: Any) -> str:
@@ -197,12 +197,8 @@ def _auto_class(config: Mapping[str, Any], current: Any) -> str:
     return both[0] if both and current.is_encoder_decoder else "AutoModel"
 
 
-# Seconds until the first token was there, where there is one, and until the end.
-Times = tuple[float | None, float]
-
-
 def _rows(
-    fields: dict[str, dict[str, Any]], times: dict[str, list[Times]], tokens: int, max_new_tokens: int | None
+    contestants: Mapping[str, Any], times: dict[str, list[Times]], tokens: int, max_new_tokens: int | None
 ) -> list[VariantSpeed]:
     made: list[VariantSpeed] = []
     for name, found in times.items():
@@ -214,7 +210,9 @@ def _rows(
             step = statistics.median((end - begin) * 1e3 for begin, end in found) / (max_new_tokens - 1)
         baseline = made[0].milliseconds if made else median
         made.append(
-            VariantSpeed(name, fields[name], median, each, tokens / median * 1e3, baseline / median, first, step)
+            VariantSpeed(
+                name, contestants[name][0], median, each, tokens / median * 1e3, baseline / median, first, step
+            )
         )
     return made
 
@@ -268,8 +266,10 @@ def _check_device(device: str) -> None:
         raise ValueError(f"the device {device!r} is not here: {str(error).splitlines()[0]}") from error
 
 
-def _with_positions(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Return a config.json with so many positions; raise ValueError where the model has no table of them."""
+def _with_positions(config: Mapping[str, Any], positions: int | None) -> Mapping[str, Any]:
+    """Return a config.json with so many positions, if given; raise ValueError where the model has no table of them."""
+    if positions is None:
+        return config
     if config.get(POSITIONS) is None:
         raise ValueError(f"`{POSITIONS}` is of models that have it; this one reads any length as it is: leave it out.")
     check_sizes(**{POSITIONS: positions})
@@ -322,67 +322,6 @@ def _ready(model: Any, dtype: str, device: str) -> Any:
         model.generation_config.eos_token_id = None  # random weights may end a text at any token
         model.generation_config.use_cache = can_cache(model.config)
     return model
-
-
-class _FirstToken(StoppingCriteria):
-    """Stops nothing; notes when the first token was there."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.time: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self.time is None:
-            _wait(self.device)
-            self.time = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def decoding_or_pass(
-    model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
-) -> Callable[[], StoppingCriteria | None]:
-    """Return what is timed, for `run_times`.
-
-    Args:
-        model: it must end no text by itself before its time (`eos_token_id`).
-        batch_size, length: of the text or audio or, for an encoder-decoder, of the encoder's outputs; all random.
-        decoding: the tokens to generate and the beams; None = a pass over the text.
-    """
-    if decoding is None and model.main_input_name == "input_features":
-        shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves its frames
-        features = torch.randn(shape, device=model.device, dtype=model.dtype)
-        return lambda: (model(input_features=features), None)[1]
-    if decoding is None:
-        ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
-        return lambda: (model(input_ids=ids), None)[1]
-    states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
-    mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
-    options = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
-
-    def run() -> StoppingCriteria:
-        # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
-        given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
-        first = _FirstToken(str(model.device))
-        model.generate(**given, **options, stopping_criteria=[first])
-        return first
-
-    return run
-
-
-@torch.no_grad()
-def run_times(run: Callable[[], Any], device: str) -> Times:
-    """Return the seconds until the first token was there (None for a pass) and until the end."""
-    _wait(device)
-    start = time.perf_counter()
-    first = run()
-    _wait(device)
-    end = time.perf_counter()
-    return None if first is None else first.time - start, end - start
-
-
-def _wait(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ...progress import is_watched, progress_bar
 from ...registration import longest_input
 from ..costs import kv_heads_field, variant_name
 from ..counting import kv_cache_bytes_per_token
-from ..speed import decoding_or_pass, run_times
+from ..timing import decoding_or_pass, run_times
 from .held_out import MEASURES, held_out_text
 from .pieces import ConvertedAttentions
 

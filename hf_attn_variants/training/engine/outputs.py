@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -114,11 +115,15 @@ def _as_own_class(model: nn.Module) -> Iterator[nn.Module]:
 def save_bad_batch(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
-    """Save this process's batches of a step that went wrong, for `torch.load`; returns where, or why it could not."""
-    path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.pt"
+    """Save this process's batches of a step that went wrong; returns where, or why it could not.
+
+    In the file "0.input_ids" is that of the first batch; a step has several where gradients are accumulated.
+    """
+    path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
+    found = {f"{i}.{name}": each.cpu().contiguous() for i, batch in enumerate(batches) for name, each in batch.items()}
     try:
-        torch.save([{key: value.cpu() for key, value in batch.items()} for batch in batches], path)
-    except (OSError, RuntimeError) as error:  # a full disk is either
+        path.write_bytes(safetensors.torch.save(found))
+    except OSError as error:
         path.unlink(missing_ok=True)
         return f"could not be saved ({type(error).__name__}: {error})"
     return f"are in {path}"

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
@@ -85,8 +86,8 @@ def _finite(value: Any) -> Any:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of what a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("hf-attn-variants", "torch", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
+    found = {"python": platform.python_version(), "torch": torch.__version__}  # with its build, "+cu126" for example
+    for name in ("hf-attn-variants", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
