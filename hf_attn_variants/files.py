@@ -67,6 +67,8 @@ TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs")
 # What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
 RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS)
+# Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
+MOST_NESTED = 200
 
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
@@ -89,12 +91,21 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: if it is not JSON, or lists in lists nest deeper than Python reads.
+        ValueError: if it is not JSON, or nests deeper than `MOST_NESTED` (what Python reads depends on its version).
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"it nests too deep ({error})") from error
+    inner = [value]
+    for _ in range(MOST_NESTED):
+        children = (
+            each.values() if isinstance(each, dict) else each for each in inner if isinstance(each, dict | list)
+        )
+        inner = [child for each in children for child in each if isinstance(child, dict | list)]
+        if not inner:
+            return value
+    raise ValueError(f"it nests too deep (more than {MOST_NESTED} lists and objects)")
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from cells import Cells, main
 from peers import memory_row, side_by_side
-from sliding_window import HEAD_DIM, HEADS, PEERS, bert_layer, layer_step, make_layers
+from sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
 from talking_heads_peers import make_inputs, make_peers, make_step
 
 try:  # a package without them has windows alone
@@ -48,11 +48,17 @@ def layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
     heads, dtype = _heads_and_dtype(args)
     size = heads * HEAD_DIM
     made = make_layers(size, n)
-    made |= {f"BERT layer, {name}": bert_layer(size, attention_kernel=name) for name in KERNELS if name is not None}
+    made |= {f"BERT layer, {name}": bert_layer(size, **_fields(name, n)) for name in KERNELS}
     for layer in made.values():
         layer.to(args.device, getattr(torch, dtype))
     states = torch.randn(1, n, size, device=args.device, dtype=getattr(torch, dtype), requires_grad=True)
     return side_by_side(lambda layer, training: layer_step(layer, states, training), made, args.device)
+
+
+def _fields(kernel: str, n: int) -> dict[str, Any]:
+    """Return the fields of a kernel: linformer sums over the positions there are, a hybrid has a window."""
+    fields = {"attention_kernel": kernel, "max_position_embeddings": n}
+    return fields | ({"attention_window": WINDOW} if kernel == "hybrid" else {})
 
 
 def memory(n: int, args: argparse.Namespace) -> dict[str, Any]:

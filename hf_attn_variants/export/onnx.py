@@ -23,6 +23,8 @@ from .upstream import source_model, travels_without_code, upstream_architecture,
 __all__ = ["OPSETS", "OnnxExport", "export_onnx"]
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
+# Older ones refuse some of these models or all of them (docs/compatibility.md).
+LEAST_TORCH = "2.10"
 # 23 has an operator for attention; 18 is the oldest that torch's exporter writes.
 OPSETS = (18, 20, 23)
 EXPORTED, CHECKED = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
@@ -76,11 +78,14 @@ def export_onnx(
         allow_pickle, revision, token: as for `convert_checkpoint`.
 
     Raises:
-        ValueError: if a package is missing, the model is of no kind that has graphs, or a graph disagrees with it.
+        ValueError: if a package is missing or torch too old, the model is of no kind that has graphs, or a graph
+            disagrees with it.
         OSError: if a file is missing, or cannot be written.
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"an export to ONNX needs {' and '.join(missing)}: `pip install {' '.join(missing)}`")
+    if torch.__version__ < LEAST_TORCH:
+        raise ValueError(f"an export to ONNX needs torch {LEAST_TORCH} or newer; this is {torch.__version__}.")
     if opset not in OPSETS:
         raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}; got {opset}.")
     check_output_dir(output_dir)

@@ -187,6 +187,14 @@ def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
     assert not parity.host_parity(host, "cpu", "float32")["met"]
 
 
+def test_a_layer_with_each_kernel_is_timed(load):
+    import argparse
+
+    long_texts = load("long_texts")
+    rows = long_texts.layers(512, argparse.Namespace(tiny=True, device="cpu"))
+    assert {f"BERT layer, {name}" for name in long_texts.KERNELS} <= rows["forward"].keys() and not rows["failures"]
+
+
 @pytest.mark.slow
 def test_all_of_it_runs_at_tiny_shapes(load, tmp_path):
     run = load("run")

@@ -31,6 +31,12 @@ VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 1
 DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 
+def test_an_old_torch_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_attn_variants.export.onnx.LEAST_TORCH", "99.0")
+    with pytest.raises(ValueError, match=r"needs torch 99\.0 or newer; this is \d"):
+        export_onnx(tmp_path / "nothing", tmp_path / "out")
+
+
 def writer(name, variant="gqa", **fields):
     fields |= {field: value for field, value in VARIANTS[variant].items() if "heads" not in field or "t5" not in name}
     # Tied to its random embeddings, and with weights this small, a model would repeat one token.
