@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.loop_settings import total_training_steps
 from hf_attn_variants.training.engine.losses import Objective
+from hf_attn_variants.training.engine.outputs import save_bad_batch
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +165,15 @@ def test_a_log_that_cannot_be_written_names_the_last_checkpoint(tmp_path):
     message = r"could not write .*train_log\.jsonl \(OSError: .*File too large.*; the last good checkpoint is .*-2$"
     with full_disk(64), pytest.raises(OSError, match=message):
         loop.log.write({"step": 4, "loss": 1.0})
+
+
+def test_names_that_share_a_tensor_do_not_hide_a_nan(tmp_path):
+    ids = torch.arange(6).reshape(2, 3)
+    batches = [{"input_ids": ids, "labels": ids, "turned": ids.T}, {"input_ids": ids[:1]}]
+    save_bad_batch(SimpleNamespace(process_index=1), batches, tmp_path, 7)
+    saved = load_file(tmp_path / "bad_batch-7-1.safetensors")
+    assert saved.keys() == {"0.input_ids", "0.labels", "0.turned", "1.input_ids"}
+    assert torch.equal(saved["0.labels"], ids) and torch.equal(saved["0.turned"], ids.T)
 
 
 def test_a_full_disk_does_not_hide_a_nan(tmp_path):

@@ -120,7 +120,9 @@ def save_bad_batch(
     In the file "0.input_ids" is that of the first batch; a step has several where gradients are accumulated.
     """
     path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
-    found = {f"{i}.{name}": each.cpu().contiguous() for i, batch in enumerate(batches) for name, each in batch.items()}
+    named = ((f"{i}.{name}", each) for i, batch in enumerate(batches) for name, each in batch.items())
+    # Copies: two names of one tensor, labels that are the inputs for example, are no safetensors.
+    found = {name: each.cpu().clone(memory_format=torch.contiguous_format) for name, each in named}
     try:
         path.write_bytes(safetensors.torch.save(found))
     except OSError as error:
