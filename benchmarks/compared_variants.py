@@ -21,6 +21,10 @@ AFTER = TaskDistillation(
 )
 
 
+# MiniLM's second and third layer: there a word of one text finds itself in the other.
+SOFTMAX_IN_1_2 = {"attention_kernel": ["hedgehog", None, None, "hedgehog", "hedgehog", "hedgehog"]}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One model of the comparison.
@@ -96,6 +100,18 @@ VARIANTS = {
     ),
     "hedgehog (the fine-tuned MHA, calibrated on the task)": Variant(
         {"attention_kernel": "hedgehog", "method": "calibrated"}, on_task=True, of_finetuned=True
+    ),
+    "hedgehog (the fine-tuned MHA, calibrated on the task, distilled on it for 577 steps)": Variant(
+        distilled_from="hedgehog (the fine-tuned MHA, calibrated on the task)",
+        distillation=EPOCH_BEFORE,
+        on_task=True,
+        of_finetuned=True,
+    ),
+    "hedgehog, softmax in layers 1 and 2 (calibrated at the defaults)": Variant(
+        {"per_layer_values": SOFTMAX_IN_1_2, "method": "calibrated"}, at_defaults=True
+    ),
+    "hedgehog, softmax in layers 1 and 2 (the fine-tuned MHA, calibrated on the task)": Variant(
+        {"per_layer_values": SOFTMAX_IN_1_2, "method": "calibrated"}, on_task=True, of_finetuned=True
     ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }

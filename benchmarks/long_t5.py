@@ -5,8 +5,12 @@ caption; and with windows and summaries of 16 tokens (LongT5's transient-global 
 new: untrained, and after a short distillation by the source. BLEU (greedy) and loss on the Multi30k validation set.
 The JSON is written after each row; rows in it are kept.
 
+Then one pass of an encoder of T5-small's shape (random weights, batch 1) by the number of tokens, beside upstream's T5
+and LongT5 with as wide windows and blocks: milliseconds, medians over rounds in which the contestants take turns.
+
 Example:
     python benchmarks/long_t5.py --work_dir long --steps 100
+    python benchmarks/long_t5.py --work_dir long --parts passes --num_threads 2 --lengths 4096 16384
 """
 
 import argparse
@@ -18,11 +22,15 @@ from typing import Any
 
 import torch
 from conversion_subjects import Translator
+from decode import SHAPES
 from machine import machine
 from run_records import check_data_dir, write_rows
+from talking_heads_peers import interleaved
+from transformers import LongT5Config, LongT5EncoderModel, PreTrainedModel, T5Config, T5EncoderModel
 
-from hf_attn_variants import AttnVariantT5ForConditionalGeneration
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = ("encoder", "steps")
@@ -37,6 +45,12 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "encoder_attention_block_size": 16,
     },
 }
+
+
+# Upstream's encoders that read the same in a pass; they read 127 tokens on each side, as a window of 254 does.
+RADIUS = 127
+UPSTREAM = {"everything": "T5", "windows": "LongT5, local", SUMMARIES: "LongT5, transient global"}
+MOST_FULL = 8_192  # tokens of full attention: T5's bias and logits have their square for each head
 
 
 def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) -> Path:
@@ -58,12 +72,54 @@ def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) ->
     return folder
 
 
-def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+def make_encoders() -> dict[str, PreTrainedModel]:
+    """Return ours and upstream's encoders by name, what they read being the same by pairs."""
+    shape, made = SHAPES["t5-small"], {}
+    for name, fields in ENCODERS.items():
+        widths = {"encoder_attention_window": 2 * RADIUS} if fields else {}
+        made[name] = AttnVariantT5EncoderModel(AttnVariantT5Config(**shape, **fields | widths))
+        if not fields:
+            made[UPSTREAM[name]] = T5EncoderModel(T5Config(**shape))
+            continue
+        kind = "local" if name == "windows" else "transient-global"
+        config = LongT5Config(**shape, encoder_attention_type=kind, local_radius=RADIUS, global_block_size=16)
+        made[UPSTREAM[name]] = LongT5EncoderModel(config)
+    return {name: model.eval() for name, model in made.items()}
+
+
+def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time one pass of each encoder by length; write after each length, print all, return the rows."""
+    torch.manual_seed(0)
+    encoders, rows = make_encoders(), []
+    for length in args.lengths:
+        tokens = torch.randint(2, SHAPES["t5-small"].get("vocab_size", 32_128), (1, length))
+        full = ("everything", UPSTREAM["everything"])
+        steps = {
+            name: torch.no_grad()(lambda model=model, tokens=tokens: model(tokens))
+            for name, model in encoders.items()
+            if length <= MOST_FULL or name not in full
+        }
+        rows.append({"tokens": length, "milliseconds": interleaved(steps, "cpu", args.rounds)})
+        report = {"machine": machine("cpu"), "rounds": args.rounds, "runs": rows}
+        atomic_write(args.output.with_name("long_t5_passes.json"), json.dumps(report, indent=1) + "\n")
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the parts that are asked for."""
     torch.set_num_threads(args.num_threads)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    if "quality" in args.parts:
+        translate(args)
+    if "passes" in args.parts:
+        time_passes(args)
+
+
+def translate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the file does not have, write it after each row, print all; returns the rows."""
     check_data_dir(args.data_dir, *Translator.reads)
     subject = Translator(args.data_dir)
-    args.work_dir.mkdir(parents=True, exist_ok=True)
     rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
     for encoder, steps in [*((name, 0) for name in ENCODERS), (SUMMARIES, args.steps)]:
         key = dict(zip(KEY, (encoder, steps), strict=True))
@@ -81,6 +137,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["quality", "passes"], default=["quality", "passes"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="of the passes")
+    parser.add_argument("--rounds", type=int, default=3, help="of the passes")
     parser.add_argument("--steps", type=int, default=100, help="of the distillation; default: %(default)s")
     parser.add_argument("--num_threads", type=int, default=1)
     parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")

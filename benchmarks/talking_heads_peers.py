@@ -83,7 +83,8 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     module.register_parameter("like", nn.Parameter(torch.zeros(())))
     module.config = SimpleNamespace(_output_attentions=False)
     fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
-    fields.layer_value, fields.max_position_embeddings = (lambda *_: HYBRID_WINDOW), MOST_TOKENS
+    by_layer = {"attention_kernel": name, "attention_window": HYBRID_WINDOW}
+    fields.layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
     kernel = AttentionKernel.of(fields, "", head_dim, "benchmark", is_causal, layer=0)
     install_kernel(module, kernel, AttentionHeads(heads, heads, heads, heads, heads, head_dim))
     init_kernel(module)

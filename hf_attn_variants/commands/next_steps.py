@@ -68,7 +68,7 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
     reason = ""
     if merged and args.calibration_file is None:
         pools = any("pool" in layer.change for layer in report.layers)
-        reason = f"{'heads merged' if pools else 'latents found'} without text need training; "
+        reason = f"{'heads merged' if pools else 'latents or kernels made'} without text need training; "
     words = {word for command in commands for word in shlex.split(command)}
     if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
         commands.append("with yours in place of " + "; ".join(missing))

@@ -68,7 +68,7 @@ class ConversionPlan:
         """
         configs = (self.source_config, self.config)
         pairs = {
-            name: tuple((config.per_layer_values or {}).get(name) or getattr(config, name) for config in configs)
+            name: tuple(_by_layer(config, name) for config in configs)
             for name in (*self.config.head_fields(), *self.config.rank_fields())
         }
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
@@ -78,7 +78,8 @@ class ConversionPlan:
         """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
         of_heads = {*_key_value_fields(self.config), *_talking_fields(self.config), "per_layer_values"}
         names = [name for name in self.config.variant_fields() if name not in of_heads]
-        pairs = {name: (getattr(self.source_config, name, None), getattr(self.config, name, None)) for name in names}
+        configs = (self.source_config, self.config)
+        pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
@@ -212,6 +213,11 @@ def initializer_std(config: Any) -> float:
     return config.initializer_factor * config.d_model**-0.5
 
 
+def _by_layer(config: Any, name: str) -> Any:
+    """Return a field's value, or the list of those of the layers where they differ."""
+    return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
+
+
 def _key_value_fields(config_class: type) -> list[str]:
     """Return the fields that say what keys and values are: their heads, and the ranks of latents."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
@@ -287,7 +293,7 @@ def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any
             f"{new_config.num_value_heads} (`num_value_heads`, or `num_softmax_heads` with P_l alone)."
         )
     for name in config_class.kernel_fields():
-        old, new = getattr(source_config, name), getattr(new_config, name)
+        old, new = _by_layer(source_config, name), _by_layer(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
                 f"the source has a kernel in a softmax's place, which a conversion keeps: `{name}` is {old!r}, the "

@@ -266,6 +266,8 @@ def _mean_known(errors: Iterable[float | None]) -> float | None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return "none" if value is None else str(value)
 
 

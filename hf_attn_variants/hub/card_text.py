@@ -124,7 +124,7 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
     made += [(what, _by_layer(variant, name)) for name, what in _windows(variant, fields)]
-    made += [(f"in the place of {what}", kernel) for kernel, what in _kernels(variant, fields)]
+    made += [(f"in the place of {what}{where}", kernel) for kernel, what, where in _kernels(variant, fields)]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
     if now.kv_cache_bytes_per_token is None:
@@ -271,7 +271,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     }
     prefixes = ["encoder_" if name.startswith("encoder_") else "" for name in kv_fields]
     are_true |= {getattr(variant, f"{prefix}attention_pattern"): True for prefix in prefixes}
-    are_true |= {kernel: True for kernel, _ in _kernels(variant, fields)}
+    are_true |= {kernel: True for kernel, *_ in _kernels(variant, fields)}
     return list(dict.fromkeys(PAPERS[name] for name, is_true in are_true.items() if is_true and name is not None))
 
 
@@ -311,14 +311,24 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
         parts.append(f"talking heads {kind[variant.talking_heads]}")
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
-    parts += [f"the kernel {kernel} in the place of {what}" for kernel, what in _kernels(variant, fields)]
+    parts += [
+        f"the kernel {kernel} in the place of {what}{where}" for kernel, what, where in _kernels(variant, fields)
+    ]
     return " and ".join(parts)
 
 
-def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the kernels of the stacks that a model has, each with what it stands for."""
+def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the kernels of the stacks that a model has, each with what it stands for, and in which layers."""
     rows = [row for heads, of_stack in KERNELS.items() if heads in fields for row in of_stack]
-    return [(kernel, what) for name, what in rows if (kernel := getattr(variant, name, None)) is not None]
+    rows = [(name, what) for name, what in rows if getattr(variant, name, None) is not None]
+    return [(getattr(variant, name), what, _layers_with(variant, name)) for name, what in rows]
+
+
+def _layers_with(variant: Any, name: str) -> str:
+    """Say in which layers a field has a value; nothing where all have one."""
+    values = values_by_layer(variant, name)
+    found = [str(layer) for layer, value in enumerate(values) if value is not None]
+    return "" if len(found) == len(values) else f" in layers {', '.join(found)} of {len(values)}"
 
 
 def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from ..errors import as_value_error
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.layer_values import LayerValue
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
 
@@ -117,7 +118,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return config_class.from_upstream(dict(config), **fields)
 
 
-def values_by_layer(config: Any, field: str) -> list[int | None]:
+def values_by_layer(config: Any, field: str) -> list[LayerValue]:
     """Return the value that a field of a variant configuration has in each layer of its stack."""
     return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
@@ -137,8 +138,7 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
         if known := {rank for rank in ranks if rank is not None}:
             text = "..".join(map(str, sorted({min(known), max(known)})))
             text += " (exact)" if known == {config.hidden_size} else ""
-            layers = "" if None not in ranks else f" in {len(ranks) - ranks.count(None)} of {len(ranks)} layers"
-            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{layers}")
+            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_in_layers(ranks)}")
     if config.score_function is not None:
         parts.append(f"{config.score_function} scores")
     if config.talking_heads is not None:
@@ -154,8 +154,14 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     for each in kernels:
         if (kernel := getattr(config, f"{each}attention_kernel", None)) is not None:
             window = f" {getattr(config, f'{each}attention_window')}" if kernel == "hybrid" else ""
-            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}")
+            layers = _in_layers(values_by_layer(config, f"{each}attention_kernel"))
+            parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
+
+
+def _in_layers(values: list[LayerValue]) -> str:
+    """Say how many layers have a value, where not all do."""
+    return f" in {len(values) - values.count(None)} of {len(values)} layers" if None in values else ""
 
 
 def _rank_fields(config: Any, field: str) -> list[str]:

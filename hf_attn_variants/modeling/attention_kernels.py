@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 from .attention_patterns import Reach, has_pattern
 from .field_checks import check_size
 
-__all__ = ["KERNELS", "AttentionKernel", "KernelFields", "asks_for_padding_alone", "check_kernels", "has_kernel"]
+__all__ = [
+    "KERNELS",
+    "AttentionKernel",
+    "KernelFields",
+    "asks_for_padding_alone",
+    "check_kernels",
+    "checked_kernel",
+    "has_kernel",
+]
 
 KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 PREFIXES = ("", "encoder_", "cross_")
@@ -33,7 +41,8 @@ class KernelFields:
     Args:
         attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
             that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa",
-            "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer".
+            "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer". By layer None = the
+            layer has a softmax.
         attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random
             vectors, that of linformer's rows. None = the head's size d, 4 d, 2 d, and 4 d (or as many as positions).
         attention_kernel_seed: of the random vectors.
@@ -41,7 +50,11 @@ class KernelFields:
 
     attention_kernel: str | None = field(
         default=None,
-        metadata={"variant": "what self-attention (encoder-decoders: a decoder's) has for a softmax", "kernel": True},
+        metadata={
+            "variant": "what self-attention (encoder-decoders: a decoder's) has for a softmax",
+            "kernel": True,
+            "by_layer": True,
+        },
     )
     attention_kernel_features: int | None = field(
         default=None, metadata={"variant": "width of learned maps, number of random vectors or rows", "kernel": True}
@@ -97,7 +110,9 @@ class AttentionKernel(NamedTuple):
             is_causal: whether its queries read no later keys.
             layer: the one that it is in.
         """
-        name = getattr(config, f"{prefix}attention_kernel", None)
+        if getattr(config, f"{prefix}attention_kernel", None) is None:
+            return None
+        name = config.layer_value(f"{prefix}attention_kernel", layer)
         if name is None:
             return None
         features = config.attention_kernel_features or DEFAULT_FEATURES.get(name, 1) * head_dim
@@ -132,9 +147,7 @@ def check_kernels(config: Any) -> None:
     """
     kernels = _kernels(config)
     for each, name in kernels.items():
-        if name not in KERNELS:
-            known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
-            raise ValueError(f"`{each}` must be None (softmax), or one of {known}; got {name!r}.")
+        checked_kernel(each, name)
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
         check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
@@ -145,6 +158,18 @@ def check_kernels(config: Any) -> None:
             )
     for each, name in kernels.items():
         _check_composition(config, each, name)
+
+
+def checked_kernel(field: str, value: Any) -> str | None:
+    """Return the value of a field that names a kernel.
+
+    Raises:
+        ValueError: for an unknown kernel.
+    """
+    if value is not None and value not in KERNELS:
+        known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
+        raise ValueError(f"`{field}` must be None (softmax), or one of {known}; got {value!r}.")
+    return value
 
 
 def _kernels(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:

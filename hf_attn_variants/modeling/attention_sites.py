@@ -96,6 +96,9 @@ class AttentionSite:
         """
         prefix, layer = self.stack_prefix, self.layer(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
+        if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
+            # A softmax between kernels: its mask is of padding alone, as theirs are, so it knows what is later.
+            return None if self.kernel(config, path, is_causal) is not None else Reach.of(None, 1, 0, is_causal)
         if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
             return None
         if pattern == "transient_global":

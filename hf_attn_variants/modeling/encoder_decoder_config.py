@@ -81,10 +81,11 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         metadata={"variant": "half of the encoder's heads read near, the others far tokens", "pattern": True},
     )
     encoder_attention_kernel: str | None = field(
-        default=None, metadata={"variant": "what the encoder's attention has for a softmax", "kernel": True}
+        default=None,
+        metadata={"variant": "what the encoder's attention has for a softmax", "kernel": True, "by_layer": True},
     )
     cross_attention_kernel: str | None = field(
-        default=None, metadata={"variant": "what cross-attention has for a softmax", "kernel": True}
+        default=None, metadata={"variant": "what cross-attention has for a softmax", "kernel": True, "by_layer": True}
     )
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:

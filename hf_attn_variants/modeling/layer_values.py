@@ -7,23 +7,27 @@ nobody read the field of the whole model; it is read here and turned into these 
 from collections.abc import Mapping
 from typing import Any
 
+from .attention_kernels import checked_kernel
 from .attention_patterns import checked_pattern_size
 from .field_checks import checked_kv_heads, checked_rank
 
-__all__ = ["checked_layer_values", "from_per_layer_config", "without_layer_values"]
+__all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "without_layer_values"]
+
+LayerValue = int | str | None
 
 # How the names of fields end that may differ by layer.
-DIFFERING = ("num_key_value_heads", "kv_lora_rank", "attention_window")
+DIFFERING = ("num_key_value_heads", "kv_lora_rank", "attention_window", "attention_kernel")
 
 
-def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
+def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     """Return a configuration's `per_layer_values`, checked; fields that are equal in all layers are set as such.
 
-    The field of the whole model becomes the largest of its layers' values, for those who ask for one number.
+    The field of the whole model becomes the largest of its layers' values, for those who ask for one number; of
+    kernels, the one that there is.
 
     Raises:
         ValueError: for an unknown field, a list of another length than there are layers, a value that the field
-            cannot have, or another one given for the whole model.
+            cannot have, or another one given for the whole model, and for several kernels.
     """
     given = config.per_layer_values
     if given is None:
@@ -37,6 +41,8 @@ def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
         if not isinstance(values, list | tuple) or len(values) != layers:
             raise ValueError(f"`per_layer_values` needs a list of {layers} values for `{name}`; got {values!r}.")
         checked = [_checked(config, name, value) for value in values]
+        if name in config.kernel_fields() and len({*checked} - {None}) > 1:
+            raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
         largest = max((value for value in checked if value is not None), default=None)
         if getattr(config, name) not in (None, largest):
             raise ValueError(
@@ -50,7 +56,7 @@ def checked_layer_values(config: Any) -> dict[str, list[int | None]] | None:
 
 def from_per_layer_config(
     config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
-) -> dict[str, list[int | None]] | None:
+) -> dict[str, list[LayerValue]] | None:
     """Return `per_layer_values` with what upstream's `per_layer_config` says beside it.
 
     Raises:
@@ -85,7 +91,9 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
         raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
 
 
-def _checked(config: Any, name: str, value: int | None) -> int | None:
+def _checked(config: Any, name: str, value: LayerValue) -> LayerValue:
+    if name in config.kernel_fields():
+        return checked_kernel(name, value)
     if name in config.rank_fields():
         return checked_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():

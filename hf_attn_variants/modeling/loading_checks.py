@@ -137,11 +137,14 @@ def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
     kernels = {held.get(name) for name in config_class.kernel_fields()}
     for name in config_class.kernel_fields():
         is_size = name == "attention_kernel_features" and kernels & {*LEARNED, *RANDOM}
-        if name in wanted and (is_size or held.get(name) in LEARNED) and wanted[name] != held.get(name):
+        if not is_size and held.get(name) not in LEARNED:
+            continue
+        asked = without_layer_values(held, wanted) | wanted
+        found, value = ((each.get("per_layer_values") or {}).get(name) or each.get(name) for each in (held, asked))
+        if value != found:
             raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={held.get(name)!r}, the configuration asks for "
-                f"{wanted[name]!r}: loading neither drops nor resizes what a kernel has learned. Use the checkpoint's "
-                "own configuration."
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {value!r}: loading "
+                "neither drops nor resizes what a kernel has learned. Use the checkpoint's own configuration."
             )
 
 

@@ -29,7 +29,7 @@ from .field_checks import (
     nearest,
     wrong_kinds_explained,
 )
-from .layer_values import checked_layer_values, from_per_layer_config, without_layer_values
+from .layer_values import LayerValue, checked_layer_values, from_per_layer_config, without_layer_values
 from .variant_names import EAGER, SDPA
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
@@ -46,7 +46,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
             and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
             no parameter. None = keys and values are made from the input and kept.
-        per_layer_values: fields of key/value heads or ranks whose value differs by layer, {field: [one for each
+        per_layer_values: fields (heads, ranks, windows, kernels) whose value differs by layer, {field: [one for each
             layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
         talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
             "weights" (P_w, after it) or "both".
@@ -103,8 +103,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             "by_layer": True,
         },
     )
-    per_layer_values: dict[str, list[int | None]] | None = field(
-        default=None, metadata={"variant": "key/value heads, ranks or windows that differ by layer"}
+    per_layer_values: dict[str, list[LayerValue]] | None = field(
+        default=None, metadata={"variant": "key/value heads, ranks, windows or kernels that differ by layer"}
     )
     talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
     num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
@@ -212,13 +212,13 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     @classmethod
     def by_layer_fields(cls) -> tuple[str, ...]:
         """Return the fields that each layer may have a value of its own of (`per_layer_values`)."""
-        return tuple(each.name for each in fields(cls) if "by_layer" in each.metadata)
+        return tuple(name for name in cls.variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata)
 
     def layer_count(self, name: str) -> int:
         """Return how many layers may have a value of their own of a field."""
         return self.num_hidden_layers
 
-    def layer_value(self, name: str, layer: int) -> int | None:
+    def layer_value(self, name: str, layer: int) -> LayerValue:
         """Return the value that a field has in one layer."""
         values = (self.per_layer_values or {}).get(name)
         return getattr(self, name) if values is None else values[layer]

@@ -160,10 +160,37 @@ def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
 
     monkeypatch.setattr(benchmark, "Translator", Tiny)
     flags = ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "out.json"), "--steps", "2"]
-    rows = benchmark.main(benchmark.parse_args(flags))
+    benchmark.main(benchmark.parse_args([*flags, "--parts", "quality"]))
+    rows = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [(row["encoder"], row["steps"]) for row in rows] == [
         *((encoder, 0) for encoder in benchmark.ENCODERS),
         (benchmark.SUMMARIES, 2),
     ]
     everything, windows, summaries, trained = (row["loss"] for row in rows)
     assert windows == pytest.approx(everything, abs=1e-5) and len({everything, summaries, trained}) == 3
+
+
+def test_passes_are_timed_beside_upstream_s(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("long_t5")
+    monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
+    monkeypatch.setattr(benchmark, "MOST_FULL", 300)
+    flags = ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "out.json"), "--parts", "passes"]
+    benchmark.main(benchmark.parse_args([*flags, "--lengths", "280", "600", "--rounds", "1"]))
+    short, long = json.loads((tmp_path / "long_t5_passes.json").read_text())["runs"]
+    assert short["milliseconds"].keys() == {*benchmark.ENCODERS, *benchmark.UPSTREAM.values()}
+    assert short["milliseconds"].keys() - long["milliseconds"].keys() == {"everything", "T5"}
+
+
+def test_the_encoders_that_are_timed_read_the_same(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("long_t5")
+    monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
+    encoders, ids = benchmark.make_encoders(), torch.randint(2, 400, (1, 600))
+    for ours, theirs in benchmark.UPSTREAM.items():
+        weights = encoders[ours].state_dict()
+        names = dict(zip(sorted(encoders[theirs].state_dict()), sorted(weights), strict=True))
+        encoders[theirs].load_state_dict({name: weights[own] for name, own in names.items()})
+        with torch.no_grad():
+            outputs = [encoders[name](ids).last_hidden_state for name in (ours, theirs)]
+        torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)

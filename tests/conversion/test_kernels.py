@@ -131,3 +131,30 @@ def test_wrong_requests_are_refused_before_any_work(folder):
         with pytest.raises(ValueError, match=message):
             convert_checkpoint(folder / source, folder / "other", **fields)
     assert not (folder / "other").exists()
+
+
+def test_some_layers_keep_their_softmax(folder, capsys):
+    """Those are as they were; the others are as where all layers get the kernel, for each is fitted to the source."""
+    lists = {"attention_kernel": [None, "hedgehog"]}
+    options = {"calibration": calibration(fit_steps=10)}
+    report = convert_checkpoint(folder / "source", folder / "some", per_layer_values=lists, **options)
+    convert_checkpoint(folder / "source", folder / "all", attention_kernel="hedgehog", **options)
+    assert [layer.change for layer in report.layers] == ["same", "kernel"]
+    assert report.other_fields == {"attention_kernel": (None, [None, "hedgehog"])}
+    some, everywhere, source = (load_file(folder / name / "model.safetensors") for name in ("some", "all", "source"))
+    first, second = "encoder.layer.0.attention.", "encoder.layer.1.attention."
+    names = {name for name in some if name.startswith(first)}
+    assert names == {name for name in source if name.startswith(first)}
+    assert all(some[name].equal(source[name]) for name in names)
+    assert {n for n in some if n.startswith(second)} == {n for n in everywhere if n.startswith(second)}
+    model = AutoModel.from_pretrained(folder / "some")
+    assert error(model, bert()) < error(AutoModel.from_pretrained(folder / "all"), bert())
+    command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "told")]
+    command += ["--per_layer_values", json.dumps(lists), "--method", "mean"]
+    assert cli.main(command) == 0
+    assert re.search(r"^  attention_kernel +none -> \[none, hedgehog\]$", capsys.readouterr().out, re.M)
+    for values in (["hedgehog", None], ["hedgehog", "hedgehog"]):
+        with pytest.raises(ValueError, match=r"a conversion keeps: `attention_kernel` is \[None, 'hedgehog'\]"):
+            convert_checkpoint(
+                folder / "some", folder / "other", per_layer_values={"attention_kernel": values}, method="mean"
+            )

@@ -1,0 +1,29 @@
+"""The benchmark of what a decoder keeps: bytes by length, as the formulas have them."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_a_state_has_one_size_and_a_cache_grows(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    benchmark = importlib.import_module("decoder_state")
+    layers, heads, head_dim, width = 6, 4, 16, 4
+    shape = benchmark.SHAPES["tiny"] | {"num_layers": layers}
+    monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": shape})
+    monkeypatch.setattr(benchmark, "CHUNK", 48)
+    options = ["--lengths", "64", "128", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
+    short, long = benchmark.main(benchmark.parse_args(options))["steps"]
+    a_layer = heads * head_dim * 2 * width  # keys and values of one token
+    for name in ("upstream", "softmax"):
+        assert [row["bytes"][name] for row in (short, long)] == [layers * a_layer * n for n in (64, 128)]
+    for name, features in (("elu", head_dim), ("hedgehog", 2 * head_dim)):
+        state = heads * features * (head_dim + 1) * width
+        assert [row["bytes"][name] for row in (short, long)] == [layers * state] * 2
+    some = [row["bytes"]["hedgehog, softmax in 2 of 6 layers"] for row in (short, long)]
+    assert some == [4 * state + 2 * a_layer * n for n in (64, 128)]
+    assert all(row["step_ms"].keys() == benchmark.PEERS.keys() for row in (short, long))
+    assert short["bytes"]["hybrid, window 64"] == pytest.approx(long["bytes"]["hybrid, window 64"], rel=0.05)

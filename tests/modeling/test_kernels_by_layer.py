@@ -1,0 +1,181 @@
+"""Kernels in some layers and a softmax in the others: each layer computes its own, with and without a cache."""
+
+import pytest
+import torch
+from architectures import BERT, T5, token_ids
+from relatives import ENCODER_DECODERS, WHISPER
+from transformers import AutoModel, DynamicCache, StaticCache
+
+import hf_attn_variants
+from hf_attn_variants.inspection.costs import variant_name
+from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+
+BART = ENCODER_DECODERS[0]
+LISTS = [[None, "{}"], ["{}", None]]
+DECODERS = {
+    "bert": (BERT, "BertLMHeadModel", ("attention_kernel",)),
+    "bart alone": (BART, "BartForCausalLM", ("attention_kernel",)),
+    "bart": (BART, "BartForConditionalGeneration", ("attention_kernel", "encoder_attention_kernel")),
+    "bart's memory": (BART, "BartForConditionalGeneration", ("attention_kernel", "cross_attention_kernel")),
+    "whisper": (WHISPER, "WhisperForConditionalGeneration", ("attention_kernel", "cross_attention_kernel")),
+    "t5": (T5, "T5ForConditionalGeneration", ("cross_attention_kernel",)),
+}
+EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.values(), ids=DECODERS)
+
+
+def by_layer(values, kernel, *names):
+    values = [each and each.format(kernel) for each in values]
+    return {"per_layer_values": {name: values for name in names}}
+
+
+def kernels(model):
+    cores = (module.get_submodule(site.core) for site, _, module in model.named_attentions())
+    return [core.kernel and core.kernel.name for core in cores]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("first", [None, "hedgehog"])
+def test_each_layer_reads_by_its_own(first, implementation):
+    """The first layer's output is upstream's, or that of a model with the kernel everywhere."""
+    values = [first, "hedgehog" if first is None else None]
+    model = BERT.model("BertModel", per_layer_values={"attention_kernel": values})
+    assert model.config.attention_kernel == "hedgehog" and kernels(model) == values
+    model.set_attn_implementation(implementation)
+    alike = BERT.model("BertModel", attention_kernel="hedgehog") if first else BERT.upstream_model("BertModel")
+    alike.load_state_dict(model.state_dict(), strict=False)
+    ids, mask = token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    with torch.no_grad():
+        ours, theirs = (
+            each(ids, attention_mask=mask, output_hidden_states=True).hidden_states for each in (model, alike)
+        )
+    torch.testing.assert_close(ours[1][mask.bool()], theirs[1][mask.bool()])
+    assert (ours[2] - theirs[2])[mask.bool()].abs().max() > 1e-3
+    weights = model(token_ids(1, 9), output_attentions=True).attentions
+    torch.testing.assert_close(torch.stack(weights).sum(-1), torch.ones(2, 1, 12, 9))
+
+
+@EVERY_DECODER
+@pytest.mark.parametrize("values", LISTS, ids=["softmax first", "kernel first"])
+@pytest.mark.parametrize("kernel", ["hedgehog", "hybrid"])
+def test_a_cache_keeps_states_and_keys(architecture, head, names, values, kernel):
+    """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
+    if kernel == "hybrid" and "cross_attention_kernel" in names:
+        pytest.skip("a hybrid is of self-attention")
+    windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
+    model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows)
+    batch = architecture.batch(head)
+    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
+    ids, others = batch.pop(name), batch if mask is None else {}
+    cache, steps = None, []
+    with torch.no_grad():
+        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
+        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
+            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
+            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
+            cache, steps = result.past_key_values, [*steps, result.logits]
+        later = ids.clone()
+        later[:, -1] = (later[:, -1] + 1) % 20
+        changed = model(
+            **others, **{name: later} | ({} if mask is None else {"attention_mask": mask}), use_cache=False
+        )
+    begin = 0 if mask is None else 2
+    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=1e-5, rtol=0)
+    assert changed.logits[:, begin:-1].equal(whole.logits[:, begin:-1])
+    own = getattr(cache, "self_attention_cache", cache)
+    has_state = [each is not None and "attention_kernel" in names for each in values]
+    assert [isinstance(layer, KernelStateLayer) for layer in own.layers] == has_state
+    assert own.get_seq_length() == 9
+
+
+@EVERY_DECODER
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_a_cache_is_that_without(architecture, head, names, beams):
+    model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names))
+    batch = {
+        name: each.flip(1) if each.dim() == 2 else each
+        for name, each in architecture.batch(head).items()
+        if not name.startswith("decoder")
+    }
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+    assert kept.equal(anew)
+
+
+def test_what_a_mixed_cache_cannot_do_is_refused():
+    model = BERT.model("BertLMHeadModel", **by_layer(LISTS[0], "elu", "attention_kernel"))
+    cache = DynamicCache(config=model.config)
+    model(token_ids(1, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match="keeps sums over all tokens, of which none can be taken back"):
+        cache.crop(-1)
+    static = StaticCache(config=model.config, max_cache_len=8)
+    with pytest.raises(ValueError, match="a softmax in a decoder that has an `attention_kernel` too, need a dynamic"):
+        model(token_ids(1, 4), past_key_values=static)
+
+
+def test_saved_and_loaded_and_nothing_learned_is_dropped(tmp_path):
+    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
+    model = BERT.model("BertModel", **lists)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert kernels(loaded) == [None, "hedgehog"] and loaded.config.per_layer_values == lists["per_layer_values"]
+    ids = token_ids(1, 9)
+    with torch.no_grad():
+        assert loaded(ids)[0].equal(model(ids)[0])
+    load = hf_attn_variants.AttnVariantBertModel.from_pretrained
+    for fields in (
+        by_layer(LISTS[1], "hedgehog", "attention_kernel"),
+        {"per_layer_config": {0: {"attention_kernel": "hedgehog"}}},
+        {"attention_kernel": "hedgehog"},
+        {"attention_kernel": None},
+    ):
+        with pytest.raises(ValueError, match=r"has attention_kernel=\[None, 'hedgehog'\], the configuration asks for"):
+            load(tmp_path, **fields)
+    assert kernels(load(tmp_path, **lists)) == [None, "hedgehog"]
+
+
+def test_a_plain_checkpoint_takes_kernels_in_some_layers(tmp_path):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path)
+    load = hf_attn_variants.AttnVariantBertModel.from_pretrained
+    assert kernels(load(tmp_path, **by_layer(LISTS[1], "elu", "attention_kernel"))) == ["elu", None]
+    assert kernels(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]
+
+
+def test_equal_layers_are_a_model_with_one_kernel():
+    config = BERT.config("mha", per_layer_values={"attention_kernel": ["elu", "elu"]})
+    assert config.attention_kernel == "elu" and config.per_layer_values is None
+    config = BERT.config("mha", per_layer_values={"attention_kernel": [None, None]})
+    assert config.attention_kernel is None and config.per_layer_values is None
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"per_layer_values": {"attention_kernel": ["elu", "favor"]}},
+            "is one kernel, or a softmax .* in some layers",
+        ),
+        ({"per_layer_values": {"attention_kernel": ["elu", "exp"]}}, r'one of "elu", .*; got \'exp\''),
+        ({"per_layer_values": {"attention_kernel": ["elu"]}}, "needs a list of 2 values for `attention_kernel`"),
+        ({"per_layer_values": {"attention_kernel": ["hybrid", None]}}, "needs `attention_window`"),
+        (by_layer(LISTS[0], "elu", "attention_kernel") | {"talking_heads": "both"}, "cannot stand together"),
+        (by_layer(LISTS[0], "elu", "attention_kernel") | {"attention_kernel": "favor"}, "leave it out"),
+    ],
+)
+def test_wrong_lists_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BERT.config("mha", **fields)
+
+
+def test_every_parameter_learns():
+    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel", "encoder_attention_kernel", "cross_attention_kernel")
+    model = BART.model("BartForConditionalGeneration", "gqa", **lists).train()
+    model(**BART.batch("BartForConditionalGeneration", labels=True), use_cache=False).loss.backward()
+    assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "k_proj.bias" not in name)
+
+
+def test_its_name_says_in_how_many_layers():
+    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
+    assert variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
+    assert variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"
