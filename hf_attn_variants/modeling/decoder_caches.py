@@ -106,8 +106,8 @@ def prepare_cache(module: nn.Module, cache: Any, memory: torch.Tensor | None) ->
         return
     if is_static:
         raise ValueError(
-            "`attention_pattern`, and a softmax in a decoder that has an `attention_kernel` too, need a dynamic "
-            f"cache; got {type(cache).__name__}."
+            "`attention_pattern` (or a softmax in a decoder that has an `attention_kernel` too) needs a dynamic "
+            f"cache, as long as what is read; got {type(cache).__name__}."
         )
     if reach.before < MAX_SIZE:
         keep_window(cache, module.layer_idx, reach)
