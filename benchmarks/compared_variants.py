@@ -21,8 +21,8 @@ AFTER = TaskDistillation(
 )
 
 
-# MiniLM's second and third layer: there a word of one text finds itself in the other.
-SOFTMAX_IN_1_2 = {"attention_kernel": ["hedgehog", None, None, "hedgehog", "hedgehog", "hedgehog"]}
+# Of MiniLM its second and third layer: there a word of one text finds itself in the other.
+MATCHING = {"keep_matching_layers": 2, "method": "calibrated"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ VARIANTS = {
     "GQA-4 (calibrated at the defaults)": Variant(
         {"num_key_value_heads": 4, "method": "calibrated"}, at_defaults=True
     ),
+    **{
+        f"{name} but in matching layers (calibrated at the defaults)": Variant(
+            {"num_key_value_heads": heads} | MATCHING, at_defaults=True
+        )
+        for name, heads in (("GQA-4", 4), ("GQA-2", 2), ("MQA", 1))
+    },
     "MQA (calibrated at the defaults)": Variant({"num_key_value_heads": 1, "method": "calibrated"}, at_defaults=True),
     "GQA-4 (mean)": Variant({"num_key_value_heads": 4}),
     "MQA (calibrated)": Variant({"num_key_value_heads": 1, "method": "calibrated"}),
@@ -107,11 +113,11 @@ VARIANTS = {
         on_task=True,
         of_finetuned=True,
     ),
-    "hedgehog, softmax in layers 1 and 2 (calibrated at the defaults)": Variant(
-        {"per_layer_values": SOFTMAX_IN_1_2, "method": "calibrated"}, at_defaults=True
+    "hedgehog but in matching layers (calibrated at the defaults)": Variant(
+        {"attention_kernel": "hedgehog"} | MATCHING, at_defaults=True
     ),
-    "hedgehog, softmax in layers 1 and 2 (the fine-tuned MHA, calibrated on the task)": Variant(
-        {"per_layer_values": SOFTMAX_IN_1_2, "method": "calibrated"}, on_task=True, of_finetuned=True
+    "hedgehog but in matching layers (the fine-tuned MHA, calibrated on the task)": Variant(
+        {"attention_kernel": "hedgehog"} | MATCHING, on_task=True, of_finetuned=True
     ),
     "talking heads (identity)": Variant({"talking_heads": "both"}),
 }

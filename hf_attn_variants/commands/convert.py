@@ -135,6 +135,13 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
         "token over all layers; ranks that lose least are chosen, those of self-attention by layer",
     )
     parser.add_argument(
+        "--keep_matching_layers",
+        type=int,
+        metavar="N",
+        help="encoders: leave N layers as they are, those whose heads look most for the same word elsewhere, by which "
+        "texts are compared; for models that are fine-tuned on pairs",
+    )
+    parser.add_argument(
         "--talking_heads",
         choices=["logits", "weights", "both"],
         help="add projections across heads to a plain source",

@@ -20,6 +20,7 @@ from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
+from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
 from .calibration.passages import reads_passages
 from .calibration.processors import check_has_processor, load_processor
 from .calibration.texts import CalibrationLike, as_calibration
@@ -104,11 +105,12 @@ def convert(
             tokenizer=tokenizer)`), `encoder_num_key_value_heads`, the ranks of latents `kv_lora_rank`,
             `encoder_kv_lora_rank`, `cross_kv_lora_rank` (the input's width: the input itself, which loses nothing),
             `per_layer_values`, or `kv_cache_bytes` (an encoder-decoder's: bytes a source token and bytes a generated
-            token, for which ranks are chosen that lose least), `talking_heads`, `num_softmax_heads`,
-            `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`, the fields of windows
-            (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a path
-            `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension` ("tiled", or
-            "interpolated": they are stretched), `allow_pickle`, `revision`, `token`.
+            token, for which ranks are chosen that lose least), `keep_matching_layers` (n: an encoder's n layers that
+            look most for a word's other occurrences, by which texts are compared, stay as they are),
+            `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`,
+            the fields of windows (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a
+            path `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension`
+            ("tiled", or "interpolated": they are stretched), `allow_pickle`, `revision`, `token`.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -266,6 +268,7 @@ def convert_checkpoint(
                 files_copied=new.copied,
                 files_left_out=new.left_out,
                 calibration=calibrated,
+                matching_shares=request.matching_shares,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
@@ -290,6 +293,9 @@ class _Request:
             asked = self.fields | {"num_key_value_heads": self.num_key_value_heads}
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
         self.calibration = as_calibration(self.calibration, self.seed)
+        self.matching_layers, self.matching_shares = self.fields.pop("keep_matching_layers", None), None
+        if self.matching_layers is not None:
+            check_matching_layers(self.matching_layers, self.calibration)
         self.method = resolve_method(self.asked_method, self.calibration)
         self.dtype = checked_dtype(self.dtype)
 
@@ -306,6 +312,12 @@ class _Request:
             chosen = fields_within(probe, self.kv_cache_bytes, entries, losses)
             by_layer = {**(fields.get("per_layer_values") or {}), **chosen.pop("per_layer_values", {})}
             fields |= chosen | {"per_layer_values": by_layer or None}
+        if self.matching_layers is not None:
+            probe = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
+            model, tokenizer = source(probe)
+            tokenizer = self.calibration.processor or tokenizer
+            self.matching_shares = matching_shares(model, tokenizer, self.calibration)
+            fields = fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
         plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
         if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
             pools = any(module.heads.relation == "pool" for module in plan.reduced)

@@ -77,6 +77,8 @@ class ConversionReport:
         files_copied, files_left_out: of what lay beside the weights.
         versions: of the packages.
         calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
+        matching_shares: by layer, how much of a head's attention goes to a word's other occurrences, of the head with
+            the most (`keep_matching_layers`); None where it was not asked.
         seconds: the time that the conversion took.
     """
 
@@ -97,6 +99,7 @@ class ConversionReport:
     files_left_out: list[str]
     versions: dict[str, str]
     calibration: dict[str, Any] | None = None
+    matching_shares: list[float] | None = None
     seconds: float = 0.0
 
     def reduced(self) -> bool:
@@ -149,6 +152,9 @@ class ConversionReport:
         if self.talking_heads:
             added = ", ".join(f"{name} {list(shape)}" for name, shape in self.talking_heads.items())
             lines.append(f"  {'talking heads added':<27} {added}")
+        if self.matching_shares is not None:
+            shares = ", ".join(f"{share:.2f}" for share in self.matching_shares)
+            lines.append(f"  {'attention to the same word':<27} {shares} by layer: the largest are kept")
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
         lines += self._output_errors() or [

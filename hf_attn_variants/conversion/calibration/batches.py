@@ -10,7 +10,16 @@ from ...registration import longest_input
 from ..calibration_settings import Calibration
 from .passages import passages, reads_passages
 
-__all__ = ["MIN_TOKENS", "Batch", "check_targets", "chunks_of", "drawn_parts", "from_generated", "make_batches"]
+__all__ = [
+    "MIN_TOKENS",
+    "Batch",
+    "check_targets",
+    "chunks_of",
+    "drawn_parts",
+    "from_generated",
+    "make_batches",
+    "padded",
+]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
 MIN_TOKENS = 1000
@@ -39,9 +48,9 @@ def make_batches(
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        batch = _padded([encoded[i] for i in rows], tokenizer.pad_token_id)
+        batch = padded([encoded[i] for i in rows], tokenizer.pad_token_id)
         if segments is not None:
-            batch["token_type_ids"] = _padded([segments[i] for i in rows], 0)["input_ids"]
+            batch["token_type_ids"] = padded([segments[i] for i in rows], 0)["input_ids"]
         if reads.is_target:
             chosen = None if targets is None else [targets[i] for i in rows]
             batch |= _decoder_arguments(model, batch, chosen, calibration)
@@ -74,6 +83,14 @@ def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
     ids = generated[:, :-1].cpu()
     mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+
+def padded(rows: list[list[int]], pad_token_id: int) -> Batch:
+    """Return tokens of several lengths as a batch, padded on the right, with the mask that says so."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _tokenized(
@@ -149,12 +166,5 @@ def _decoder_arguments(
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
         return from_generated(generated, config.pad_token_id)
-    padded = _padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
-    return {f"decoder_{name}": tensor for name, tensor in padded.items()}
-
-
-def _padded(rows: list[list[int]], pad_token_id: int) -> Batch:
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return {"input_ids": ids, "attention_mask": mask}
+    batch = padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
+    return {f"decoder_{name}": tensor for name, tensor in batch.items()}
