@@ -2,18 +2,21 @@
 
 all-MiniLM-L6-v2 by Spearman's correlation on the STS-B dev set and by the mean cosine of its embeddings to its own on
 held-out Wikipedia lines, as `conversion_quality.py` scores heads. A hybrid has three rows: as it is, and with either
-branch taken away, by the factor between them. The JSON is written after each row; rows in it are kept. A fit of 400
-steps takes some five minutes of one core.
+branch taken away, by the factor between them. The JSON is written after each model; rows in it are kept. A fit of 400
+steps takes some five minutes of one core. With `--distillation_steps` the last fit is distilled too, by the recipe
+that `attn-variants convert` prints: all parameters, lines of Wikipedia, the source as teacher.
 
 Example:
     python benchmarks/kernel_conversion.py --kernels elu hedgehog --fit_steps 0 400 --num_threads 1
     python benchmarks/kernel_conversion.py --kernels hedgehog --features 64 --fit_steps 1000
     python benchmarks/kernel_conversion.py --kernels hybrid --window 8
+    python benchmarks/kernel_conversion.py --kernels hedgehog --keep_matching_layers 2 --distillation_steps 300
 """
 
 import argparse
 import itertools
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,14 @@ from run_records import check_data_dir, write_rows
 from transformers import AutoModel, PreTrainedModel
 
 import hf_attn_variants
+from hf_attn_variants.commands import uptrain as uptrain_command
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.modeling.attention_kernels import KERNELS
 
 UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
-OF_HYBRIDS = ("window", "reads")
+OF_SOME = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
 # The branches of a hybrid that are read, by the logarithm of gamma; None = as it is. By 80 nothing is left of the
 # kernel's weights in float32, and the window's sums are below its largest number.
 BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
@@ -42,6 +46,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["elu", "hedgehog"])
     parser.add_argument("--window", type=int, default=8, help="of a hybrid")
     parser.add_argument("--features", type=int, help="default: each kernel's own")
+    parser.add_argument("--keep_matching_layers", type=int, help="layers that keep their softmax (default: none)")
+    parser.add_argument("--distillation_steps", type=int, help="of the model that was fitted last")
     parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="each a row, beside the unfitted one")
     parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="beginnings of lines, or short sentences")
     parser.add_argument("--calibration_size", type=int, default=3000)
@@ -70,8 +76,23 @@ def convert(
         fields["calibration"] = Calibration(
             texts, tokenizer=subject.tokenizer, max_length=args.max_length, fit_steps=steps, passages=False
         )
+        fields["keep_matching_layers"] = args.keep_matching_layers
     converted = hf_attn_variants.convert(source, **fields)
     return converted.eval(), round(time.perf_counter() - started, 1)
+
+
+def distil(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreTrainedModel:
+    """Return a model drawn towards the source for so many steps, all parameters trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        start, end = Path(folder, "start"), Path(folder, "end")
+        model.save_pretrained(start)
+        subject.tokenizer.save_pretrained(start)
+        flags = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *subject.uptraining]
+        flags += [*subject.training_flags(Path(folder), 0, steps), "--max_train_steps", str(steps)]
+        flags += ["--trainable", "all", "--learning_rate", "1e-4", "--group_by_length", "--cpu", "--disable_tqdm"]
+        flags += ["--per_device_train_batch_size", str(subject.batch_size), "--eval_steps", str(steps)]
+        uptrain_command.main(uptrain_command.parse_args([*flags, "--output_dir", str(end)]))
+        return AutoModel.from_pretrained(end).eval()
 
 
 @torch.no_grad()
@@ -89,6 +110,11 @@ def scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float |
     return found
 
 
+def is_measured(key: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Say whether a row of this key is there."""
+    return any(all(row.get(name) == key.get(name) for name in (*KEY, *OF_SOME)) for row in rows)
+
+
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what the file does not have, write it after each row, print all; returns the rows."""
     torch.set_num_threads(args.num_threads)
@@ -101,16 +127,26 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     for kernel, steps in itertools.product(args.kernels, (None, *args.fit_steps)):
         found = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
         key = dict(zip(KEY, (*found, args.calibration_size, args.max_length), strict=True))
+        if args.keep_matching_layers is not None:
+            if steps is None:  # the layers are found by the fit's text
+                continue
+            key["keep_matching_layers"] = args.keep_matching_layers
         is_hybrid = kernel == "hybrid"
         keys = [key | {"window": args.window, "reads": each} for each in BRANCHES] if is_hybrid else [key]
-        if all(any(each.items() <= row.items() for row in rows) for each in keys):
+        last = key | {"distillation_steps": args.distillation_steps}
+        is_last = args.distillation_steps is not None and steps == args.fit_steps[-1]
+        if all(is_measured(each, rows) for each in [*keys, *[last] * is_last]):
             continue
         model, seconds = convert(subject, kernel, steps, args)
         for each in keys:
             found = scores(subject, model, BRANCHES[each.get("reads", "both")])
             rows.append(each | found | {"conversion_seconds": seconds})
-            write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_HYBRIDS))
-            print(json.dumps(rows[-1]), flush=True)
+        if is_last:
+            rows.append(last | subject.scores_of(distil(subject, model, args.distillation_steps)))
+            rows[-1]["conversion_seconds"] = seconds
+        write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_SOME))
+        for row in rows[-len(keys) - is_last :]:
+            print(json.dumps(row), flush=True)
     return rows
 
 

@@ -1,8 +1,8 @@
 """What a conversion of all-MiniLM-L6-v2 keeps on text of many kinds, calibrated on lines, or on passages beside them.
 
 Each checkpoint is made by the command at its defaults, from lines of Wikipedia, with `--calibration_passages` or
-without. Nothing is trained. Measured is what the converted model makes of text that nothing was fitted to, beside what
-its source makes of it:
+without, in all layers or in those alone that do not find words again (`--keep_matching_layers`). Nothing is trained.
+Measured is what the converted model makes of text that nothing was fitted to, beside what its source makes of it:
 
 - error: of the last hidden states, the root of the squared error over the variance, all tokens together;
 - cosine: of the embeddings (means over tokens), the mean over texts;
@@ -10,6 +10,7 @@ its source makes of it:
 
 Example:
     python benchmarks/retention.py --num_key_value_heads 4 1
+    python benchmarks/retention.py --num_key_value_heads 4 2 --passages yes --keep_matching_layers 2
 """
 
 import argparse
@@ -37,6 +38,7 @@ BATCH_SIZE = 16
 # Kinds of text: tokens at which one is cut.
 LENGTHS = {"Wikipedia, 900 characters and more": 256, "SQuAD, question and passage": 384}
 LENGTH = 128
+KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers")
 
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 
@@ -122,16 +124,19 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         flags = write_texts(Path(temporary), {"calibration_file": lines})
         for heads in args.num_key_value_heads:
             for passages in args.passages:
-                output = (args.work_dir or Path(temporary)) / f"{heads}-{passages}"
+                kept = args.keep_matching_layers
+                output = (args.work_dir or Path(temporary)) / f"{heads}-{passages}-{kept}"
                 argv = ["--model_name_or_path", str(subject.source), "--num_key_value_heads", str(heads), *flags]
                 argv += ["--calibration_passages" if passages == "yes" else "--no-calibration_passages"]
                 argv += ["--seed", str(args.seed), "--disable_tqdm", "--output_dir", str(output)]
                 argv += [] if args.fit_steps is None else ["--fit_steps", str(args.fit_steps)]
+                argv += [] if kept is None else ["--keep_matching_layers", str(kept)]
                 if not output.is_dir():
                     command.main(command.parse_args(argv))
                 report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
                 model = AutoModel.from_pretrained(output).eval()
                 row = {"heads": heads, "passages": passages, "seed": args.seed, "fit_steps": args.fit_steps}
+                row |= {} if kept is None else {"keep_matching_layers": kept, "kept": report["heads"]}
                 row["calibration"] = report["calibration"]
                 row["spearman"] = similarity_spearman(model, tokenizer, subject.pairs, subject.scores)
                 row["kinds"] = {
@@ -140,7 +145,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                write_rows(args.output, {"run": run_record()}, rows, ("heads", "passages", "seed", "fit_steps"))
+                write_rows(args.output, {"run": run_record()}, rows, KEY)
     return rows
 
 
@@ -153,6 +158,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 1])
     parser.add_argument("--passages", nargs="+", choices=["yes", "no"], default=["no", "yes"])
+    parser.add_argument("--keep_matching_layers", type=int, help="of the conversions (default: none)")
     parser.add_argument("--fit_steps", type=int, help="of the conversions (default: the command's)")
     parser.add_argument("--size", type=int, default=384, help="texts of a kind; default: %(default)s")
     parser.add_argument("--lines", type=int, default=LINES, help="of Wikipedia to draw from; default: %(default)s")

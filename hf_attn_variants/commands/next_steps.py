@@ -72,7 +72,24 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
     words = {word for command in commands for word in shlex.split(command)}
     if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
         commands.append("with yours in place of " + "; ".join(missing))
-    return [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
+    lines = [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
+    if tuning is not None and _blurs_comparisons(report, head):
+        lines.append(
+            "To compare two texts after the fine-tuning, convert with --keep_matching_layers 2 (docs/conversion.md)."
+        )
+    return lines
+
+
+def _blurs_comparisons(report: "ConversionReport", head: str) -> bool:
+    """Say whether all layers of an encoder were fitted, those too by which a fine-tuned model would compare texts."""
+    is_plain_encoder = "encoder_num_key_value_heads" not in report.heads and not head.startswith("Albert")
+    return (
+        is_plain_encoder
+        and not head.endswith(TUNED)
+        and report.method == "calibrated"
+        and report.matching_shares is None
+        and all(layer.change != "same" for layer in report.layers)
+    )
 
 
 def _uptrain(report: "ConversionReport", args: argparse.Namespace, head: str, text: Sequence[str], output: str) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from fixtures.calibrations import WordTokenizer, bert, error, text
+from fixtures.glue.tiny_bert import make_tiny_bert
+from transformers import AutoTokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -45,3 +47,34 @@ def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
     rows = {(row["fit"], row["reads"]): row["error"] for row in benchmark.main(benchmark.parse_args(flags))[2:]}
     assert len(rows) == 6 and rows[20, "both"] < rows[benchmark.UNFITTED, "both"]
     assert all(rows[20, "both"] < rows[20, branch] for branch in ("the window", "outside of it"))
+
+
+def test_layers_that_compare_and_a_distillation_are_rows_of_their_own(benchmark, tmp_path, monkeypatch):
+    source, lines = make_tiny_bert(tmp_path / "source"), ["the cat saw the cat and a dog"] * 300
+
+    class Tiny:
+        uptraining, batch_size = ("--objective", "distill", "--max_length", "16"), 4
+        reads, tokenizer = (), AutoTokenizer.from_pretrained(source)
+
+        def __init__(self, data_dir):
+            self.source = source
+
+        def calibration_lines(self, seed):
+            return lines
+
+        def training_flags(self, folder, seed, steps):
+            (folder / "lines.txt").write_text("\n".join(lines))
+            return ["--train_file", str(folder / "lines.txt")]
+
+        def scores_of(self, converted):
+            return {"heads": str(converted.config.per_layer_values)}
+
+    monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
+    flags = ["--kernels", "elu", "--fit_steps", "2", "--output_dir", str(tmp_path), "--max_length", "16"]
+    plain = benchmark.main(benchmark.parse_args(flags))
+    rows = benchmark.main(benchmark.parse_args([*flags, "--keep_matching_layers", "1", "--distillation_steps", "2"]))
+    assert rows[:2] == plain and [row.get("distillation_steps") for row in rows[2:]] == [None, 2]
+    assert all("'elu'" in row["heads"] and row["keep_matching_layers"] == 1 for row in rows[2:])
+    assert [row["heads"] for row in plain] == ["None"] * 2
+    monkeypatch.setattr(benchmark, "convert", None)
+    assert len(benchmark.main(benchmark.parse_args(flags))) == 4

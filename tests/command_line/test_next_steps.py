@@ -71,6 +71,7 @@ def test_the_printed_commands_run(converted, kind, flags, commands):
     lines, found = converted(kind, "--num_key_value_heads", "4", *flags, "--output_dir", "new model/")
     assert [words[1] for words in found] == commands.split()
     assert ("reads no labels" in lines[0]) is (kind != "t5")
+    assert ("--keep_matching_layers 2" in lines[-1]) is (kind == "minilm")
     write_glue_folder(Path("glue"), "SST-2")
     write_questions(Path("questions.json"))
     local = {"glue": ["--data_dir", "glue"], "squad": ["--train_file", "questions.json"]}
@@ -89,6 +90,14 @@ def test_the_printed_commands_run(converted, kind, flags, commands):
     rates = {"minilm": ("all", 1e-4, 150, 16), "squad": ("all", 2e-5, 280, 64), "t5": ("attention", 1e-3, None, 64)}
     got = (distilled.trainable, distilled.learning_rate, distilled.max_train_steps, distilled.max_length)
     assert got == rates[kind]
+
+
+def test_layers_that_compare_are_told_of_where_none_was_kept(converted):
+    kept = ("--num_key_value_heads", "4", *LINES, "--keep_matching_layers", "1", "--output_dir", "kept")
+    lines, found = converted("minilm", *kept)
+    assert found and "--keep_matching_layers" not in lines[-1]
+    mean = ("--num_key_value_heads", "4", "--method", "mean", "--output_dir", "mean")
+    assert "--keep_matching_layers" not in "".join(converted("minilm", *mean)[0])
 
 
 def test_what_is_the_users_own_is_named(converted):
