@@ -137,7 +137,7 @@ def translate(args: argparse.Namespace) -> list[dict[str, Any]]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["quality", "passes"], default=["quality", "passes"])
+    parser.add_argument("--parts", nargs="+", choices=["quality", "passes"], default=["quality"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="of the passes")
     parser.add_argument("--rounds", type=int, default=3, help="of the passes")
     parser.add_argument("--steps", type=int, default=100, help="of the distillation; default: %(default)s")

@@ -30,7 +30,10 @@ ANY = "*"
 NUMBER = (int, float)
 SCALAR = (str, int, float)
 # Files of other versions and of other hands are read too: a field that is not of the type given here is left out. A
-# dict under ANY has values of one type, a list of two items is a pair, a list of one item has any length.
+# dict under ANY has values of one type, a list of two items is a pair, a list of one item has any length, a tuple says
+# what is possible.
+COUNT = (int, type(None))
+COUNTS = (*COUNT, [COUNT])  # of all layers, or one each
 CONVERSION_FIELDS: dict[str, Any] = {
     "source": str,
     "source_revision": str,
@@ -38,7 +41,7 @@ CONVERSION_FIELDS: dict[str, Any] = {
     "seed": int,
     "dtype": str,
     "architecture": str,
-    "heads": {ANY: [int, int]},
+    "heads": {ANY: [COUNTS, COUNTS]},
     "talking_heads": {ANY: list},
     "parameters": {"before": int, "after": int},
     "kv_cache_bytes_per_token": {ANY: {"before": int, "after": int}},
@@ -268,6 +271,8 @@ def _fits(value: Any, shape: Any) -> bool:
     if isinstance(shape, list):
         pair = len(shape) == 2
         return isinstance(value, list) and (not pair or len(value) == 2) and all(_fits(v, shape[0]) for v in value)
+    if isinstance(shape, tuple) and any(isinstance(each, list) for each in shape):
+        return any(_fits(value, each) for each in shape)
     if isinstance(value, bool):
         return shape is bool or (isinstance(shape, tuple) and bool in shape)
     return isinstance(value, shape)

@@ -73,7 +73,7 @@ def next_steps(report: "ConversionReport", args: argparse.Namespace) -> list[str
     if missing := [f"{name}, {meaning}" for name, meaning in MEANINGS.items() if name in words]:
         commands.append("with yours in place of " + "; ".join(missing))
     lines = [f"Next: {reason}{', then '.join(steps)}:", *(f"  {command}" for command in commands)]
-    if tuning is not None and _blurs_comparisons(report, head):
+    if tuning is not None and args.per_layer_values is None and _blurs_comparisons(report, head):
         lines.append(
             "To compare two texts after the fine-tuning, convert with --keep_matching_layers 2 (docs/conversion.md)."
         )
@@ -88,6 +88,7 @@ def _blurs_comparisons(report: "ConversionReport", head: str) -> bool:
         and not head.endswith(TUNED)
         and report.method == "calibrated"
         and report.matching_shares is None
+        and len(report.layers) > 2
         and all(layer.change != "same" for layer in report.layers)
     )
 

@@ -294,8 +294,6 @@ class _Request:
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
         self.calibration = as_calibration(self.calibration, self.seed)
         self.matching_layers, self.matching_shares = self.fields.pop("keep_matching_layers", None), None
-        if self.matching_layers is not None:
-            check_matching_layers(self.matching_layers, self.calibration)
         self.method = resolve_method(self.asked_method, self.calibration)
         self.dtype = checked_dtype(self.dtype)
 
@@ -314,10 +312,7 @@ class _Request:
             fields |= chosen | {"per_layer_values": by_layer or None}
         if self.matching_layers is not None:
             probe = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-            model, tokenizer = source(probe)
-            tokenizer = self.calibration.processor or tokenizer
-            self.matching_shares = matching_shares(model, tokenizer, self.calibration)
-            fields = fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
+            fields = self._keeping_matching_layers(probe, fields, source)
         plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
         if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
             pools = any(module.heads.relation == "pool" for module in plan.reduced)
@@ -330,6 +325,17 @@ class _Request:
             else:
                 logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
+
+    def _keeping_matching_layers(
+        self, probe: ConversionPlan, fields: dict[str, Any], source: SourceModel
+    ) -> dict[str, Any]:
+        """Return the fields of a conversion that leaves layers as they are; `probe` is that of all layers."""
+        check_matching_layers(probe, fields, self.matching_layers, self.calibration)
+        method_to_calibrate(probe, self.calibration)  # refuses what cannot be calibrated
+        model, tokenizer = source(probe)
+        tokenizer = self.calibration.processor or tokenizer
+        self.matching_shares = matching_shares(probe, model, tokenizer, self.calibration)
+        return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
 
     def _losses(
         self, plan: ConversionPlan, reader: TensorSource, source: SourceModel, modules: list[AttentionModule]

@@ -282,10 +282,16 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
 
 
 def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]) -> Any:
-    # Where layers differ, now or afterwards, no one number is kept.
+    # Where layers differ, now or afterwards, no one number is kept; lists of fields that are not asked for are.
     asked = given.get("per_layer_values")
-    by_layer = {*(source_config.per_layer_values or ()), *(asked if isinstance(asked, Mapping) else ())}
-    kept = {name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in by_layer}
+    asked = asked if isinstance(asked, Mapping) else {}
+    lists = source_config.per_layer_values or {}
+    kept = {
+        name: getattr(source_config, name) for name in config_class.kv_heads_fields() if name not in {*lists, *asked}
+    }
+    if asked:
+        lists = {name: values for name, values in lists.items() if name not in given}
+        given = {**given, "per_layer_values": {**lists, **asked}}
     new_config = config_class.from_upstream(raw, **(kept | dict(given)))
     if new_config.num_value_heads != source_config.num_value_heads:
         raise ValueError(

@@ -131,7 +131,7 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
             f"of it the relative error of its output is {after:.1%} (mean over {len(fits)} attentions; {before:.1%} "
             "by the closed form, before the fit)."
         )
-    rows = [(name, *pair) for name, pair in step.get("heads", {}).items()]
+    rows = [(name, *map(_shown, pair)) for name, pair in step.get("heads", {}).items()]
     if parameters := step.get("parameters"):
         rows.append(("parameters stored", f"{parameters['before']:,}", f"{parameters['after']:,}"))
     for site, cache in step.get("kv_cache_bytes_per_token", {}).items():
@@ -140,6 +140,13 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
         rows.append(("talking-heads projections", "none", ", ".join(step["talking_heads"])))
     errors = {name: _percent(step.get(f"mean_{name}_relative_error")) for name in ("logits", "value")}
     return {"sentence": sentence, "rows": rows, "errors": errors}
+
+
+def _shown(count: int | list[int | None] | None) -> str:
+    """Return a number of heads or a rank; of layers that differ all of them."""
+    if isinstance(count, list):
+        return ", ".join(map(_shown, count))
+    return "none" if count is None else str(count)
 
 
 def _training(step: Step) -> dict[str, Any]:

@@ -328,7 +328,9 @@ def _layers_with(variant: Any, name: str) -> str:
     """Say in which layers a field has a value; nothing where all have one."""
     values = values_by_layer(variant, name)
     found = [str(layer) for layer, value in enumerate(values) if value is not None]
-    return "" if len(found) == len(values) else f" in layers {', '.join(found)} of {len(values)}"
+    if len(found) == len(values):
+        return ""
+    return f" in layer{'s' if len(found) > 1 else ''} {', '.join(found)} of {len(values)}"
 
 
 def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:

@@ -142,8 +142,8 @@ def check_kernels(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, a hybrid without a window
-            in each layer or in cross-attention, linformer where there is no encoder of a fixed length, and a kernel
-            beside what needs a softmax: talking heads, a pattern, a latent, T5's relative positions.
+            in each layer that has it or in cross-attention, linformer where there is no encoder of a fixed length, and
+            a kernel beside what needs a softmax: talking heads, a pattern, a latent, T5's relative positions.
     """
     kernels = _kernels(config)
     for each, name in kernels.items():
@@ -215,9 +215,11 @@ def _check_window(config: Any, field: str, prefix: str) -> None:
             f'`{field}="hybrid"` is of self-attention: a query has no place among the keys of cross-attention.'
         )
     window = f"{prefix}attention_window"
-    values = (config.per_layer_values or {}).get(window, [getattr(config, window)])
+    layers = range(config.layer_count(window))
+    values = [config.layer_value(window, layer) for layer in layers if config.layer_value(field, layer) is not None]
     if None in values:
-        raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer; got {values if values[1:] else None}.')
+        got = values if any(values) else None
+        raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer that has it; got {got}.')
 
 
 def _check_length(config: Any, field: str, prefix: str) -> None:

@@ -11,7 +11,7 @@ from .attention_kernels import checked_kernel
 from .attention_patterns import checked_pattern_size
 from .field_checks import checked_kv_heads, checked_rank
 
-__all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "without_layer_values"]
+__all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
 
 LayerValue = int | str | None
 
@@ -84,6 +84,14 @@ def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
     kept = {name: value for name, value in values.items() if name not in new}
     return {**kept, "per_layer_values": by_layer or None}
+
+
+def value_or_list(values: Mapping[str, Any], name: str) -> Any:
+    """Return what a configuration's values say of a field: one value, or a list of those of layers that differ."""
+    found = (values.get("per_layer_values") or {}).get(name)
+    if not isinstance(found, list | tuple) or not found:
+        return values.get(name)
+    return found[0] if all(value == found[0] for value in found) else list(found)
 
 
 def _check_differs_by_layer(config: Any, name: str) -> None:

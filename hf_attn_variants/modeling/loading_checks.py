@@ -9,7 +9,7 @@ from transformers.utils import logging
 from .attention_kernels import LEARNED, RANDOM, has_kernel
 from .attention_patterns import has_pattern
 from .field_checks import checked_rank
-from .layer_values import without_layer_values
+from .layer_values import value_or_list, without_layer_values
 from .sinusoidal_positions import has_sinusoids
 from .variant_names import EAGER, SDPA
 
@@ -134,16 +134,16 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 
 def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
-    kernels = {held.get(name) for name in config_class.kernel_fields()}
-    for name in config_class.kernel_fields():
-        is_size = name == "attention_kernel_features" and kernels & {*LEARNED, *RANDOM}
-        if not is_size and held.get(name) not in LEARNED:
-            continue
-        asked = without_layer_values(held, wanted) | wanted
-        found, value = ((each.get("per_layer_values") or {}).get(name) or each.get(name) for each in (held, asked))
-        if value != found:
+    asked = without_layer_values(held, wanted) | wanted
+    found = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
+    by_layer = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    has_size = any(each in (*LEARNED, *RANDOM) for values in by_layer.values() for each in values)
+    for name, value in found.items():
+        is_size = name == "attention_kernel_features" and has_size
+        is_learned = any(each in LEARNED for each in by_layer[name])
+        if (is_size or is_learned) and (other := value_or_list(asked, name)) != value:
             raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {value!r}: loading "
+                f"The checkpoint {str(source)!r} has {name}={value!r}, the configuration asks for {other!r}: loading "
                 "neither drops nor resizes what a kernel has learned. Use the checkpoint's own configuration."
             )
 

@@ -8,13 +8,16 @@ import torch
 from architectures import ALBERT, T5
 from fixtures.calibrations import WordTokenizer, bert, calibration, t5
 from fixtures.glue.tiny_bert import make_tiny_bert
-from relatives import ENCODER_DECODERS, ENCODERS
+from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
-from hf_attn_variants import AttnVariantBertModel, cli
-from hf_attn_variants.conversion import convert_checkpoint, convert_model
+from hf_attn_variants import cli
+from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration.matching_layers import matching_shares
+from hf_attn_variants.conversion.checkpoint.in_memory import ModelReader
+from hf_attn_variants.conversion.methods import resolve_method
+from hf_attn_variants.conversion.plan import make_plan
 
 
 def small(**changes):
@@ -37,27 +40,58 @@ def finder(layers=3, layer=1, **fields):
     return model
 
 
+class MarkedTokenizer(WordTokenizer):
+    """With a token before a text and one after each text, which are no words; pairs have segments."""
+
+    all_special_ids = [0, 1]
+
+    def __call__(self, *columns, truncation=True, max_length=64, return_token_type_ids=None, **options):
+        rows, types = [], []
+        for texts in zip(*columns, strict=True):
+            row, of = [1], [0]
+            for number, text in enumerate(texts):
+                ids = [*super().__call__([text], max_length=max_length)["input_ids"][0], 1]
+                row, of = row + ids, of + [number] * len(ids)
+            rows.append(row[:max_length])
+            types.append(of[:max_length])
+        return {"input_ids": rows, "token_type_ids": types}
+
+
+def shares_of(model, calibration):
+    """Of the source as a variant model, as a conversion asks for them."""
+    ours = convert_model(model, 4, method="mean", copy=True)
+    config = model.config.to_dict() | {"architectures": ["BertModel"]}
+    plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
+    return matching_shares(plan, ours, calibration.tokenizer, calibration), ours
+
+
 @pytest.mark.parametrize("is_decoder", [False, True])
-def test_a_share_is_what_its_formula_says(is_decoder):
-    """Loops over texts, words and heads, without padding, on the first texts alone."""
-    model = finder(is_decoder=is_decoder)
+@pytest.mark.parametrize("are_pairs", [False, True])
+def test_a_share_is_what_its_formula_says(are_pairs, is_decoder):
+    """Loops over texts, words and heads, a text at a time; marks and padding are no words, segments are told."""
     texts = [*small().texts[:40], "zz"]
-    ours = convert_model(model, 2, method="mean", copy=True)  # any variant model; its own shares are asked for
-    found = matching_shares(ours, WordTokenizer(), calibration_of(texts))
+    texts = list(zip(texts[:20], texts[20:40], strict=True)) if are_pairs else texts
+    model, tokenizer = finder(is_decoder=is_decoder), MarkedTokenizer()
+    with torch.no_grad():
+        model.embeddings.token_type_embeddings.weight.mul_(3.0)
+    found, ours = shares_of(model, calibration_of(texts, tokenizer))
     sums, count = torch.zeros(3, 4), 0
     for text in texts:
-        ids = WordTokenizer()([text])["input_ids"][0]
+        batch = tokenizer(*([each] for each in (text if are_pairs else [text])))
+        (ids,), arguments = batch["input_ids"], {name: torch.tensor(rows) for name, rows in batch.items()}
         with torch.no_grad():
-            weights = torch.stack(ours(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]
+            weights = torch.stack(ours(**arguments, output_attentions=True).attentions)[:, 0]
         for t, word in enumerate(ids):
+            if word == 1:
+                continue
             others = [u for u, other in enumerate(ids) if other == word and (u < t if is_decoder else u != t)]
             count += bool(others)
             sums += weights[:, :, t, others].sum(-1)
     assert found == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
 
 
-def calibration_of(texts):
-    return calibration().__class__(texts, tokenizer=WordTokenizer(), passages=False, fit_steps=0, batch_size=16)
+def calibration_of(texts, tokenizer=None):
+    return Calibration(texts, tokenizer=tokenizer or WordTokenizer(), passages=False, fit_steps=0, batch_size=16)
 
 
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 2}, {"attention_kernel": "elu"}, {"kv_lora_rank": 8}])
@@ -88,6 +122,28 @@ def test_several_fields_and_layers_at_once():
     assert [each is None for each in kernels] == [each == 4 for each in heads]
 
 
+def test_a_second_conversion_keeps_what_differs_by_layer():
+    """Lists of fields that are not asked for stay, here and where `per_layer_values` or a cache's size is given."""
+    model = convert_model(finder(layer=2), 2, keep_matching_layers=1, calibration=small())
+    assert model.config.per_layer_values == {"num_key_value_heads": [2, 2, 4]}
+    for options in (
+        {"attention_kernel": "elu", "keep_matching_layers": 1, "calibration": small()},
+        {"per_layer_values": {"attention_kernel": ["elu", "elu", None]}, "method": "mean"},
+    ):
+        again = convert_model(model, **options)
+        assert again.config.per_layer_values == {
+            "num_key_value_heads": [2, 2, 4],
+            "attention_kernel": ["elu", "elu", None],
+        }
+    heads = {"per_layer_values": {"num_key_value_heads": [1, 1, 2]}}
+    fewer = convert_model(again, **heads, method="mean")
+    assert fewer.config.per_layer_values["attention_kernel"] == ["elu", "elu", None]
+    latent = convert_model(finder(layer=2), per_layer_values={"kv_lora_rank": [None, 16, None]}, method="mean")
+    both = convert_model(latent, 2, keep_matching_layers=1, calibration=small())
+    ranks = both.config.per_layer_values["kv_lora_rank"]
+    assert ranks == [None, 16, None] and both.config.per_layer_values["num_key_value_heads"] == [2, 2, 4]
+
+
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda each: each.name)
 def test_an_encoder_of_two_stacks(architecture):
     """Its own fields; the decoder is converted in all layers."""
@@ -107,21 +163,6 @@ def test_every_encoder(architecture):
     assert sorted(made.config.per_layer_values["num_key_value_heads"])[0] == 1
 
 
-def test_pairs_of_texts():
-    texts = small().texts
-    pairs = calibration_of(list(zip(texts[::2], texts[1::2], strict=True)))
-    tokenizer = PairTokenizer()
-    object.__setattr__(pairs, "tokenizer", tokenizer)
-    ours = AttnVariantBertModel.from_pretrained(None, config=convert_model(bert(), 4).config, state_dict={})
-    assert len(matching_shares(ours.float(), tokenizer, pairs)) == 2
-
-
-class PairTokenizer(WordTokenizer):
-    def __call__(self, texts=None, others=None, **options):
-        joined = super().__call__([f"{a}{b}" for a, b in zip(texts, others, strict=True)], **options)
-        return joined | {"token_type_ids": [[0] * len(row) for row in joined["input_ids"]]}
-
-
 @pytest.mark.parametrize(
     "model, options, message",
     [
@@ -132,11 +173,31 @@ class PairTokenizer(WordTokenizer):
         (bert, {"num_key_value_heads": None, "keep_matching_layers": 1}, "nothing to convert"),
         (
             bert,
-            {"num_key_value_heads": None, "per_layer_values": {"num_key_value_heads": [2, 4]}}
+            {"num_key_value_heads": None, "attention_pattern": "sliding_window", "attention_window": 4}
             | {"keep_matching_layers": 1},
             "give one for all layers",
         ),
         (t5, {"keep_matching_layers": 1}, r"an encoder's .* \(`encoder_num_key_value_heads`"),
+        (
+            lambda: ENCODER_DECODERS[0].upstream_model("BartForCausalLM"),
+            {"keep_matching_layers": 1},
+            "AttnVariantBartForCausalLM is the decoder of a model with one",
+        ),
+        (
+            lambda: WHISPER.upstream_model("WhisperForConditionalGeneration"),
+            {"num_key_value_heads": 4, "keep_matching_layers": 1, "calibration": None},
+            "this model reads audio",
+        ),
+        (
+            bert,
+            {"per_layer_values": {"attention_kernel": ["elu", None]}, "keep_matching_layers": 1},
+            "`per_layer_values` says it of `attention_kernel`",
+        ),
+        (
+            bert,
+            {"attention_pattern": "sliding_window", "attention_window": 4, "keep_matching_layers": 1},
+            "`attention_pattern` changes all",
+        ),
         (lambda: ALBERT.upstream_model("AlbertModel"), {"keep_matching_layers": 1}, "those of the source share them"),
     ],
 )
@@ -144,6 +205,31 @@ def test_what_cannot_be_done_is_refused(model, options, message):
     options = {"num_key_value_heads": 2, "calibration": small()} | options
     with pytest.raises(ValueError, match=message):
         convert_model(model(), **options)
+
+
+class ManyWords(WordTokenizer):
+    def __call__(self, *columns, **options):
+        return {"input_ids": [[99] * 9 for _ in columns[0]]}
+
+
+class NoPadding(WordTokenizer):
+    pad_token_id = None
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_matching_layers": 1}], ids=["all layers", "kept"])
+@pytest.mark.parametrize(
+    "tokenizer, changes, message",
+    [
+        (WordTokenizer(), {"max_length": 600}, "a calibration text has 599 tokens and the model 512 positions"),
+        (NoPadding(), {}, "has no padding token"),
+        (ManyWords(), {}, "has more tokens than the model"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_a_calibration_refuses_is_refused_in_its_words(tokenizer, changes, message, options):
+    texts = Calibration(["ab" * 400] * 20, tokenizer=tokenizer, passages=False, **changes)
+    with pytest.raises(ValueError, match=message):
+        convert_model(bert(), 2, calibration=texts, **options)
 
 
 def test_text_without_a_word_that_comes_twice():

@@ -201,7 +201,7 @@ WRONG = [
     (
         BERT,
         {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [4, None]}},
-        r"needs `attention_window`, in each layer; got \[4, None\]",
+        r"needs `attention_window`, in each layer that has it; got \[4, None\]",
     ),
     (BERT, {"attention_kernel": "hedgehog", "attention_window": 4}, "`attention_window` is of `attention_pattern`"),
     (BERT, {**HYBRID, "attention_window": 3}, "`attention_window` must be an even whole number"),

@@ -19,6 +19,7 @@ DECODERS = {
     "bart's memory": (BART, "BartForConditionalGeneration", ("attention_kernel", "cross_attention_kernel")),
     "whisper": (WHISPER, "WhisperForConditionalGeneration", ("attention_kernel", "cross_attention_kernel")),
     "t5": (T5, "T5ForConditionalGeneration", ("cross_attention_kernel",)),
+    "t5 of sinusoids": (T5, "T5ForConditionalGeneration", ("attention_kernel",)),
 }
 EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.values(), ids=DECODERS)
 
@@ -26,6 +27,11 @@ EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.va
 def by_layer(values, kernel, *names):
     values = [each and each.format(kernel) for each in values]
     return {"per_layer_values": {name: values for name in names}}
+
+
+def positions(head, names):
+    """Sinusoids, where a T5's bias by distance cannot stand beside a kernel."""
+    return {"position_embedding_type": "sinusoidal"} if head.startswith("T5") and "attention_kernel" in names else {}
 
 
 def kernels(model):
@@ -57,13 +63,14 @@ def test_each_layer_reads_by_its_own(first, implementation):
 
 @EVERY_DECODER
 @pytest.mark.parametrize("values", LISTS, ids=["softmax first", "kernel first"])
-@pytest.mark.parametrize("kernel", ["hedgehog", "hybrid"])
-def test_a_cache_keeps_states_and_keys(architecture, head, names, values, kernel):
+@pytest.mark.parametrize("implementation, kernel", [("sdpa", "hedgehog"), ("eager", "hedgehog"), ("sdpa", "hybrid")])
+def test_a_cache_keeps_states_and_keys(architecture, head, names, values, implementation, kernel):
     """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
     if kernel == "hybrid" and "cross_attention_kernel" in names:
         pytest.skip("a hybrid is of self-attention")
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
-    model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows)
+    model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows, **positions(head, names))
+    model.set_attn_implementation(implementation)
     batch = architecture.batch(head)
     name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
     mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
@@ -92,7 +99,7 @@ def test_a_cache_keeps_states_and_keys(architecture, head, names, values, kernel
 @EVERY_DECODER
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_with_a_cache_is_that_without(architecture, head, names, beams):
-    model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names))
+    model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names), **positions(head, names))
     batch = {
         name: each.flip(1) if each.dim() == 2 else each
         for name, each in architecture.batch(head).items()

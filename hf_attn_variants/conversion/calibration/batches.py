@@ -1,5 +1,8 @@
 """A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -93,33 +96,48 @@ def padded(rows: list[list[int]], pad_token_id: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def tokens_of(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], length: int
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Return the numbers of each text's tokens, cut at `length`, and which text of a pair each is of.
+
+    Args:
+        config: of the model that is to read them, which says whether it tells the texts of a pair apart.
+        texts: or pairs of texts.
+
+    Raises:
+        ValueError: for a tokenizer without padding, or with more tokens than the model has.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
+    columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
+    has_types = getattr(config, "type_vocab_size", 0) > 1
+    # ALBERT's tokenizer tells the texts of a pair apart only when asked.
+    options = {"return_token_type_ids": True} if has_types else {}
+    arguments = tokenizer(*map(list, columns), **options, truncation=True, max_length=length)
+    encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
+    if max(map(max, encoded)) >= config.vocab_size:
+        raise ValueError(f"the calibration's tokenizer has more tokens than the model ({config.vocab_size}).")
+    return encoded, segments
+
+
 def _tokenized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, parts: Parts
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
-    if tokenizer.pad_token_id is None:
-        raise ValueError("the calibration's tokenizer has no padding token; texts cannot be batched without one.")
-    limit = {"truncation": True, "max_length": calibration.length}
-    texts = calibration.texts
-    columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
-    has_types = getattr(model.config, "type_vocab_size", 0) > 1
-    # ALBERT's tokenizer tells the texts of a pair apart only when asked.
-    options = {"return_token_type_ids": True} if has_types else {}
-    arguments = tokenizer(*map(list, columns), **options, **limit)
-    encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
-    positions = longest_input(model.config)
-    if reads_passages(type(model), model.config, calibration):
+    texts, config = calibration.texts, model.config
+    encoded, segments = tokens_of(config, tokenizer, texts, calibration.length)
+    positions = longest_input(config)
+    if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         for rows in map(sorted, parts):  # each part's own: what is held out is in no passage to fit to
             for i, (passage, length) in passages([texts[row] for row in rows], longest).items():
-                arguments = tokenizer([passage], **options, truncation=True, max_length=length)
-                encoded[rows[i]] = arguments["input_ids"][0]
+                (encoded[rows[i]],), types = tokens_of(config, tokenizer, [passage], length)
                 if segments is not None:
-                    segments[rows[i]] = arguments["token_type_ids"][0]
-    if max(map(max, encoded)) >= model.config.vocab_size:
-        raise ValueError(f"the calibration's tokenizer has more tokens than the model ({model.config.vocab_size}).")
+                    segments[rows[i]] = types[0]
     targets = None
     if calibration.target_texts is not None:
+        limit = {"truncation": True, "max_length": calibration.length}
         targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
     longest = max(map(len, [*encoded, *(targets or [])]))
     if positions is not None and longest > positions:

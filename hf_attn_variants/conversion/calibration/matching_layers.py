@@ -16,60 +16,106 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...progress import progress_bar
+from ...registration import longest_input
 from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
-from .batches import Batch, padded
+from .batches import Batch, padded, tokens_of
 
 __all__ = ["check_matching_layers", "fields_keeping", "matching_shares"]
 
 # The text that is looked at, texts and tokens of each, since all layers' attention weights are made for a batch. The
 # two layers of MiniLM stand out on a hundred lines.
 MOST_TEXTS, MOST_TOKENS = 512, 128
+# Fields that make of a layer another one, by their ends: an encoder's heads, latent and kernel.
+OF_A_LAYER = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
 
 
-def check_matching_layers(count: Any, calibration: Calibration | None) -> None:
-    """Raise ValueError unless so many layers can be asked for, and there is text to find them by."""
+def check_matching_layers(
+    plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
+) -> None:
+    """Check that so many layers can stay as they are, before any text is read.
+
+    Args:
+        plan: the conversion of all layers.
+        fields: what it was made of.
+        count: how many layers stay.
+        calibration: the text to find them by.
+
+    Raises:
+        ValueError: if the number is none that leaves a layer to convert; there is no text, or no encoder whose layers
+            have weights of their own; or a layer would not be the same as before, or is settled already.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"`keep_matching_layers` must be a number of layers, from 1; got {count!r}.")
-    if calibration is None or calibration.audio is not None:
+    if plan.hears:
+        raise ValueError("`keep_matching_layers` finds layers by text; this model reads audio.")
+    if calibration is None:
         raise ValueError("`keep_matching_layers` finds layers by text: give `calibration=` (--calibration_file).")
+    prefix = _prefix(plan)
+    if prefix is None:
+        raise ValueError(
+            f"`keep_matching_layers` is for encoders; {plan.model_class.__name__} is the decoder of a model with one."
+        )
+    names = _asked(prefix, fields)
+    if not names:
+        raise ValueError(
+            "`keep_matching_layers` is for an encoder's heads, ranks or kernels: give one for all layers "
+            f"(`{prefix}num_key_value_heads`, ...)."
+        )
+    by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
+    if also := [name for name in by_layer if _is_of(prefix, name)]:
+        raise ValueError(
+            f"`keep_matching_layers` chooses layers; `per_layer_values` says it of `{also[0]}`: give one."
+        )
+    if fields.get(f"{prefix}attention_pattern") is not None:
+        raise ValueError(
+            f"`keep_matching_layers` leaves layers as they are; `{prefix}attention_pattern` changes all: give one."
+        )
+    modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
+    if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
+        raise ValueError(
+            "`keep_matching_layers` needs layers with weights of their own; those of the source share them."
+        )
+    if count >= len(modules):
+        raise ValueError(
+            f"`keep_matching_layers` must leave a layer to convert: there are {len(modules)}; got {count}."
+        )
 
 
 @torch.no_grad()
 def matching_shares(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
+    plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
-    """Return s of each layer of a model's encoder (of a decoder alone: with u < t).
+    """Return s of each layer of a source's encoder (of a BERT as a decoder: with u < t).
 
     Args:
+        plan: the conversion of all layers.
         model: the source as this package's model.
         tokenizer: the model's.
-        calibration: its texts, or pairs of texts, are read; the first `MOST_TEXTS`.
+        calibration: its texts, or pairs of texts, are read: the first `MOST_TEXTS`, to `MOST_TOKENS` tokens.
 
     Raises:
-        ValueError: if no word of the text occurs twice in an example.
+        ValueError: if no word of the text occurs twice in an example, or the tokenizer is not the model's.
     """
     config, texts = model.config, calibration.texts[:MOST_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    encoder = (model.get_encoder() if _is_of_two(config) else model.base_model).eval().to(device)
-    options = {"return_token_type_ids": True} if getattr(config, "type_vocab_size", 0) > 1 else {}
-    options |= {"truncation": True, "max_length": min(calibration.length, MOST_TOKENS)}
+    encoder = (model.get_encoder() if _prefix(plan) else model.base_model).eval().to(device)
+    length = min(calibration.length, MOST_TOKENS, longest_input(config) or MOST_TOKENS)
+    encoded, segments = tokens_of(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
     sums, count = defaultdict(float), 0
-    for start in progress_bar(range(0, len(texts), calibration.batch_size), desc="looking for words", leave=False):
-        some = texts[start : start + calibration.batch_size]
-        columns = [some] if isinstance(some[0], str) else zip(*some, strict=True)
-        tokens = tokenizer(*map(list, columns), **options)
-        batch = padded(tokens["input_ids"], tokenizer.pad_token_id)
-        if "return_token_type_ids" in options and "token_type_ids" in tokens:
-            batch["token_type_ids"] = padded(tokens["token_type_ids"], 0)["input_ids"]
+    starts = range(0, len(texts), calibration.batch_size)
+    for start in progress_bar(starts, desc="looking for words that come twice", leave=False):
+        rows = slice(start, start + calibration.batch_size)
+        batch = padded(encoded[rows], tokenizer.pad_token_id)
+        if segments is not None:
+            batch["token_type_ids"] = padded(segments[rows], 0)["input_ids"]
         same = _same_words(batch, special)
         if getattr(config, "is_decoder", False):
             same = same.tril()
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         for layer, weights in enumerate(encoder(**on_device, output_attentions=True).attentions):
-            found = (weights.cpu() * same[:, None]).sum((0, 2, 3)).double()  # [h]
-            sums[layer] = sums[layer] + found
+            sums[layer] = sums[layer] + (weights.cpu() * same[:, None]).sum((0, 2, 3)).double()  # [h]
         count += int(same.any(-1).sum())
     if not count:
         raise ValueError(
@@ -84,46 +130,42 @@ def fields_keeping(
     """Return the fields of a conversion that leaves the layers with the largest shares as they are.
 
     Args:
-        plan: the conversion of all layers.
-        fields: what it was made of.
+        plan, fields, count: as they were checked.
         shares: by layer, as `matching_shares` returned them.
-        count: how many layers stay.
-
-    Raises:
-        ValueError: if that leaves no layer to convert, or nothing is converted whose layers can differ.
     """
-    prefix = "encoder_" if _is_of_two(plan.config) else ""
-    names = [f"{prefix}{name}" for name in ("num_key_value_heads", "kv_lora_rank", "attention_kernel")]
-    by_layer = dict(fields.get("per_layer_values") or {})
-    names = [name for name in names if fields.get(name) is not None]
-    if not names:
-        raise ValueError(
-            "`keep_matching_layers` is for an encoder's heads, ranks or kernels: give one for all layers "
-            f"(`{prefix}num_key_value_heads`, ...)."
-        )
-    if plan.config.layer_count(names[0]) != len(shares):
-        raise ValueError(
-            "`keep_matching_layers` needs layers with weights of their own; those of the source share them."
-        )
-    if count >= len(shares):
-        raise ValueError(
-            f"`keep_matching_layers` must leave a layer to convert: there are {len(shares)}; got {count}."
-        )
     kept = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
+    by_layer, names = dict(fields.get("per_layer_values") or {}), _asked(_prefix(plan), fields)
     for name in names:
         old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
         by_layer[name] = [old[layer] if layer in kept else fields[name] for layer in range(len(shares))]
     return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
 
 
-def _is_of_two(config: Any) -> bool:
-    """Say whether a configuration is of an encoder and a decoder: the encoder's fields have names of their own."""
-    return "encoder_num_key_value_heads" in config.kv_heads_fields()
+def _prefix(plan: ConversionPlan) -> str | None:
+    """Return what the names of an encoder's fields begin with; None where there is no encoder."""
+    if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
+        return ""
+    return "encoder_" if any(_is_in("encoder_", module) for module in plan.modules) else None
+
+
+def _is_in(prefix: str, module: Any) -> bool:
+    """Say whether an attention is in the stack of a prefix."""
+    return module.site.stack_prefix == prefix
+
+
+def _is_of(prefix: str, name: str) -> bool:
+    """Say whether a field makes of this stack's layers others."""
+    return name in [f"{prefix}{each}" for each in OF_A_LAYER]
+
+
+def _asked(prefix: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a stack's layers that are given."""
+    return [name for name, value in fields.items() if value is not None and _is_of(prefix, name)]
 
 
 def _same_words(batch: Batch, special: torch.Tensor) -> torch.Tensor:
     """Return of which tokens which others are the same, [b, n, n]; of padding and special tokens none."""
     ids = batch["input_ids"]
     is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
-    same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None]
+    same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]
     return same & ~torch.eye(ids.shape[1], dtype=torch.bool)
