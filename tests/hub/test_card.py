@@ -364,3 +364,18 @@ def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said
         ranks = ", ".join(str(rank or "none") for rank in fields["per_layer_values"]["kv_lora_rank"])
         assert f"self-attention's keys and values are made from | {ranks} (by layer)" in text
     assert ("benchmark" in text) is (fields == {"cross_kv_lora_rank": 40})
+
+
+def test_heads_that_differ_by_layer_are_in_the_table_of_a_conversion(folder):
+    """All of them, and none where the report was made to hold something else."""
+    report = json.loads((folder / "conversion_report.json").read_text())
+    for heads, row in (
+        ([4, [2, 4]], "| num_key_value_heads | 4 | 2, 4 |"),
+        ([[4, None], None], "| num_key_value_heads | 4, none | none |"),
+        ([4, ["2 |\n# a"]], None),
+        ([4, [[2]]], None),
+    ):
+        report["heads"] = {"num_key_value_heads": heads}
+        (folder / "conversion_report.json").write_text(json.dumps(report))
+        text = str(model_card(folder, "me/x"))
+        assert ("| num_key_value_heads |" in text) is (row is not None) and (row or "") in text
