@@ -4,11 +4,13 @@ What is compared takes turns within each round; each time is the median over rou
 (12 heads of 64, batch 1); the features are computed in the call. Memory is what a call adds at its peak, a process for
 each measurement. A decoder's step is one token of 12 heads after others: of a softmax it reads their keys and values,
 of a kernel the sums over them. Estimates: how far favor's and rfa's mean weights are from the exponential that they
-estimate, on unit vectors, by the number of random vectors.
+estimate, on unit vectors, by the number of random vectors. Models: one pass of a BERT-base with kernels in all layers,
+and in all but two (`--kept`), beside upstream's; random weights, batch 1.
 
 Example:
     python benchmarks/linear_attention.py --num_threads 2
     python benchmarks/linear_attention.py --parts estimates --output_dir estimates
+    python benchmarks/linear_attention.py --parts models --peers elu hedgehog --lengths 512 2048 --output_dir models
     python benchmarks/linear_attention.py --parts attention --peers sdpa hedgehog hybrid linformer --output_dir others
 """
 
@@ -23,14 +25,17 @@ from sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
 from talking_heads_memory import cpu_memory, cuda_memory
 from talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
 from tqdm import tqdm
+from transformers import BertConfig, BertModel
 
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.modeling.attention_kernels import KERNELS
 from hf_attn_variants.modeling.attention_variants import fused_attention
 from hf_attn_variants.modeling.kernel_parameters import init_kernel
 from hf_attn_variants.modeling.linear_attention import attend_by_kernel, key_features, query_features
 from hf_attn_variants.reference_linear import favor_features
 
-PARTS = ("attention", "causal", "memory", "steps", "estimates")
+PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
 # Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
 OTHERS = ["hybrid", "linformer"]
@@ -46,6 +51,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("--peers", nargs="+", choices=[*PEERS, *OTHERS], default=PEERS)
     parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--kept", type=int, nargs="+", default=[1, 2], help="of models: layers with a softmax")
+    parser.add_argument("--num_layers", type=int, default=12, help="of models")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
@@ -87,6 +94,25 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
         kept[name] = sum(each.nbytes for each in state if each is not None)
         steps[name] = lambda module=module, state=state: attend_by_kernel(module, *token, None, scaling, state)
     return {"length": length, "step": interleaved(steps, args.device, args.rounds), "bytes": kept}
+
+
+@torch.no_grad()
+def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return milliseconds of a pass of whole encoders: {contestant: ms}."""
+    shape = {"num_attention_heads": args.heads, "hidden_size": args.heads * HEAD_DIM}
+    shape |= {"intermediate_size": 4 * args.heads * HEAD_DIM, "num_hidden_layers": args.num_layers}
+    shape |= {"max_position_embeddings": length}
+    models = {"upstream": BertModel(BertConfig(**shape))}
+    for name in (each for each in args.peers if each in KERNELS and each not in OTHERS):
+        layers = [None if layer in args.kept else name for layer in range(args.num_layers)]
+        some = {"per_layer_values": {"attention_kernel": layers}}
+        made = {name: {"attention_kernel": name}, f"{name} in {args.num_layers - len(args.kept)} layers": some}
+        for title, fields in made.items():
+            models[title] = AttnVariantBertModel(AttnVariantBertConfig(**shape, **fields))
+    tokens = torch.randint(1000, (1, length), device=args.device)
+    models = {name: model.eval().to(args.device, getattr(torch, args.dtype)) for name, model in models.items()}
+    steps = {name: torch.no_grad()(lambda model=model: model(tokens)) for name, model in models.items()}
+    return {"length": length, "pass": interleaved(steps, args.device, args.rounds)}
 
 
 @torch.no_grad()
@@ -151,6 +177,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
                 report[part].append(measure_attention(length, option, args))
         if "steps" in args.parts:
             report["steps"].append(measure_steps(length, args))
+        if "models" in args.parts:
+            report["models"].append(measure_models(length, args))
         atomic_write(path, json.dumps(report, indent=1) + "\n")
     report["growth"] = {
         f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in args.peers for mode in MODES

@@ -20,18 +20,20 @@ def benchmark(monkeypatch):
 def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "VECTORS", (32,))
     sizes = ["--lengths", "128", "512", "--heads", "1", "--rounds", "1", "--num_threads", "1"]
-    sizes += ["--peers", "sdpa", "hedgehog", "favor"]
+    sizes += ["--peers", "sdpa", "hedgehog", "favor", "--num_layers", "3"]
     benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
     report = json.loads((tmp_path / "linear_attention_cpu.json").read_text())
     for part in ("attention", "causal", "memory"):
         for row in report[part]:
             assert all(set(row[mode]) == {"sdpa", "hedgehog", "favor"} for mode in benchmark.MODES)
+    models = ["upstream", "hedgehog", "hedgehog in 1 layers", "favor", "favor in 1 layers"]
+    assert all(sorted(row["pass"]) == sorted(models) for row in report["models"])
     kept = [row["bytes"] for row in report["steps"]]
     assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
     assert [each["least"] for each in report["targets"]] == [1.0]
     assert "to the power of" in capsys.readouterr().out
     others = ["--peers", "sdpa", "hybrid", "linformer", "--parts", "attention", "causal", "steps"]
-    report = benchmark.main(benchmark.parse_args([*sizes[:-4], *others, "--output_dir", str(tmp_path / "others")]))
+    report = benchmark.main(benchmark.parse_args([*sizes[:-6], *others, "--output_dir", str(tmp_path / "others")]))
     names = [set(report[part][0][kind]) for part, kind in (("attention", "forward"), ("causal", "forward"))]
     assert names == [{"sdpa", "hybrid", "linformer"}, {"sdpa", "hybrid"}]
     assert report["steps"][1]["bytes"].keys() == {"sdpa", "hybrid"}

@@ -150,7 +150,9 @@ def kernel_conversion() -> Rows:
         text = f"{row['calibration_size']:,} {row['texts']} of {row['max_length']} tokens"
         scores = f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", f"{row['conversion_seconds']:.0f}"
         kernel = row["kernel"] + (f", window {row['window']}: {row['reads']}" if "reads" in row else "")
-        yield [kernel, row["features"] or "default", text, row["fit"], *scores]
+        kernel += " but in matching layers" if "keep_matching_layers" in row else ""
+        fit = f"{row['fit']}" + (f", distilled {row['distillation_steps']}" if "distillation_steps" in row else "")
+        yield [kernel, row["features"] or "default", text, fit, *scores]
 
 
 @table("results.md")
@@ -162,13 +164,38 @@ def finetuned_kernels() -> Rows:
 
 
 @table("results.md")
+def matching_layers() -> Rows:
+    """Some of its runs are those of other tables."""
+    names = ("finetuned_from_general_text", "finetuned_kernels", "finetuned_matching_layers")
+    rows = [row for name in names for row in load(name)["runs"] if "num_train_epochs" not in row]
+    metrics = {"stsb": ("spearmanr", ".3f"), "qnli": ("accuracy", ".3f"), "mnli": ("accuracy", ".3f")}
+    metrics["squad"] = ("f1", ".1f")
+    ending = " (calibrated at the defaults)"
+    grouped = ("GQA-4", "GQA-4 but in matching layers", "GQA-2 but in matching layers", "GQA-4 but in layers 0 and 3")
+    for variant in ("MHA", *grouped, "hedgehog", "hedgehog but in matching layers"):
+        full = variant + ending * (variant != "MHA")
+        cells = []
+        for task, (metric, form) in metrics.items():
+            of = {row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (full, task)}
+            cells.append(", ".join(f"{of[seed]:{form}}" for seed in (42, 43) if seed in of))
+        yield [variant, *cells]
+
+
+@table("results.md")
+def five_seeds() -> Rows:
+    rows = [row for row in load("finetuned_matching_layers")["runs"] if row["variant"] == "MHA"]
+    yield ["MHA", *(f"{found(rows, seed=seed)['spearmanr']:.3f}" for seed in range(42, 47))]
+
+
+@table("results.md")
 def retention() -> Rows:
     rows = load("retention")["runs"]
-    for heads in dict.fromkeys(row["heads"] for row in rows):
-        alone, passages = (found(rows, heads=heads, passages=each, fit_steps=None) for each in ("no", "yes"))
-        for kind, before in alone["kinds"].items():
-            cells = [f"{kept['error']:.2f}" + _embeddings(kept) for kept in (before, passages["kinds"][kind])]
-            yield [heads, kind, *cells]
+    of = {"heads": 4, "fit_steps": None}
+    settings = [{"passages": "no"}, {"passages": "yes"}, {"passages": "yes", "keep_matching_layers": 2}]
+    columns = [found(rows, **{"keep_matching_layers": None} | of | each)["kinds"] for each in settings]
+    for kind in columns[0]:
+        kept = [column[kind] for column in columns]
+        yield [4, kind, *(f"{each['error']:.2f}" + _embeddings(each) for each in kept)]
 
 
 def _embeddings(kept: dict[str, float]) -> str:
