@@ -135,6 +135,23 @@ def long_t5() -> Rows:
 
 
 @table("results.md")
+def encoder_passes() -> Rows:
+    for row in load("long_t5_passes")["runs"]:
+        by, cells = row["milliseconds"], []
+        for ours, theirs in (("everything", "T5"), ("windows", "LongT5, local"), ("transient global", None)):
+            theirs = theirs or "LongT5, transient global"
+            cells += [f"{by[ours]:,.0f}, {by[theirs]:,.0f} ({by[theirs] / by[ours]:.2f}x)"] if ours in by else [""]
+        yield [f"{row['tokens']:,}", *cells]
+
+
+@table("results.md")
+def decoder_state() -> Rows:
+    rows = load("decoder_state_cpu")["steps"]
+    for name in rows[0]["step_ms"]:
+        yield [name, *(f"{row['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row in rows)]
+
+
+@table("results.md")
 def linear_attention() -> Rows:
     for row in load("linear_attention_cpu")["attention"]:
         cells = [f"{row['length']:,}"]
@@ -184,7 +201,7 @@ def matching_layers() -> Rows:
 @table("results.md")
 def five_seeds() -> Rows:
     rows = load("finetuned_matching_layers")["runs"]
-    for variant in ("MHA", "GQA-4 but in matching layers"):
+    for variant in ("MHA", "GQA-4", "GQA-4 but in matching layers"):
         full = variant if variant == "MHA" else f"{variant} (calibrated at the defaults)"
         of = {row["seed"]: row["spearmanr"] for row in rows if (row["variant"], row["task"]) == (full, "stsb")}
         yield [variant, *(f"{of[seed]:.3f}" for seed in range(42, 47))]
