@@ -282,8 +282,10 @@ def _order(row: Row) -> tuple:
 def run_record() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    # A folder of some machine says nothing elsewhere but its name.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu or platform.processor(), "cpus": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": package_versions() | {"sacrebleu": sacrebleu.__version__},

@@ -22,6 +22,7 @@ __all__ = [
     "from_generated",
     "make_batches",
     "padded",
+    "tokens_of",
 ]
 
 # Below this many tokens a moment of a layer's inputs says more about the text than about the model.
