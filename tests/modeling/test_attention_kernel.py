@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
+from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from transformers import StaticCache
@@ -110,25 +111,16 @@ DECODERS = {
 def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
     """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
-    batch = architecture.batch(head)
-    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
-    ids, others = batch.pop(name), batch if mask is None else {}
-    cache, steps, sizes = None, [], set()
-    with torch.no_grad():
-        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
-        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
-            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
-            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
-            cache, steps = result.past_key_values, [*steps, result.logits]
-            own = getattr(cache, "self_attention_cache", cache)
-            if "attention_kernel" in fields:
-                assert all(isinstance(layer, KernelStateLayer) and not layer.keys.numel() for layer in own.layers)
-                sizes.add(sum(each.numel() for layer in own.layers for each in layer.state if each is not None))
-    begin = 0 if mask is None else 2
-    tolerance = 10 * TOLERANCE.get(kernel, 1e-5)
-    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=tolerance, rtol=0)
-    assert own.get_seq_length() == 9 and len(sizes) <= 1
+    batch, sizes = decoder_batch(architecture, head), set()
+
+    def on_step(own):
+        if "attention_kernel" in fields:
+            assert all(isinstance(layer, KernelStateLayer) and not layer.keys.numel() for layer in own.layers)
+            sizes.add(sum(each.numel() for layer in own.layers for each in layer.state if each is not None))
+
+    steps, cache = in_steps(model, batch, on_step)
+    torch.testing.assert_close(steps, at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
+    assert getattr(cache, "self_attention_cache", cache).get_seq_length() == 9 and len(sizes) <= 1
 
 
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])

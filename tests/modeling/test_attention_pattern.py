@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
 from transformers import StaticCache
@@ -137,19 +138,9 @@ def test_a_cache_keeps_the_window_alone(architecture, head, variant):
     """Windows of two sizes; several tokens after each other, then one by one; cross-attention's cache stays whole."""
     windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
     model = architecture.model(head, variant, **windows)
-    batch = architecture.batch(head)
-    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
-    ids, others = batch.pop(name), batch if mask is None else {}
-    cache, steps = None, []
-    with torch.no_grad():
-        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
-        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
-            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
-            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
-            cache, steps = result.past_key_values, [*steps, result.logits]
-    begin = 0 if mask is None else 2
-    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=1e-5, rtol=0)
+    batch = decoder_batch(architecture, head)
+    steps, cache = in_steps(model, batch)
+    torch.testing.assert_close(steps, at_once(model, batch), atol=1e-5, rtol=0)
     own = getattr(cache, "self_attention_cache", cache)
     assert [layer.keys.shape[2] for layer in own.layers] == [3, 5] and own.get_seq_length() == 9
     if own is not cache:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import BERT, T5, token_ids
+from fixtures.decoding import at_once, decoder_batch, in_steps
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import AutoModel, DynamicCache, StaticCache
 
@@ -71,25 +72,12 @@ def test_a_cache_keeps_states_and_keys(architecture, head, names, values, implem
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
     model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows, **positions(head, names))
     model.set_attn_implementation(implementation)
-    batch = architecture.batch(head)
-    name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-    mask = None if name != "input_ids" else torch.ones(3, 9).index_fill(1, torch.arange(2), 0).long()
-    ids, others = batch.pop(name), batch if mask is None else {}
-    cache, steps = None, []
-    with torch.no_grad():
-        whole = model(**others, **{name: ids} | ({} if mask is None else {"attention_mask": mask}), use_cache=False)
-        for begin, end in ((0, 3), (3, 6), (6, 7), (7, 8), (8, 9)):
-            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
-            result = model(**others, **{name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
-            cache, steps = result.past_key_values, [*steps, result.logits]
-        later = ids.clone()
-        later[:, -1] = (later[:, -1] + 1) % 20
-        changed = model(
-            **others, **{name: later} | ({} if mask is None else {"attention_mask": mask}), use_cache=False
-        )
-    begin = 0 if mask is None else 2
-    torch.testing.assert_close(torch.cat(steps, 1)[:, begin:], whole.logits[:, begin:], atol=1e-5, rtol=0)
-    assert changed.logits[:, begin:-1].equal(whole.logits[:, begin:-1])
+    batch = decoder_batch(architecture, head)
+    whole, (steps, cache) = at_once(model, batch), in_steps(model, batch)
+    torch.testing.assert_close(steps, whole, atol=1e-5, rtol=0)
+    later = batch.ids.clone()
+    later[:, -1] = (later[:, -1] + 1) % 20
+    assert at_once(model, batch._replace(ids=later))[:, :-1].equal(whole[:, :-1])
     own = getattr(cache, "self_attention_cache", cache)
     has_state = [each is not None and "attention_kernel" in names for each in values]
     assert [isinstance(layer, KernelStateLayer) for layer in own.layers] == has_state
