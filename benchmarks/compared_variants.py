@@ -78,6 +78,9 @@ VARIANTS = {
         )
         for name, heads in (("GQA-4", 4), ("GQA-2", 2), ("MQA", 1))
     },
+    "GQA-4 but in matching layers (calibrated on the task)": Variant(
+        {"num_key_value_heads": 4} | MATCHING, on_task=True
+    ),
     # To compare with: two layers that are not the matching ones.
     "GQA-4 but in layers 0 and 3 (calibrated at the defaults)": Variant(
         {"per_layer_values": {"num_key_value_heads": [12, 4, 4, 12, 4, 4]}, "method": "calibrated"}, at_defaults=True

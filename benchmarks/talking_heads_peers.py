@@ -58,6 +58,11 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         )
         return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
 
+    def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
+        # What "window" does too, but on CUDA where FlexAttention has proved itself.
+        reach = Reach.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
+        return talking_heads_attention(query, key, value, None, bias, scaling=scaling, dropout=dropout, reach=reach)
+
     def linear(kernel):
         modules = {}
 
@@ -71,6 +76,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
     made = {name: linear(name) for name in KERNELS}
     made |= {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
+    made["window in blocks"] = window_in_blocks
     if device == "cuda":
         torch._dynamo.config.cache_size_limit = 256
         made |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}

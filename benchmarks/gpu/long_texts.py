@@ -1,6 +1,7 @@
 """Attention whose cost is linear in the length, beside fused full attention, to 65,536 tokens; `sliding_window.py`'s.
 
-Attention alone (12 heads of 64), BERT-base's layer, memory. Windows, and each `attention_kernel` that the package has.
+Attention alone (12 heads of 64), BERT-base's layer, memory. Windows, by FlexAttention where it agrees with the blocks
+and in blocks, and each `attention_kernel` that the package has. First whether FlexAttention agrees, a cell a kind.
 """
 
 import argparse
@@ -12,6 +13,8 @@ from peers import memory_row, side_by_side
 from sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
 from talking_heads_peers import make_inputs, make_peers, make_step
 
+from hf_attn_variants.modeling import flex_windows
+
 try:  # a package without them has windows alone
     from hf_attn_variants.modeling.attention_kernels import KERNELS
 except ImportError:
@@ -19,12 +22,21 @@ except ImportError:
 
 LENGTHS = (16384, 4096, 65536, 1024)
 KINDS = ("attention", "layers", "memory")
+DTYPES = ("bfloat16", "float16", "float32")
+WINDOWS = [*PEERS, "window in blocks"]
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
     """A cell a length and kind."""
     measures = {"attention": attention, "layers": layers, "memory": memory}
-    return {
+    agreement = {
+        f"FlexAttention, {dtype}{', bias' * bias}{', padding' * bias}": lambda dtype=dtype, bias=bias: agrees(
+            args, dtype, bias
+        )
+        for bias in (False, True)
+        for dtype in DTYPES
+    }
+    return agreement | {
         f"{kind}, {n}": lambda kind=kind, n=n: measures[kind](n, args)
         for n in ((512,) if args.tiny else LENGTHS)
         for kind in KINDS
@@ -35,11 +47,30 @@ def _heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
     return 1 if args.tiny else HEADS, "bfloat16" if args.device == "cuda" else "float32"
 
 
+def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
+    """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and if not, why."""
+    if args.tiny:
+        return {"reason": "not tried: on a CPU it has no gradients"}
+    kind = flex_windows._Kind(
+        device=torch.empty(0, device=args.device).device,
+        dtype=getattr(torch, dtype),
+        heads=(HEADS, HEADS),
+        sizes=(HEAD_DIM, HEAD_DIM),
+        has_padding=bias,
+        bias=getattr(torch, dtype) if bias else None,
+        trains_bias=bias,
+        is_dilated=False,
+        with_backward=True,
+    )
+    reason = flex_windows._disagreement(kind)
+    return {"met": reason is None, "reason": reason}
+
+
 def attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of full attention and of windows."""
     heads, dtype = _heads_and_dtype(args)
     inputs = make_inputs((1, heads, n, HEAD_DIM), "plain", args.device, getattr(torch, dtype))
-    peers = make_peers(args.device, PEERS)
+    peers = make_peers(args.device, WINDOWS)
     return side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
 
 
@@ -64,7 +95,7 @@ def _fields(kernel: str, n: int) -> dict[str, Any]:
 def memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the MiB that a call of attention alone adds."""
     heads, dtype = _heads_and_dtype(args)
-    return memory_row(make_peers(args.device, PEERS), heads, HEAD_DIM, n, dtype, args.device)
+    return memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import EAGER, SDPA
+from .flex_windows import attention_in_windows
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .linear_attention import kernel_attention_forward
 from .memory_compression import compressing
@@ -255,10 +256,10 @@ def sdpa_attention_forward(
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
-        attend = partial(talking_heads_attention, position_bias=position_bias, **options)
         if not in_blocks:
-            return attend(query, key, value, attention_mask), None
-        attend = partial(attend, is_causal=False)  # the reach says it
+            return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
+        options["is_causal"] = False  # the reach says it
+        attend = partial(attention_in_windows, position_bias=position_bias, **options)
         if is_global is None:
             return attend(query, key, value, attention_mask, reach=reach), None
         return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None

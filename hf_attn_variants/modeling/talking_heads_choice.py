@@ -20,7 +20,7 @@ from .talking_heads_triton import allows_tf32, is_supported
 from .talking_heads_triton import backward as triton_backward
 from .talking_heads_triton import forward as triton_forward
 
-__all__ = ["BACKENDS", "choose_backend"]
+__all__ = ["BACKENDS", "HALF_PRECISION_TOLERANCE", "TOLERANCE", "choose_backend", "largest_error"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -107,7 +107,7 @@ def _disagreement(kind: _Kind) -> str | None:
     """Compute a small call of this kind by both paths; return what is wrong with the kernels, or None."""
     try:
         found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
-        errors = {name: _largest_error(found[name], tensor, name) for name, tensor in expected.items()}
+        errors = {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
     except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
         return f"the Triton kernels failed with {type(error).__name__}: {str(error)[:500]}"
     most = TOLERANCE if kind.dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
@@ -115,7 +115,7 @@ def _disagreement(kind: _Kind) -> str | None:
     return f"the Triton kernels gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
-def _largest_error(found: Tensor, expected: Tensor, name: str) -> float:
+def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
     """Return the error at the worst query or key, as a part of the root mean square over all of them."""
     difference = (found.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)

@@ -25,13 +25,13 @@ NAMED = {"ids": lambda row: row.name}
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
     monkeypatch.setattr(sliding_window_attention, "ROWS", (2,))
-    calls, attend = [], attention_variants.talking_heads_attention
+    calls, attend = [], attention_variants.attention_in_windows
 
     def counted(*args, **options):
         calls.append(options.get("reach"))
         return attend(*args, **options)
 
-    monkeypatch.setattr(attention_variants, "talking_heads_attention", counted)
+    monkeypatch.setattr(attention_variants, "attention_in_windows", counted)
     return calls
 
 

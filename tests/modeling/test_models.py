@@ -98,6 +98,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "encoder_decoder_config.py",
             *FAMILY_FILES.get(architecture.name, ()),
             "field_checks.py",
+            "flex_windows.py",
             "global_tokens.py",
             "latent_attention.py",
             "layer_values.py",

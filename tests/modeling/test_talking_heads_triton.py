@@ -172,7 +172,7 @@ def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
     monkeypatch.setattr(talking_heads_triton._Call, "launch", record)
     monkeypatch.setattr(talking_heads_triton, "covers_device", lambda device: True)
     monkeypatch.setattr(talking_heads, "covers_device", lambda device: True)
-    monkeypatch.setattr(talking_heads_choice, "_largest_error", lambda *_: 0.0)
+    monkeypatch.setattr(talking_heads_choice, "largest_error", lambda *_: 0.0)
     query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
     bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
     mask = make_mask("padding", n=n, m=n)[0]

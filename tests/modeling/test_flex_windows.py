@@ -1,0 +1,163 @@
+"""Windows by FlexAttention, which models use on CUDA alone: here its arithmetic on the CPU, and who computes what.
+
+Uncompiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same formulas as the
+kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
+"""
+
+import shutil
+
+import pytest
+import torch
+from fixtures.largest_tensor import LargestTensor
+
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+from hf_attn_variants.modeling import flex_windows
+from hf_attn_variants.modeling.attention_patterns import Reach
+from hf_attn_variants.modeling.flex_windows import attention_in_windows, blocks_that_are_read
+from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+
+flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
+if "seq_lengths" not in flex_attention.BlockMask.from_kv_blocks.__code__.co_varnames:
+    pytest.skip("this torch's block masks know whole blocks alone", allow_module_level=True)
+
+REACHES = {
+    "window": Reach(20, 20),
+    "dilated": Reach(60, 60, 3),
+    "global": Reach(20, 20, 1, 3),
+    "dilated, global": Reach(40, 40, 2, 130),
+    "causal": Reach(33, 0),
+    "wider than the text": Reach(2**31, 2**31),
+}
+EVERY_REACH = pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+HEADS, KV_HEADS, D = 4, 2, 16
+
+
+def make_call(n, m=None, padded=False, biased=False):
+    """Queries, keys, values, a mask of the keys and a bias by distance."""
+    m = m or n
+    torch.manual_seed(0)
+    states = [torch.randn(2, heads, length, D) for heads, length in ((HEADS, n), (KV_HEADS, m), (KV_HEADS, m))]
+    mask = (torch.arange(m) < torch.tensor([[m], [m // 2]]))[:, None, None] if padded else None
+    return [*states, mask, torch.randn(1, HEADS, 1, 2 * m - 1) if biased else None]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """FlexAttention for calls on the CPU, uncompiled and with gradients; says how often it was called."""
+    calls = []
+
+    def attend(*states, **options):
+        calls.append(options)
+        torch._dynamo.reset()
+        return flex_attention.flex_attention(*states, **options)
+
+    monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
+    monkeypatch.setattr(flex_windows, "_agreed", {})
+    monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    flex_windows._block_mask.cache_clear()
+    yield calls
+    flex_windows._block_mask.cache_clear()
+
+
+@EVERY_REACH
+@pytest.mark.parametrize("n, m", [(1, 1), (41, 41), (64, 64), (5, 41), (17, 64)])
+def test_blocks_that_are_read_hold_all_that_is_allowed(reach, n, m):
+    block, keys = 8, torch.arange(m)
+    allowed = reach.allowed(keys[m - n :], keys)
+    some, whole = blocks_that_are_read(reach, n, m, block)
+    for i in range(some.shape[0]):
+        for j in range(some.shape[1]):
+            part = allowed[i * block : (i + 1) * block, j * block : (j + 1) * block]
+            assert some[i, j] or not part.any()
+            assert not whole[i, j] or (some[i, j] and part.all())
+            if reach.step == 1 and reach.global_tokens == 0:
+                assert some[i, j] == part.any() and whole[i, j] == part.all()
+
+
+@EVERY_REACH
+@pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
+def test_outputs_and_gradients_are_those_of_the_blocks(reach, padded, biased, on_the_cpu):
+    *states, mask, bias = make_call(300, padded=padded, biased=biased)
+    leaves = [*states, bias] if biased else states
+    call = {"reach": reach, "scaling": 0.3}
+    direction, found = torch.randn(2, 300, HEADS, D), []
+    for attend in (attention_in_windows, talking_heads_attention):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        output = attend(*states, mask, bias, **call)
+        found.append([output, *torch.autograd.grad(output, leaves, direction)])
+    assert on_the_cpu
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max().item()), rtol=0)
+
+
+def test_the_last_queries_of_a_longer_memory(on_the_cpu):
+    call = make_call(70, 300, padded=True, biased=True)
+    found = attention_in_windows(*call, reach=Reach(150, 0), scaling=0.3)
+    assert on_the_cpu
+    torch.testing.assert_close(found, talking_heads_attention(*call, reach=Reach(150, 0), scaling=0.3))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++ on a CPU")
+def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
+    compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
+    monkeypatch.setattr(flex_windows, "_agreed", {})
+    monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
+    monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
+    call = make_call(300, padded=True, biased=True)
+    found = attention_in_windows(*call, reach=Reach(130, 130, 1, 1), scaling=0.3)
+    assert list(flex_windows._agreed.values()) == [True]
+    expected = talking_heads_attention(*call, reach=Reach(130, 130, 1, 1), scaling=0.3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
+def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
+    right, calls, said = flex_windows._compiled(), [], []
+
+    def attend(*states, **options):
+        calls.append(states)
+        if fault == "raises" or (fault == "raises later" and len(calls) > len(flex_windows.SMALL_CALLS)):
+            raise RuntimeError("no kernel for this")
+        return right(*states, **options) * (1.01 if fault == "wrong" else 1)
+
+    monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
+    monkeypatch.setattr(flex_windows.logger, "warning", said.append)
+    call, options = make_call(300), {"reach": Reach(20, 20), "scaling": 0.3}
+    expected = talking_heads_attention(*call, **options)
+    for _ in range(2):
+        assert attention_in_windows(*call, **options).equal(expected)
+    assert len(said) == 1 and ("other numbers" if fault == "wrong" else "no kernel for this") in said[0]
+    assert len(calls) == {"wrong": 2, "raises": 1, "raises later": 3}[fault]
+
+
+def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
+    call, options = make_call(300), {"reach": Reach(20, 20), "scaling": 0.3}
+    attention_in_windows(*call, dropout=0.1, **options)
+    attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
+    attention_in_windows(*(t if t is None else t.double() for t in call), **options)
+    assert not on_the_cpu and not flex_windows._agreed
+
+
+def test_a_models_windows_go_by_it(on_the_cpu):
+    torch.manual_seed(0)
+    config = AttnVariantBertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=300, attention_pattern="sliding_window", attention_window=32, num_global_tokens=1,
+    )  # fmt: skip
+    model = AttnVariantBertModel(config).eval()
+    batch = {"input_ids": torch.randint(50, (2, 300)), "attention_mask": torch.ones(2, 300, dtype=torch.long)}
+    batch["attention_mask"][1, 200:] = 0
+    with torch.no_grad():
+        found = model(**batch).last_hidden_state
+        assert len(on_the_cpu) == len(flex_windows.SMALL_CALLS) + 2  # each layer once
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(found[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
+
+
+def test_no_mask_is_as_large_as_the_lengths_square():
+    with LargestTensor() as largest:
+        flex_windows._block_mask.__wrapped__(Reach(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
+    assert largest.numel <= (8192 // flex_windows.BLOCK + 1) ** 2
