@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import transformers
 from machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.timing import FirstToken
 from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
@@ -163,20 +164,6 @@ def equal_feed_forward(fields: dict[str, Any], kv_heads: int) -> int:
 
 def variant_name(kv_heads: int, heads: int) -> str:
     return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
-
-
-class FirstToken(StoppingCriteria):
-    """Stops nothing; notes when the first token was there."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.time: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self.time is None:
-            synchronize(self.device)
-            self.time = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def source_of(

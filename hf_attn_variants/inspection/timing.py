@@ -8,13 +8,13 @@ import torch
 from transformers import StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-__all__ = ["Times", "decoding_or_pass", "run_times"]
+__all__ = ["FirstToken", "Times", "decoding_or_pass", "run_times"]
 
 # Seconds until the first token was there, where there is one, and until the end.
 Times = tuple[float | None, float]
 
 
-class _FirstToken(StoppingCriteria):
+class FirstToken(StoppingCriteria):
     """Stops nothing; notes when the first token was there."""
 
     def __init__(self, device: str) -> None:
@@ -52,7 +52,7 @@ def decoding_or_pass(
     def run() -> StoppingCriteria:
         # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
         given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
-        first = _FirstToken(str(model.device))
+        first = FirstToken(str(model.device))
         model.generate(**given, **options, stopping_criteria=[first])
         return first
 
