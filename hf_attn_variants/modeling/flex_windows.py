@@ -102,7 +102,7 @@ def _kind_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, reach: Reach
 ) -> _Kind | None:
     """Return the kind of a call; None where FlexAttention cannot serve it, or cannot be tried now."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype or key.shape[1] != value.shape[1]:
         return None
@@ -165,7 +165,8 @@ def _compiled() -> Callable[..., Tensor]:
 @lru_cache(maxsize=64)
 def _number(value: int, device: torch.device) -> Tensor:
     """Return a whole number as a tensor []: as a number in the code, each value would have a kernel of its own."""
-    return torch.tensor(value, device=device)
+    with torch.inference_mode(False):  # kept for later calls too, which may train
+        return torch.tensor(value, device=device)
 
 
 def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
@@ -206,9 +207,10 @@ def _block_mask(reach: Reach, length: int, memory: int, device: torch.device) ->
         near = near & (distance % step == 0) if is_dilated else near
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
-    some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(reach, length, memory))
-    blocks = [part for read in (some & ~whole, whole) for part in _in_order(read)]
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=(length, memory))
+    with torch.inference_mode(False):  # as in `_number`
+        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(reach, length, memory))
+        blocks = [part for read in (some & ~whole, whole) for part in _in_order(read)]
+        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=(length, memory))
 
 
 def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:

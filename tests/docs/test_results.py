@@ -187,15 +187,16 @@ def matching_layers() -> Rows:
     rows = [row for name in names for row in load(name)["runs"] if "num_train_epochs" not in row]
     metrics = {"stsb": ("spearmanr", ".3f"), "qnli": ("accuracy", ".3f"), "mnli": ("accuracy", ".3f")}
     metrics["squad"] = ("f1", ".1f")
-    ending = " (calibrated at the defaults)"
-    grouped = ("GQA-4", "GQA-4 but in matching layers", "GQA-2 but in matching layers", "GQA-4 but in layers 0 and 3")
-    for variant in ("MHA", *grouped, "hedgehog", "hedgehog but in matching layers"):
-        full = variant + ending * (variant != "MHA")
+    grouped = ["GQA-4", "GQA-4 but in matching layers", "GQA-2 but in matching layers", "MQA but in matching layers"]
+    grouped += ["GQA-4 but in layers 0 and 3", "hedgehog", "hedgehog but in matching layers"]
+    names = {"MHA": "MHA"} | {name: f"{name} (calibrated at the defaults)" for name in grouped}
+    on_task = "GQA-4 but in matching layers (calibrated on the task)"
+    for label, variant in (names | {on_task: on_task}).items():
         cells = []
         for task, (metric, form) in metrics.items():
-            of = {row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (full, task)}
+            of = {row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (variant, task)}
             cells.append(", ".join(f"{of[seed]:{form}}" for seed in (42, 43) if seed in of))
-        yield [variant, *cells]
+        yield [label, *cells]
 
 
 @table("results.md")
@@ -210,12 +211,14 @@ def five_seeds() -> Rows:
 @table("results.md")
 def retention() -> Rows:
     rows = load("retention")["runs"]
-    of = {"heads": 4, "fit_steps": None}
     settings = [{"passages": "no"}, {"passages": "yes"}, {"passages": "yes", "keep_matching_layers": 2}]
-    columns = [found(rows, **{"keep_matching_layers": None} | of | each)["kinds"] for each in settings]
-    for kind in columns[0]:
-        kept = [column[kind] for column in columns]
-        yield [4, kind, *(f"{each['error']:.2f}" + _embeddings(each) for each in kept)]
+    for heads, of_heads in ((4, settings), (1, settings[1:])):
+        of = {"keep_matching_layers": None, "heads": heads, "fit_steps": None}
+        columns = [found(rows, **of | each)["kinds"] for each in of_heads]
+        for kind in columns[0]:
+            kept = [column[kind] for column in columns]
+            cells = [f"{each['error']:.2f}" + _embeddings(each) for each in kept]
+            yield [heads, kind, *[""] * (len(settings) - len(cells)), *cells]
 
 
 def _embeddings(kept: dict[str, float]) -> str:

@@ -157,6 +157,17 @@ def test_a_models_windows_go_by_it(on_the_cpu):
         torch.testing.assert_close(found[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 
 
+def test_training_after_inference_mode(on_the_cpu):
+    call, options = make_call(300, biased=True), {"reach": Reach(20, 20), "scaling": 0.3}
+    with torch.inference_mode():
+        found = attention_in_windows(*call, **options)
+    call[0].requires_grad_()
+    again = attention_in_windows(*call, **options)
+    torch.autograd.grad(again.sum(), call[0])
+    torch.testing.assert_close(found, again)
+    assert all(flex_windows._agreed.values()) and len(flex_windows._agreed) == 2
+
+
 def test_no_mask_is_as_large_as_the_lengths_square():
     with LargestTensor() as largest:
         flex_windows._block_mask.__wrapped__(Reach(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
