@@ -11,6 +11,8 @@ Measured is what the converted model makes of text that nothing was fitted to, b
 Example:
     python benchmarks/retention.py --num_key_value_heads 4 1
     python benchmarks/retention.py --num_key_value_heads 4 2 --passages yes --keep_matching_layers 2
+    python benchmarks/retention.py --num_key_value_heads 4 --passages yes --calibration_size 8192
+    python benchmarks/retention.py --num_key_value_heads 12 --kv_lora_rank 64 --passages yes
 """
 
 import argparse
@@ -38,7 +40,7 @@ BATCH_SIZE = 16
 # Kinds of text: tokens at which one is cut.
 LENGTHS = {"Wikipedia, 900 characters and more": 256, "SQuAD, question and passage": 384}
 LENGTH = 128
-KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers")
+KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers", "calibration_size", "kv_lora_rank")
 
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 
@@ -125,19 +127,23 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         for heads in args.num_key_value_heads:
             for passages in args.passages:
                 kept = args.keep_matching_layers
-                output = (args.work_dir or Path(temporary)) / f"{heads}-{passages}-{kept}"
+                given = {name: getattr(args, name) for name in ("calibration_size", "kv_lora_rank")}
+                given = {name: value for name, value in given.items() if value is not None}
+                name = "-".join(map(str, (heads, passages, kept, *given.values())))
+                output = (args.work_dir or Path(temporary)) / name
                 argv = ["--model_name_or_path", str(subject.source), "--num_key_value_heads", str(heads), *flags]
                 argv += ["--calibration_passages" if passages == "yes" else "--no-calibration_passages"]
                 argv += ["--seed", str(args.seed), "--disable_tqdm", "--output_dir", str(output)]
                 argv += [] if args.fit_steps is None else ["--fit_steps", str(args.fit_steps)]
                 argv += [] if kept is None else ["--keep_matching_layers", str(kept)]
+                argv += [str(word) for flag, value in given.items() for word in (f"--{flag}", value)]
                 if not output.is_dir():
                     command.main(command.parse_args(argv))
                 report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
                 model = AutoModel.from_pretrained(output).eval()
                 row = {"heads": heads, "passages": passages, "seed": args.seed, "fit_steps": args.fit_steps}
                 row |= {} if kept is None else {"keep_matching_layers": kept, "kept": report["heads"]}
-                row["calibration"] = report["calibration"]
+                row |= given | {"calibration": report["calibration"]}
                 row["spearman"] = similarity_spearman(model, tokenizer, subject.pairs, subject.scores)
                 row["kinds"] = {
                     name: compare(model, source, tokenizer, texts, LENGTHS.get(name, LENGTH))
@@ -160,6 +166,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--passages", nargs="+", choices=["yes", "no"], default=["no", "yes"])
     parser.add_argument("--keep_matching_layers", type=int, help="of the conversions (default: none)")
     parser.add_argument("--fit_steps", type=int, help="of the conversions (default: the command's)")
+    parser.add_argument("--kv_lora_rank", type=int, help="latents of this size, from all 12 heads (default: none)")
+    parser.add_argument("--calibration_size", type=int, help="of the conversions (default: the command's)")
     parser.add_argument("--size", type=int, default=384, help="texts of a kind; default: %(default)s")
     parser.add_argument("--lines", type=int, default=LINES, help="of Wikipedia to draw from; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
