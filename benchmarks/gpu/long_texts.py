@@ -56,6 +56,7 @@ def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
         dtype=getattr(torch, dtype),
         heads=(HEADS, HEADS),
         sizes=(HEAD_DIM, HEAD_DIM),
+        scaling=HEAD_DIM**-0.5,
         has_padding=bias,
         bias=getattr(torch, dtype) if bias else None,
         trains_bias=bias,

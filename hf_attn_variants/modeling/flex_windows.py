@@ -12,16 +12,18 @@ the process, and a warning says so. Letters as in `attention_variants`; l the lo
 Source: arXiv 2412.05496 (FlexAttention); 2004.05150, section 3.1 (the windows).
 """
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 from transformers.utils import logging
 
 from .attention_patterns import Reach
-from .talking_heads import talking_heads_attention
+from .talking_heads import one_dtype, talking_heads_attention
 from .talking_heads_choice import HALF_PRECISION_TOLERANCE, TOLERANCE, largest_error
 from .talking_heads_triton import allows_tf32
 
@@ -31,6 +33,7 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_HEAD_DIM = 16
 BLOCK = 128  # queries, and keys, of a block: FlexAttention's own size
 # Batches, lengths and global tokens of the small calls. By the second, torch compiles for any number of them; in it
 # there are queries whose window is padding alone.
@@ -38,6 +41,9 @@ SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
 SMALL_WINDOW = 140  # on each side: some blocks are read whole, some in part, some not at all
 # Kernels that torch keeps: one for each kind of call. By default it gives up after eight.
 MOST_KERNELS = 64
+
+# What is no failure of FlexAttention: memory that others fill, and a checkpoint that has recomputed what it needs.
+NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 
 _agreed: dict["_Kind", bool] = {}
 
@@ -49,6 +55,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     heads: tuple[int, int]  # h, k
     sizes: tuple[int, int]  # d of queries and keys, of values
+    scaling: float
     has_padding: bool
     bias: torch.dtype | None
     trains_bias: bool
@@ -79,13 +86,14 @@ def attention_in_windows(
     Raises:
         ValueError: as `talking_heads_attention`.
     """
+    query, key, value = one_dtype(query, key, value)
     kind = None
     if query.device.type in DEVICES and dropout == 0 and not _talks(options):
-        kind = _kind_of(query, key, value, mask, position_bias, reach)
+        kind = _kind_of(query, key, value, mask, position_bias, reach, options["scaling"])
     if kind is not None and _agrees(kind):
         try:
             return _flex(query, key, value, mask, position_bias, reach, options["scaling"])
-        except torch.OutOfMemoryError:
+        except NO_FAILURES:
             raise
         except Exception as error:  # a compiler's, for a shape that the small calls had not
             _agreed[kind] = False
@@ -99,27 +107,45 @@ def _talks(options: dict[str, Any]) -> bool:
 
 
 def _kind_of(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, reach: Reach
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    reach: Reach,
+    scaling: float,
 ) -> _Kind | None:
-    """Return the kind of a call; None where FlexAttention cannot serve it, or cannot be tried now."""
+    """Return the kind of a call; None where FlexAttention cannot serve it."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype or key.shape[1] != value.shape[1]:
+    # A CUDA graph would go on reading masks that are no longer kept.
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if query.dtype not in DTYPES or key.shape[1] != value.shape[1] or not _has_block_masks():
+        return None
+    if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
         return None
     trains = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (query, key, value, bias)]
-    kind = _Kind(
+    return _Kind(
         device=query.device,
         dtype=query.dtype,
         heads=(query.shape[1], key.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
+        scaling=scaling,
         has_padding=mask is not None,
         bias=None if bias is None else bias.dtype,
         trains_bias=trains[3],
         is_dilated=reach.step > 1,
         with_backward=any(trains),
     )
-    # Inside the capture of a CUDA graph it cannot be tried: later.
-    return None if kind not in _agreed and query.is_cuda and torch.cuda.is_current_stream_capturing() else kind
+
+
+@lru_cache(maxsize=1)
+def _has_block_masks() -> bool:
+    """Say whether this torch has masks of blocks for lengths that are no multiple of a block's."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return "seq_lengths" in inspect.signature(BlockMask.from_kv_blocks).parameters
 
 
 def _flex(
@@ -134,16 +160,21 @@ def _flex(
     """Return [b, n, h, d_v]; arguments as in `attention_in_windows`, the bias by distance, [1, h, 1, 2 l - 1]."""
     length, memory = query.shape[2], key.shape[2]
     readable = None if mask is None else mask[:, 0, 0, -memory:].expand(query.shape[0], memory)
-    table = None if table is None else table[0, :, 0]
-    output = _compiled()(
-        query,
-        key,
-        value,
-        score_mod=_score_mod(readable, table, _number(memory - length, query.device)),
-        block_mask=_block_mask(reach, length, memory, query.device),
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    # A copy: torch loses the gradient of a view that a score's function reads.
+    table = None if table is None else table[0, :, 0].clone()
+    # Autocast has done its work (`one_dtype`), and a kernel compiled under it would be another one.
+    with torch.autocast(query.device.type, enabled=False):
+        output = _compiled()(
+            query,
+            key,
+            value,
+            score_mod=_score_mod(readable, table, _number("offset", memory - length, query.device)),
+            block_mask=_block_mask(reach, length, memory, query.device),
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+            # Few queries have a kernel of their own, which was not tried.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )
     return output.transpose(1, 2)
 
 
@@ -163,8 +194,11 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _number(value: int, device: torch.device) -> Tensor:
-    """Return a whole number as a tensor []: as a number in the code, each value would have a kernel of its own."""
+def _number(role: str, value: int, device: torch.device) -> Tensor:
+    """Return a whole number as a tensor []: as a number in the code, each value would have a kernel of its own.
+
+    So would two roles that are one tensor: equal numbers are different tensors.
+    """
     with torch.inference_mode(False):  # kept for later calls too, which may train
         return torch.tensor(value, device=device)
 
@@ -179,7 +213,7 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     """
     if readable is None and table is None:
         return None
-    middle = None if table is None else _number(table.shape[-1] // 2, table.device)
+    middle = None if table is None else _number("middle", table.shape[-1] // 2, table.device)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if table is not None:
@@ -189,14 +223,15 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     return score_mod
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # (n / 128)^2 numbers each
 def _block_mask(reach: Reach, length: int, memory: int, device: torch.device) -> Any:
     """Return FlexAttention's mask of a shape: the blocks that are read, and a formula for those read in part."""
     from torch.nn.attention.flex_attention import BlockMask
 
     # Distances beyond the text are all alike, and fit the kernel's numbers.
     before, after, step, global_tokens, offset = (
-        _number(min(number, length + memory), device) for number in (*reach, memory - length)
+        _number(role, min(number, length + memory), device)
+        for role, number in zip((*Reach._fields, "first query"), (*reach, memory - length), strict=True)
     )
 
     is_dilated = reach.step > 1
@@ -265,9 +300,13 @@ def _disagreement(kind: _Kind) -> str | None:
     try:
         for batch, length, global_tokens in SMALL_CALLS:
             states = _random_call(kind, batch, length)
-            found, expected = (_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
+            # Not by the hooks of a checkpoint around the call, which would recompute in the midst of it.
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                found, expected = (_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
             for name, tensor in expected.items():
                 errors[name] = max(errors.get(name, 0.0), largest_error(found[name], tensor, name))
+    except NO_FAILURES:
+        raise
     except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
         return f"FlexAttention failed with {type(error).__name__}: {str(error)[:500]}"
     most = TOLERANCE if kind.dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
@@ -284,10 +323,10 @@ def _random_call(kind: _Kind, batch: int, length: int) -> dict[str, Tensor]:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
     (heads, kv_heads), (size, value_size) = kind.heads, kind.sizes
-    states = {
-        "query": new(kind.dtype, batch, heads, length, size),
-        "key": new(kind.dtype, batch, kv_heads, length, size),
-        "value": new(kind.dtype, batch, kv_heads, length, value_size),
+    states = {  # laid out as models do it
+        "query": new(kind.dtype, batch, length, heads, size).transpose(1, 2),
+        "key": new(kind.dtype, batch, length, kv_heads, size).transpose(1, 2),
+        "value": new(kind.dtype, batch, length, kv_heads, value_size).transpose(1, 2),
         "d_output": new(kind.dtype, batch, length, heads, value_size),
     }
     if kind.has_padding:
@@ -308,14 +347,13 @@ def _outcome(kind: _Kind, states: dict[str, Tensor], global_tokens: int, by_flex
     trained = trained[: 3 + kind.trains_bias] if kind.with_backward else []
     for name in trained:
         states[name].requires_grad_()
-    d_output, scaling = states.pop("d_output"), kind.sizes[0] ** -0.5
-    # Not by what surrounds the call: a model's autocast, or its hooks on what is kept for the backward pass.
+    d_output = states.pop("d_output")
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
             call = [states.get(name) for name in ("query", "key", "value", "mask", "position_bias")]
-            output = _flex(*call, reach, scaling)
+            output = _flex(*call, reach, kind.scaling)
         else:
-            output = talking_heads_attention(**states, scaling=scaling, reach=reach, backend="blocked")
+            output = talking_heads_attention(**states, scaling=kind.scaling, reach=reach, backend="blocked")
         outcome = {"output": output}
         if trained:
             gradients = torch.autograd.grad(output, [states[name] for name in trained], d_output)

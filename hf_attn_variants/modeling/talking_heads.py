@@ -21,7 +21,7 @@ from .talking_heads_choice import BACKENDS, choose_backend
 from .talking_heads_operands import Operands
 from .talking_heads_triton import covers_device, is_supported
 
-__all__ = ["check_mask", "talking_heads_attention"]
+__all__ = ["check_mask", "one_dtype", "talking_heads_attention"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -71,7 +71,7 @@ def talking_heads_attention(
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
     check_mask(mask)
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
     if reach is not None:
         # A cache has kept the last of the keys that the mask is of.
@@ -110,7 +110,7 @@ def _autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # torch knows none for it
 
 
-def _one_dtype(*states: Tensor) -> list[Tensor]:
+def one_dtype(*states: Tensor) -> list[Tensor]:
     device = states[0].device.type
     if _autocasts(device):
         dtype = torch.get_autocast_dtype(device)

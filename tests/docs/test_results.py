@@ -212,13 +212,16 @@ def five_seeds() -> Rows:
 def retention() -> Rows:
     rows = load("retention")["runs"]
     settings = [{"passages": "no"}, {"passages": "yes"}, {"passages": "yes", "keep_matching_layers": 2}]
-    for heads, of_heads in ((4, settings), (1, settings[1:])):
-        of = {"keep_matching_layers": None, "heads": heads, "fit_steps": None}
-        columns = [found(rows, **of | each)["kinds"] for each in of_heads]
+    anything = dict.fromkeys(("keep_matching_layers", "calibration_size", "kv_lora_rank", "fit_steps"))
+    cases = [("4", {"heads": 4}, settings), ("1", {"heads": 1}, settings[1:])]
+    cases += [("latents of 64", {"heads": 12, "kv_lora_rank": 64}, settings[2:])]
+    cases += [("4, 8,192 examples", {"heads": 4, "calibration_size": 8192}, settings[2:])]
+    for label, of, of_columns in cases:
+        columns = [found(rows, **anything | of | each)["kinds"] for each in of_columns]
         for kind in columns[0]:
             kept = [column[kind] for column in columns]
             cells = [f"{each['error']:.2f}" + _embeddings(each) for each in kept]
-            yield [heads, kind, *[""] * (len(settings) - len(cells)), *cells]
+            yield [label, kind, *[""] * (len(settings) - len(cells)), *cells]
 
 
 def _embeddings(kept: dict[str, float]) -> str:

@@ -1,14 +1,16 @@
 """Windows by FlexAttention, which models use on CUDA alone: here its arithmetic on the CPU, and who computes what.
 
-Uncompiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same formulas as the
-kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
+Traced but not compiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same
+formulas as the kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
 """
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from fixtures.largest_tensor import LargestTensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.modeling import flex_windows
@@ -43,14 +45,15 @@ def make_call(n, m=None, padded=False, biased=False):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """FlexAttention for calls on the CPU, uncompiled and with gradients; says how often it was called."""
+    """FlexAttention for calls on the CPU, with gradients, torch's graphs of them but no kernels; lists its calls."""
     calls = []
 
     def attend(*states, **options):
         calls.append(options)
-        torch._dynamo.reset()
-        return flex_attention.flex_attention(*states, **options)
+        return traced(*states, **options)
 
+    torch._dynamo.reset()
+    traced = torch.compile(flex_attention.flex_attention, fullgraph=True, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
     monkeypatch.setattr(flex_windows, "_agreed", {})
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
@@ -58,6 +61,7 @@ def on_the_cpu(monkeypatch):
     flex_windows._block_mask.cache_clear()
     yield calls
     flex_windows._block_mask.cache_clear()
+    torch._dynamo.reset()
 
 
 @EVERY_REACH
@@ -166,6 +170,44 @@ def test_training_after_inference_mode(on_the_cpu):
     torch.autograd.grad(again.sum(), call[0])
     torch.testing.assert_close(found, again)
     assert all(flex_windows._agreed.values()) and len(flex_windows._agreed) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])
+def test_training_with_checkpoints(reentrant, last, on_the_cpu):
+    call, options = make_call(300, biased=True), {"reach": Reach(20, 20), "scaling": 0.3}
+    leaves = [*call[:3], call[4]]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def layer(*states):
+        output = attention_in_windows(*states[:3], None, states[3], **options)
+        return output if last else output.sin()
+
+    def gradients_of(run):
+        for leaf in leaves:
+            leaf.grad = None
+        run(*leaves).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    found = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
+    assert all(flex_windows._agreed.values()) and on_the_cpu
+    torch.testing.assert_close(found, gradients_of(layer))
+
+
+def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
+    attention_in_windows(*make_call(300), reach=Reach(20, 20), scaling=0.3)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for n, reach in (
+        (500, Reach(130, 130)),
+        (640, Reach(90, 0)),
+        (777, Reach(20, 20, 1, 1)),
+        (300, Reach(1, 1, 1, 2)),
+    ):
+        attention_in_windows(*make_call(n), reach=reach, scaling=0.3)
+    attention_in_windows(*make_call(200, 500), reach=Reach(90, 0), scaling=0.3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+    assert list(flex_windows._agreed.values()) == [True]
 
 
 def test_no_mask_is_as_large_as_the_lengths_square():
