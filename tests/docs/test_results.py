@@ -215,7 +215,6 @@ def retention() -> Rows:
     anything = dict.fromkeys(("keep_matching_layers", "calibration_size", "kv_lora_rank", "fit_steps"))
     cases = [("4", {"heads": 4}, settings), ("1", {"heads": 1}, settings[1:])]
     cases += [("latents of 64", {"heads": 12, "kv_lora_rank": 64}, settings[2:])]
-    cases += [("4, 8,192 examples", {"heads": 4, "calibration_size": 8192}, settings[2:])]
     for label, of, of_columns in cases:
         columns = [found(rows, **anything | of | each)["kinds"] for each in of_columns]
         for kind in columns[0]:
