@@ -12,7 +12,6 @@ the process, and a warning says so. Letters as in `attention_variants`; l the lo
 Source: arXiv 2412.05496 (FlexAttention); 2004.05150, section 3.1 (the windows).
 """
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -145,7 +144,7 @@ def _has_block_masks() -> bool:
     """Say whether this torch has masks of blocks for lengths that are no multiple of a block's."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    return "seq_lengths" in inspect.signature(BlockMask.from_kv_blocks).parameters
+    return "seq_lengths" in BlockMask.from_kv_blocks.__code__.co_varnames
 
 
 def _flex(
