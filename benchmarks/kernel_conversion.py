@@ -138,11 +138,12 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         if all(is_measured(each, rows) for each in keys + distilled):
             continue
         model, seconds = convert(subject, kernel, steps, args)
-        for each in keys + distilled:
-            if each in distilled[:1]:
+        for group in filter(None, (keys, distilled)):
+            if group is distilled:
                 model = distil(subject, model, args.distillation_steps)
-            found = scores(subject, model, BRANCHES[each.get("reads", "both")])
-            rows.append(each | found | {"conversion_seconds": seconds})
+            for each in group:
+                found = scores(subject, model, BRANCHES[each.get("reads", "both")])
+                rows.append(each | found | {"conversion_seconds": seconds})
         write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_SOME))
         for row in rows[-len(keys + distilled) :]:
             print(json.dumps(row), flush=True)

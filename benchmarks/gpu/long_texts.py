@@ -51,7 +51,7 @@ def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
     """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and if not, why."""
     if args.tiny:
         return {"reason": "not tried: on a CPU it has no gradients"}
-    kind = flex_windows._Kind(
+    kind = flex_windows.Kind(
         device=torch.empty(0, device=args.device).device,
         dtype=getattr(torch, dtype),
         heads=(HEADS, HEADS),
@@ -63,7 +63,7 @@ def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
         is_dilated=False,
         with_backward=True,
     )
-    reason = flex_windows._disagreement(kind)
+    reason = flex_windows.disagreement(kind)
     return {"met": reason is None, "reason": reason}
 
 

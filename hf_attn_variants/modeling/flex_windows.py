@@ -23,10 +23,9 @@ from transformers.utils import logging
 
 from .attention_patterns import Reach
 from .talking_heads import one_dtype, talking_heads_attention
-from .talking_heads_choice import HALF_PRECISION_TOLERANCE, TOLERANCE, largest_error
-from .talking_heads_triton import allows_tf32
+from .talking_heads_choice import failure, largest_error, wrong_numbers
 
-__all__ = ["attention_in_windows", "blocks_that_are_read"]
+__all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -44,10 +43,8 @@ MOST_KERNELS = 64
 # What is no failure of FlexAttention: memory that others fill, and a checkpoint that has recomputed what it needs.
 NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 
-_agreed: dict["_Kind", bool] = {}
 
-
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What a compiled kernel depends on."""
 
     device: torch.device
@@ -60,6 +57,9 @@ class _Kind(NamedTuple):
     trains_bias: bool
     is_dilated: bool
     with_backward: bool
+
+
+_agreed: dict[Kind, bool] = {}
 
 
 def attention_in_windows(
@@ -85,9 +85,9 @@ def attention_in_windows(
     Raises:
         ValueError: as `talking_heads_attention`.
     """
-    query, key, value = one_dtype(query, key, value)
     kind = None
     if query.device.type in DEVICES and dropout == 0 and not _talks(options):
+        query, key, value = one_dtype(query, key, value)
         kind = _kind_of(query, key, value, mask, position_bias, reach, options["scaling"])
     if kind is not None and _agrees(kind):
         try:
@@ -96,7 +96,7 @@ def attention_in_windows(
             raise
         except Exception as error:  # a compiler's, for a shape that the small calls had not
             _agreed[kind] = False
-            _warn(kind, f"FlexAttention failed with {type(error).__name__}: {str(error)[:500]}")
+            _warn(kind, failure("FlexAttention", error))
     options |= {"position_bias": position_bias, "dropout": dropout, "reach": reach}
     return talking_heads_attention(query, key, value, mask, **options)
 
@@ -113,19 +113,21 @@ def _kind_of(
     bias: Tensor | None,
     reach: Reach,
     scaling: float,
-) -> _Kind | None:
+) -> Kind | None:
     """Return the kind of a call; None where FlexAttention cannot serve it."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
     # A CUDA graph would go on reading masks that are no longer kept.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if query.dtype not in DTYPES or key.shape[1] != value.shape[1] or not _has_block_masks():
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
+        return None
+    if key.shape[1] != value.shape[1] or not _has_block_masks():
         return None
     if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
         return None
     trains = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (query, key, value, bias)]
-    return _Kind(
+    return Kind(
         device=query.device,
         dtype=query.dtype,
         heads=(query.shape[1], key.shape[1]),
@@ -276,24 +278,24 @@ def blocks_that_are_read(reach: Reach, length: int, memory: int, block: int = BL
     return some, whole
 
 
-def _agrees(kind: _Kind) -> bool:
+def _agrees(kind: Kind) -> bool:
     """Say whether FlexAttention computes this kind of call right; it is tried the first time."""
     if kind not in _agreed:
-        reason = _disagreement(kind)
+        reason = disagreement(kind)
         _agreed[kind] = reason is None
         if reason is not None:
             _warn(kind, reason)
     return _agreed[kind]
 
 
-def _warn(kind: _Kind, reason: str) -> None:
+def _warn(kind: Kind, reason: str) -> None:
     logger.warning(
         f"Windows on {kind.device} in {kind.dtype}, {kind.heads[0]} heads, are computed by blocks in plain torch, "
         f"which is exact and slower: {reason}."
     )
 
 
-def _disagreement(kind: _Kind) -> str | None:
+def disagreement(kind: Kind) -> str | None:
     """Compute small calls of this kind by both ways; return what is wrong with FlexAttention, or None."""
     errors: dict[str, float] = {}
     try:
@@ -307,13 +309,11 @@ def _disagreement(kind: _Kind) -> str | None:
     except NO_FAILURES:
         raise
     except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
-        return f"FlexAttention failed with {type(error).__name__}: {str(error)[:500]}"
-    most = TOLERANCE if kind.dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
-    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= most]  # NaN is wrong too
-    return f"FlexAttention gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
+        return failure("FlexAttention", error)
+    return wrong_numbers("FlexAttention", errors, kind.dtype)
 
 
-def _random_call(kind: _Kind, batch: int, length: int) -> dict[str, Tensor]:
+def _random_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
     """Return the tensors of a small call; padding is at the end, a third of the text more from one to the next."""
     # A generator of its own: trying the kernel must not move the random numbers of a training run.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -336,7 +336,7 @@ def _random_call(kind: _Kind, batch: int, length: int) -> dict[str, Tensor]:
     return states
 
 
-def _outcome(kind: _Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
+def _outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
     """Return the output of a small call and its gradients; of the blocks in float32 on the CPU."""
     reach = Reach(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}

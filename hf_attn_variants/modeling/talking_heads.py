@@ -111,6 +111,7 @@ def _autocasts(device: str) -> bool:
 
 
 def one_dtype(*states: Tensor) -> list[Tensor]:
+    """Return query, key and value in one dtype: autocast's where that is on (float64 stays), else the value's."""
     device = states[0].device.type
     if _autocasts(device):
         dtype = torch.get_autocast_dtype(device)

@@ -20,7 +20,7 @@ from .talking_heads_triton import allows_tf32, is_supported
 from .talking_heads_triton import backward as triton_backward
 from .talking_heads_triton import forward as triton_forward
 
-__all__ = ["BACKENDS", "HALF_PRECISION_TOLERANCE", "TOLERANCE", "choose_backend", "largest_error"]
+__all__ = ["BACKENDS", "choose_backend", "failure", "largest_error", "wrong_numbers"]
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 
@@ -109,10 +109,20 @@ def _disagreement(kind: _Kind) -> str | None:
         found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
         errors = {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
     except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
-        return f"the Triton kernels failed with {type(error).__name__}: {str(error)[:500]}"
-    most = TOLERANCE if kind.dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
+        return failure("the Triton kernels", error)
+    return wrong_numbers("the Triton kernels", errors, kind.dtype)
+
+
+def failure(kernels: str, error: Exception) -> str:
+    """Return why kernels that raised an error are not used."""
+    return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
+
+
+def wrong_numbers(kernels: str, errors: dict[str, float], dtype: torch.dtype) -> str | None:
+    """Return why kernels with these relative errors are not used; None: they are right, as far as the dtype tells."""
+    most = TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
     wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= most]  # NaN is wrong too
-    return f"the Triton kernels gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
+    return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
 def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
