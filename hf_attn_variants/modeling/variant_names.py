@@ -1,9 +1,14 @@
-"""The version of this code, and the names that it registers with transformers."""
+"""The version of this code, the names that it registers with transformers, and the transformers it was run with."""
 
-__all__ = ["ATTN_VARIANTS_VERSION", "EAGER", "SDPA"]
+__all__ = ["ATTN_VARIANTS_VERSION", "EAGER", "NEWEST_RUN", "OLDEST_RUN", "SDPA", "SOURCE"]
 
-ATTN_VARIANTS_VERSION = "0.1.0"
+ATTN_VARIANTS_VERSION = "0.2.0"
+# Where newer code is to be had. The proposed address: nobody owns it yet (CONTRIBUTING.md).
+SOURCE = "https://github.com/hf-attn-variants/hf_attn_variants"
+# The range of transformers that this code was run with (docs/compatibility.md).
+OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
-EAGER = f"attn_variants_eager_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
-SDPA = f"attn_variants_sdpa_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
+_VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")
+EAGER = f"attn_variants_eager_{_VERSION}"
+SDPA = f"attn_variants_sdpa_{_VERSION}"
