@@ -2,25 +2,27 @@
 
 from typing import Any
 
-from transformers import (
-    AlbertConfig,
-    BartConfig,
-    BertConfig,
-    DistilBertConfig,
-    ElectraConfig,
-    M2M100Config,
-    MarianConfig,
-    MBartConfig,
-    PegasusConfig,
-    RobertaConfig,
-    T5Config,
-    UMT5Config,
-    WhisperConfig,
-)
-
 from .encoder_decoder_config import EncoderDecoderConfigMixin
+from .upstream import known_imports
 from .variant_config import AttnVariantConfigMixin, can_cache
 from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
+
+with known_imports():
+    from transformers import (
+        AlbertConfig,
+        BartConfig,
+        BertConfig,
+        DistilBertConfig,
+        ElectraConfig,
+        M2M100Config,
+        MarianConfig,
+        MBartConfig,
+        PegasusConfig,
+        RobertaConfig,
+        T5Config,
+        UMT5Config,
+        WhisperConfig,
+    )
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",

@@ -17,9 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
+from .upstream import check_caches, known_imports
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+
+check_caches()
 
 __all__ = [
     "EXPANDED",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.utils import logging
 
 from .additive_score import score_of
@@ -31,6 +30,19 @@ from .loading_checks import (
 from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import (
+    CONFIG_ATTRIBUTES,
+    Arguments,
+    changed,
+    check_attention_function,
+    check_attributes,
+    check_models,
+    known_imports,
+    upstream_class,
+)
+
+with known_imports():
+    from transformers import initialization as init
 
 __all__ = [
     "NO_WEIGHT_DECAY",
@@ -43,6 +55,8 @@ __all__ = [
     "projection_std",
 ]
 
+check_models()
+
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
 
@@ -51,7 +65,26 @@ _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default
 
 
 class AttentionVariantMixin:
-    """What a variant attention adds to upstream's attention class; listed before it among the bases."""
+    """What a variant attention adds to upstream's attention class; listed before it among the bases.
+
+    Class attributes:
+        roles: the arguments of upstream's forward that ours reads (`upstream.ROLES`).
+        returns: how many values it returns.
+        upstream_attributes: what our code reads of upstream's module, its linear maps apart.
+        arguments: those of upstream's forward by role; made for each class.
+    """
+
+    roles: tuple[str, ...] = ()
+    returns = 2
+    upstream_attributes: tuple[str, ...] = ()
+    arguments: Arguments
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, nn.Module):
+            owner = upstream_class(cls, AttentionVariantMixin)
+            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
+            check_attention_function(owner)
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts and add the talking-heads parameters; the model initialises them.
@@ -62,6 +95,8 @@ class AttentionVariantMixin:
             query_dim: the size of the inputs that queries are made from.
             memory_dim: the size of the memory-side inputs as the attention gets them.
         """
+        check_attributes(self, ("config", *self.upstream_attributes))
+        check_attributes(self.config, CONFIG_ATTRIBUTES)
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         like = next(self.parameters())
@@ -234,6 +269,7 @@ class AttnVariantModelMixin:
                 _change_class(module, self.variant_classes[type(module)], self.config)
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self)
+        _check_installed(self)
         if _adds_talking_heads.get():
             # Not missing: `from_pretrained` says in one line what they begin as.
             self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
@@ -337,11 +373,27 @@ def _change_class(module: nn.Module, variant: type, config: Any) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
+def _check_installed(model: PreTrainedModel) -> None:
+    """Check that each attention of ours was found where the sites say.
+
+    Raises:
+        UpstreamChanged: where one was not, or an attention there is none of ours.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
+            raise changed(f"`{type(module).__name__}` stands at `{path}` of `{type(model).__name__}`")
+
+
 def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel) -> None:
     """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
+    check_attributes(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
+    if not isinstance(core, AttentionVariantMixin):
+        raise changed(f"`{type(core).__name__}` stands at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
+    for attribute in site.projections.values():
+        check_attributes(module, (attribute.partition(".")[0],))
     heads, width = site.heads(model.config, path), module.get_submodule(site.key).in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
