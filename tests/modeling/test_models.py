@@ -120,6 +120,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "talking_heads_kernels.py",
             "talking_heads_operands.py",
             "talking_heads_triton.py",
+            "upstream.py",
             "variant_config.py",
             "variant_mixins.py",
             "variant_names.py",
