@@ -65,7 +65,7 @@ def test_heads_are_upstreams(architecture, head, tmp_path):
         for name, parameter in model.named_parameters():
             if theirs[name].grad is not None:
                 # Sums in another order: on some processors (AMX) one number of 2,880 was 1.02e-5 off.
-                    torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2 * ATOL, rtol=1e-4)
+                torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2 * ATOL, rtol=1e-4)
 
 
 @EVERY_ARCHITECTURE
