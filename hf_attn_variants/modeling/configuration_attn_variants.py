@@ -230,6 +230,14 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
         "AutoModelForTokenClassification": "AttnVariantUMT5ForTokenClassification",
     }
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        # As upstream from 5.24 on, whatever is installed: a checkpoint's untied head means unscaled outputs, though
+        # the head is tied all the same. Earlier releases dropped the flag, and what they saved says "tied".
+        scaled = kwargs.pop("scale_decoder_outputs", None)
+        scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
+        super().__post_init__(**kwargs)
+        self.scale_decoder_outputs = scaled
+
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
     """What BART's relatives have in common: the names of their fields, and a number of heads for each stack."""

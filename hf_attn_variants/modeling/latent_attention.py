@@ -77,7 +77,7 @@ class SharedLatentLayer(DynamicLayer):
     values = property(lambda self: self.first.values)
     is_initialized = property(lambda self: self.first.is_initialized)
     is_compileable = property(lambda self: self.first.is_compileable)
-    dtype = property(lambda self: self.first.dtype)
+    dtype = property(lambda self: self.first.keys.dtype)  # the first's own attribute until 5.23
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:

@@ -42,9 +42,13 @@ class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel)
 class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
     """`BartEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
     """`BartDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):

@@ -35,9 +35,13 @@ class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedMo
 class AttnVariantM2M100Encoder(AttnVariantM2M100PreTrainedModel, M2M100Encoder):
     """`M2M100Encoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantM2M100Decoder(MakesCrossLatent, AttnVariantM2M100PreTrainedModel, M2M100Decoder):
     """`M2M100Decoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):

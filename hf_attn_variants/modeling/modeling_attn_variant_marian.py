@@ -43,9 +43,13 @@ class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedMo
 class AttnVariantMarianEncoder(AttnVariantMarianPreTrainedModel, MarianEncoder):
     """`MarianEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantMarianDecoder(MakesCrossLatent, AttnVariantMarianPreTrainedModel, MarianDecoder):
     """`MarianDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):

@@ -47,9 +47,13 @@ class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedMode
 class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
     """`MBartEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
     """`MBartDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):

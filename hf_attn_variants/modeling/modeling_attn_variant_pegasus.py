@@ -43,9 +43,13 @@ class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrained
 class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncoder):
     """`PegasusEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
     """`PegasusDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):

@@ -63,6 +63,11 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
 class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
     """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
 
+    @property
+    def stack_name(self) -> str:
+        """What a whole model calls it."""
+        return "decoder" if self.is_decoder else "encoder"
+
 
 class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):
     """`T5Model` with variant attention."""

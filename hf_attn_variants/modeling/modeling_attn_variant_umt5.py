@@ -63,6 +63,11 @@ class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel)
 class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
     """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
 
+    @property
+    def stack_name(self) -> str:
+        """What a whole model calls it."""
+        return "decoder" if self.is_decoder else "encoder"
+
 
 class AttnVariantUMT5Model(AttnVariantUMT5PreTrainedModel, UMT5Model):
     """`UMT5Model` with variant attention."""
@@ -84,6 +89,12 @@ class AttnVariantUMT5ForConditionalGeneration(
     BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
 ):
     """`UMT5ForConditionalGeneration` with variant attention."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if not config.scale_decoder_outputs:
+            # Upstream multiplies by its power -1/2, and until 5.23 always.
+            self.model_dim = 1
 
 
 class AttnVariantUMT5ForSequenceClassification(AttnVariantUMT5PreTrainedModel, UMT5ForSequenceClassification):

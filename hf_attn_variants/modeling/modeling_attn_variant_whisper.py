@@ -69,9 +69,13 @@ class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrained
 class AttnVariantWhisperEncoder(AttnVariantWhisperPreTrainedModel, WhisperEncoder):
     """`WhisperEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantWhisperDecoder(MakesCrossLatent, AttnVariantWhisperPreTrainedModel, WhisperDecoder):
     """`WhisperDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):
