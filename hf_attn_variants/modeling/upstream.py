@@ -387,7 +387,7 @@ def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
     given = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
     if len(given) > 1:
         raise ValueError(
-            f"Got a cache as `{given[1]}` beside one as `{given[0]}`, as transformers {transformers.__version__} calls "
-            "it, which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
+            f"Got a cache as `{given[1]}` beside one as `{given[0]}`, as transformers {transformers.__version__} has "
+            "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
             "generate with a newer peft, or with transformers before 5.24."
         )
