@@ -1,6 +1,7 @@
 """Sharing a checkpoint on the Hugging Face Hub: its model card, and the one commit that it goes up in.
 
 `model_card` fills the card from what was really run; `plan_push` says what would go up, and `push_checkpoint` does it.
+`refresh.refresh_repository` puts today's code into a repository of an older version.
 """
 
 from .card import CardOptions, model_card

@@ -15,9 +15,11 @@ from ...files import (
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
+    REFRESH_PREFIX,
     RESULT_FILES,
     SENTENCE_MODULES_NAME,
     TRACKER_FOLDERS,
+    UNFINISHED_REFRESH,
     WEIGHTS_NAME,
     load_json,
 )
@@ -110,6 +112,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are no list of names.
     """
     path = folder / CONFIG_NAME
+    if not path.is_file() and (folder / UNFINISHED_REFRESH).is_dir():
+        raise FileNotFoundError(f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it.")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
     config = load_json(path, "utf-8-sig")
@@ -149,7 +153,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
         found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        found = sorted(name for name in found if name not in IGNORED_FOLDERS)
+        found = sorted(name for name in found if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
         skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
         subfolders[:] = [name for name in found if name not in skipped]
         left_out += [f"{name}/" for name in skipped]
