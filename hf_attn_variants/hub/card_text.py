@@ -234,8 +234,8 @@ def code_paragraph(repo_id: str) -> str:
         "The attention is not part of transformers: its code lies in this repository, and `trust_remote_code=True` "
         "runs it. Read the `.py` files, then pin\nthe commit that you read with `revision=`. It needs torch and "
         f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to "
-        f"{NEWEST_RUN}.\nUnder a later transformers that this code refuses: `attn-variants refresh {repo_id}` of a newer "
-        f"[hf_attn_variants]({SOURCE}) puts its code here, and leaves the weights as they are."
+        f"{NEWEST_RUN}.\nUnder a later transformers that this code refuses: `attn-variants refresh {repo_id}` of a "
+        f"newer [hf_attn_variants]({SOURCE}) puts its code here, and leaves the weights as they are."
     )
 
 

@@ -1,6 +1,6 @@
 """Today's code into a repository that an older version of this package saved; weights and tokenizer stay as they are.
 
-`refresh_plan` says what changes, `refresh_check` whether today's code is right for the weights, `refresh_write` writes.
+`refresh_plan` says what changes, `refresh_check` whether that is right for the weights, and `refresh_write` writes.
 """
 
 import logging
@@ -19,7 +19,7 @@ from ..files import CARD_NAME, UNFINISHED_REFRESH, check_output_dir
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .push import PushResult, check_visibility, explained, full_repo_id, plan_push, push_checkpoint
 from .refresh_check import check_weights, compare_with_old_code
-from .refresh_plan import FileChange, RefreshPlan, Repository, make_plan, read_repository
+from .refresh_plan import KINDS, FileChange, RefreshPlan, Repository, make_plan, read_repository
 from .refresh_write import end_interrupted, held, write_folder, write_in_place
 
 __all__ = ["RefreshResult", "refresh_repository"]
@@ -63,9 +63,7 @@ class RefreshResult:
         versions = f"hf_attn_variants {self.version_before or 'of an unknown version'} -> {self.version}"
         lines = [f"{self.name}: {versions}" if self.changes else f"{self.name} is up to date ({self.version})"]
         if self.changes:
-            counts = {
-                kind: sum(each.kind == kind for each in self.changes) for kind in ("changed", "added", "removed")
-            }
+            counts = {kind: sum(each.kind == kind for each in self.changes) for kind in KINDS}
             counts |= {"as they were": self.unchanged}
             lines.append("  files: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
         if self.is_dry_run:

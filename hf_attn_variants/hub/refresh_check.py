@@ -20,6 +20,7 @@ from ..conversion.checkpoint.reading import open_checkpoint
 from ..errors import as_value_error
 from ..files import CONFIG_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..inspection.costs import source_window, variant_config
+from ..progress import no_progress_bars
 from ..registration import longest_input, variant_model_class
 from . import code_outputs
 from .code_outputs import model_outputs
@@ -58,7 +59,8 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
             count = len(reader.entries)
         return f"{count} tensors are whole; they are quantised, and were not compared with today's class", {}
     _check_shapes(repository, model_class, config)
-    with _view(repository, {}, code=False) as folder, as_value_error(f"{repository.name}: weights of {architecture}"):
+    what = f"{repository.name}: weights of {architecture}"
+    with _view(repository, {}, code=False) as folder, no_progress_bars(), as_value_error(what):
         model, info = model_class.from_pretrained(
             folder,
             config=config,
@@ -126,9 +128,8 @@ def trial_inputs(model: Any) -> dict[str, torch.Tensor]:
 
     def ids(vocabulary: int) -> torch.Tensor:
         usable = [each for each in range(min(vocabulary, 1000)) if each not in special] or [0]
-        return torch.tensor(
-            [[usable[(7 * (row + 1) * (i + 1)) % len(usable)] for i in range(count)] for row in (0, 1)]
-        )
+        places = torch.arange(1, count + 1) * torch.tensor([[7], [14]])
+        return torch.tensor(usable)[places % len(usable)]
 
     inputs = {}
     if model.main_input_name == "input_features":
@@ -174,8 +175,8 @@ def _check_shapes(repository: Repository, model_class: type, config: Any) -> Non
     if wrong:
         raise ValueError(
             f"{repository.name}: {wrong[0]} has the shape {list(found[wrong[0]])}; today's {model_class.__name__} has "
-            f"{list(wanted[wrong[0]])} ({len(wrong)} tensors differ). Nothing was changed: its config.json is not that "
-            "of its weights."
+            f"{list(wanted[wrong[0]])} ({len(wrong)} tensors differ): config.json is not that of the weights. Nothing "
+            "was changed."
         )
 
 
@@ -219,9 +220,7 @@ def _run_code(
     save_file({name: value.contiguous() for name, value in inputs.items()}, work / "inputs.safetensors")
     outputs = work / "outputs.safetensors"
     outputs.unlink(missing_ok=True)
-    variables = {
-        name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    }
+    variables = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     with _view(repository, changes) as folder, tempfile.TemporaryDirectory() as modules:
         arguments = [str(folder), str(work / "inputs.safetensors"), str(outputs)]
@@ -257,7 +256,7 @@ def _compared(name: str, old: Mapping[str, torch.Tensor], new: Mapping[str, torc
         difference = float((a - b).abs().max()) if same_shape else float("inf")
         if not difference <= TOLERANCE * max(1.0, float(a.abs().max())):
             raise ValueError(
-                f"{name}: `{key}` of the old code and of today's differ by up to {difference:.2g}. Nothing was changed."
+                f"{name}: `{key}` of the old code and today's differ by up to {difference:.2g}. Nothing was changed."
             )
         largest = max(largest, difference)
     tokens = f", the same {old['tokens'].numel()} tokens" if "tokens" in both else ""

@@ -40,9 +40,7 @@ def with_auto_map(content: bytes, own: Mapping[str, str], known: Collection[str]
         return content, kept
     made = text[:start] + _dumped(new, text, start) + text[end:]
     if json.loads(made.removeprefix(BOM)) != json.loads(text.removeprefix(BOM)) | {"auto_map": new}:
-        raise ValueError(
-            f"{CONFIG_NAME} has `auto_map` in an unusual form: save the model again by `save_pretrained`."
-        )
+        raise ValueError(f"{CONFIG_NAME} has an unusual `auto_map`: save the model again by `save_pretrained`.")
     return made.encode(), kept
 
 

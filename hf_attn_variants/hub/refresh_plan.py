@@ -22,7 +22,7 @@ from ..registration import variant_config_class
 from .card import refreshed_card
 from .refresh_config import with_auto_map
 
-__all__ = ["FileChange", "RefreshPlan", "Repository", "make_plan", "read_repository", "what_changes_meaning"]
+__all__ = ["KINDS", "FileChange", "RefreshPlan", "Repository", "make_plan", "read_repository", "what_changes_meaning"]
 
 MODELING = Path(modeling.__file__).parent
 VERSION_FILE = "variant_names.py"
@@ -34,6 +34,9 @@ NOT_COPIED = (".git", ".cache", "__pycache__")
 MOST_COMPARED_LINES = 5000
 # Before it, upstream ignored this flag of UMT5.
 UMT5_FLAG_READ = Version("5.24")
+
+
+KINDS = ("changed", "added", "removed")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class FileChange:
     @property
     def kind(self) -> str:
         """What happens to it."""
-        return "removed" if self.content is None else "added" if self.is_new else "changed"
+        return KINDS[2 if self.content is None else 1 if self.is_new else 0]
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,8 @@ def _check_is_ours(name: str, config: Mapping[str, Any], version: str | None) ->
         )
     if version is not None and _is_newer(version, name):
         raise ValueError(
-            f"{name} was saved by hf_attn_variants {version}; this is {ATTN_VARIANTS_VERSION}, which is older. Install "
-            f"{version} or newer, and repeat."
+            f"{name} has the code of hf_attn_variants {version}; this is {ATTN_VARIANTS_VERSION}, which is older: install "
+            f"{version} or newer."
         )
     variant_config_class(model_type)
 
@@ -279,8 +282,7 @@ def _edited(repository: Repository) -> list[str]:
     if not edited:
         return []
     return [
-        f"{', '.join(edited)}: not as {repository.version} wrote {'it' if len(edited) == 1 else 'them'}. What somebody "
-        "changed there is not in today's code."
+        f"not as {repository.version} wrote them: {', '.join(edited)}. What somebody changed there is not in today's code."
     ]
 
 

@@ -22,7 +22,7 @@ from ..files import (
     load_json,
     staged_folder,
 )
-from .refresh_plan import RefreshPlan, plan_json
+from .refresh_plan import KINDS, RefreshPlan, plan_json
 
 __all__ = ["end_interrupted", "held", "write_folder", "write_in_place"]
 
@@ -128,9 +128,7 @@ def _fill(plan: RefreshPlan, stage: Path) -> str:
     journal = {
         "backup": backup,
         "code_before": plan.repository.version,
-        **{
-            kind: [each.name for each in plan.changes if each.kind == kind] for kind in ("changed", "added", "removed")
-        },
+        **{kind: [each.name for each in plan.changes if each.kind == kind] for kind in KINDS},
     }
     (stage / JOURNAL).write_text(plan_json(journal), encoding="utf-8")
     return backup
