@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from packaging.version import InvalidVersion, Version
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -50,6 +51,7 @@ class Repository:
         version: of the code in it; None where that does not say so, as before 0.1.0.
         config: its config.json.
         files: all regular files with their sizes, by relative path.
+        not_downloaded: those that stayed on the Hub: pickles, and weights in other formats.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Repository:
     version: str | None
     config: dict[str, Any]
     files: dict[str, int]
+    not_downloaded: list[str] = field(default_factory=list)
 
     @property
     def code_files(self) -> list[str]:
@@ -122,7 +125,10 @@ def read_repository(name: str | os.PathLike, revision: str | None = None, token:
     config = read_config(folder)
     version = _code_version(folder, files)
     _check_is_ours(os.fspath(name), config, version)
-    return Repository(os.fspath(name), folder, folder.name if is_cached else None, version, config, files)
+    if not is_cached:
+        return Repository(os.fspath(name), folder, None, version, config, files)
+    left = _not_downloaded(os.fspath(name), folder.name, token, files)
+    return Repository(os.fspath(name), folder, folder.name, version, config, files, left)
 
 
 def make_plan(repository: Repository) -> RefreshPlan:
@@ -158,6 +164,8 @@ def make_plan(repository: Repository) -> RefreshPlan:
     notes += [card_note] if card_note else []
     pickles = [name for name in repository.files if name.lower().endswith(PICKLE_SUFFIXES)]
     notes += [f"{name} is a pickle: it was not read." for name in pickles]
+    if repository.not_downloaded:
+        notes.append(f"neither read nor copied from the Hub: {', '.join(repository.not_downloaded)}.")
     notes += what_changes_meaning(repository.config)
     return RefreshPlan(repository, [each for each in changes if each is not None], notes)
 
@@ -213,6 +221,13 @@ def _regular_files(folder: Path, is_cached: bool) -> dict[str, int]:
     return found
 
 
+def _not_downloaded(name: str, commit: str, token: str | None, files: Mapping[str, int]) -> list[str]:
+    try:
+        return sorted({*HfApi().list_repo_files(name, revision=commit, token=token)} - {*files})
+    except Exception:  # no network: what is in the cache is all that is known
+        return []
+
+
 def _check_link(folder: Path, path: Path, relative: str) -> None:
     target = Path(os.path.realpath(path))
     if not target.exists():
@@ -248,8 +263,8 @@ def _check_is_ours(name: str, config: Mapping[str, Any], version: str | None) ->
         )
     if version is not None and _is_newer(version, name):
         raise ValueError(
-            f"{name} has the code of hf_attn_variants {version}; this is {ATTN_VARIANTS_VERSION}, which is older: install "
-            f"{version} or newer."
+            f"{name} has the code of hf_attn_variants {version}; this is {ATTN_VARIANTS_VERSION}, which is older: "
+            f"install {version} or newer."
         )
     variant_config_class(model_type)
 
@@ -282,7 +297,8 @@ def _edited(repository: Repository) -> list[str]:
     if not edited:
         return []
     return [
-        f"not as {repository.version} wrote them: {', '.join(edited)}. What somebody changed there is not in today's code."
+        f"not as {repository.version} wrote them: {', '.join(edited)}. What somebody changed there is not in today's "
+        "code."
     ]
 
 

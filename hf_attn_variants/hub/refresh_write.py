@@ -117,6 +117,8 @@ def _fill(plan: RefreshPlan, stage: Path) -> str:
     contents = {each.name: each.content for each in plan.changes}
     # It moves away while files are swapped, whether it changes or not.
     contents.setdefault(CONFIG_NAME, (folder / CONFIG_NAME).read_bytes())
+    if links := [name for name in contents if (folder / name).is_symlink()]:
+        raise OSError(f"{folder}: {links[0]} is a link; put the file itself there, or write to a new --output_dir.")
     for name, content in contents.items():
         if (folder / name).exists() and name != CONFIG_NAME:
             shutil.copy2(folder / name, stage / "old" / name)
