@@ -63,7 +63,7 @@ LOG_FILE = "train_log.jsonl"
 CURVES_FILE = "training_curves.png"
 BEST_MODEL_FILE = "best_model.safetensors"
 # What `attn-variants refresh` keeps in a folder begins so. While it swaps files, the second holds the old and the new,
-# and config.json is not in its place.
+# and config.json is no JSON.
 REFRESH_PREFIX = ".refresh-"
 UNFINISHED_REFRESH = f"{REFRESH_PREFIX}unfinished"
 # Of a training checkpoint.

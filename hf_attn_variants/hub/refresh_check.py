@@ -1,6 +1,7 @@
 """Whether today's code is right for a repository's weights: by our own classes, and by its old code where trusted."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..errors import as_value_error
-from ..files import CONFIG_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from ..files import CONFIG_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME, parse_json
 from ..inspection.costs import source_window, variant_config
 from ..progress import no_progress_bars
 from ..registration import longest_input, variant_model_class
@@ -60,7 +61,11 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
         return f"{count} tensors are whole; they are quantised, and were not compared with today's class", {}
     _check_shapes(repository, model_class, config)
     what = f"{repository.name}: weights of {architecture}"
-    with _view(repository, {}, code=False) as folder, no_progress_bars(), as_value_error(what):
+    with (
+        _view(repository, {CONFIG_NAME: _settings(repository)}, code=False) as folder,
+        no_progress_bars(),
+        as_value_error(what),
+    ):
         model, info = model_class.from_pretrained(
             folder,
             config=config,
@@ -148,11 +153,15 @@ def trial_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _today_config(repository: Repository) -> Any:
-    # An implementation in config.json may name a kernel on the Hub.
-    values = {name: value for name, value in repository.config.items() if "attn_implementation" not in name}
-    config = variant_config(values)
+    config = variant_config(parse_json(_settings(repository)))
     config.return_dict = True
     return config
+
+
+def _settings(repository: Repository) -> bytes:
+    """Return config.json without an attention's implementation, which may name a kernel on the Hub."""
+    values = {name: value for name, value in repository.config.items() if "attn_implementation" not in name}
+    return json.dumps(values).encode()
 
 
 def _refuse_pickles(repository: Repository) -> None:

@@ -139,13 +139,14 @@ def make_plan(repository: Repository) -> RefreshPlan:
             cannot be read.
     """
     code, known = travelling_code(repository.config), _known_names()
-    reached, others = _reached(repository), [name for name in repository.code_files if name not in known]
-    taken = [name for name in code if name in repository.files and name not in reached]
+    others = [name for name in repository.code_files if name not in known]
+    ours = _names_of(repository.version) | _reached(repository)
+    taken = [name for name in code if name in repository.files and name not in ours]
     taken = [name for name in taken if _read(repository, name) != code[name]]
     if taken:
         raise ValueError(
-            f"{repository.name}: {taken[0]} is imported by no code of this package, so it is somebody's own; today's "
-            "code has a file of that name. Give it another name, and repeat."
+            f"{repository.name}: {taken[0]} is not of the code of {repository.version or 'its version'}, which does "
+            "not import it, so it is somebody's own; today's code has a file of that name. Give it another name."
         )
     changes = [_change(repository, name, content) for name, content in code.items()]
     needed = _imported_by(repository, others)
@@ -287,6 +288,14 @@ def _known_names() -> set[str]:
     """Return the names of all files that today's code or a released version has."""
     released = (name for files in load_json(RELEASED).values() for name in files)
     return {*released, *(path.name for path in MODELING.glob("*.py"))} - {"__init__.py"}
+
+
+def _names_of(version: str | None) -> set[str]:
+    """Return the names of the files that a version may have written."""
+    if version == ATTN_VARIANTS_VERSION:
+        return _known_names()
+    released = load_json(RELEASED)
+    return {name for key, files in released.items() if key == version or version not in released for name in files}
 
 
 def _edited(repository: Repository) -> list[str]:

@@ -1,8 +1,8 @@
 """A refreshed repository written: as a new folder, or in its place by whole files, old or new and never a mixture.
 
 In place, the new files and copies of the old ones are complete in a hidden folder before anything changes. Then
-config.json leaves its place, the others are swapped, and config.json comes back last: whoever is killed between leaves
-a folder that no class loads, and the next refresh ends what was begun.
+config.json is replaced by a line that is no JSON, the others are swapped, and the new config.json comes last: whoever
+is killed between leaves a folder that no class loads, and the next refresh ends what was begun.
 """
 
 import os
@@ -29,6 +29,9 @@ __all__ = ["end_interrupted", "held", "write_folder", "write_in_place"]
 PARTIAL = f"{REFRESH_PREFIX}partial-"
 BACKUP = f"{REFRESH_PREFIX}backup-"
 JOURNAL = "refresh.json"
+# In config.json's place meanwhile. Without any config.json a class that is named loads with its default sizes.
+PLACEHOLDER = "placeholder"
+NO_CONFIG = "A refresh of this repository was interrupted: `attn-variants refresh` of this folder ends it.\n"
 
 
 def write_folder(plan: RefreshPlan, output: Path) -> None:
@@ -115,12 +118,12 @@ def _fill(plan: RefreshPlan, stage: Path) -> str:
     for name in ("new", "old"):
         (stage / name).mkdir()
     contents = {each.name: each.content for each in plan.changes}
-    # It moves away while files are swapped, whether it changes or not.
+    # It is away while files are swapped, whether it changes or not.
     contents.setdefault(CONFIG_NAME, (folder / CONFIG_NAME).read_bytes())
     if links := [name for name in contents if (folder / name).is_symlink()]:
         raise OSError(f"{folder}: {links[0]} is a link; put the file itself there, or write to a new --output_dir.")
     for name, content in contents.items():
-        if (folder / name).exists() and name != CONFIG_NAME:
+        if (folder / name).exists():
             shutil.copy2(folder / name, stage / "old" / name)
         if content is not None:
             (stage / "new" / name).write_bytes(content)
@@ -133,6 +136,7 @@ def _fill(plan: RefreshPlan, stage: Path) -> str:
         **{kind: [each.name for each in plan.changes if each.kind == kind] for kind in KINDS},
     }
     (stage / JOURNAL).write_text(plan_json(journal), encoding="utf-8")
+    (stage / PLACEHOLDER).write_text(NO_CONFIG, encoding="utf-8")
     return backup
 
 
@@ -143,8 +147,8 @@ def _swap(folder: Path) -> None:
     new, old = unfinished / "new", unfinished / "old"
     try:
         if (new / CONFIG_NAME).is_file():
-            if not (old / CONFIG_NAME).exists():
-                os.rename(folder / CONFIG_NAME, old / CONFIG_NAME)
+            if (unfinished / PLACEHOLDER).is_file():
+                os.replace(unfinished / PLACEHOLDER, folder / CONFIG_NAME)
             for path in sorted(new.iterdir()):
                 if path.name != CONFIG_NAME:
                     os.replace(path, folder / path.name)
@@ -169,12 +173,13 @@ def _checked_journal(unfinished: Path) -> tuple[str, list[str]]:
         raise ValueError(f"{unfinished} is a link: no refresh left it. Remove it.")
     places = [unfinished / JOURNAL, unfinished / "old" / JOURNAL]
     journal = next((load_json(path) for path in places if path.is_file() and not path.is_symlink()), {})
+    journal = journal if isinstance(journal, dict) else {"backup": None}
     backup, removed = journal.get("backup", f"{BACKUP}old"), journal.get("removed", [])
     found = [path for part in ("new", "old") for path in (unfinished / part).glob("*")]
     is_right = isinstance(backup, str) and re.fullmatch(rf"{re.escape(BACKUP)}[\w.-]+", backup) is not None
     is_right &= isinstance(removed, list) and all(isinstance(name, str) and _is_code(name) for name in removed)
     of_a_refresh = (_is_code(path.name) or path.name in (CONFIG_NAME, CARD_NAME, JOURNAL) for path in found)
-    parts = [unfinished / part for part in ("new", "old")]
+    parts = [unfinished / part for part in ("new", "old", PLACEHOLDER)]
     if not is_right or not all(of_a_refresh) or any(path.is_symlink() for path in (*found, *parts)):
         raise ValueError(f"{unfinished} was left by no refresh of this package. Look at it, and remove it.")
     return backup, removed

@@ -112,11 +112,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: if it is not a JSON object with a `model_type`, or its `architectures` are no list of names.
     """
     path = folder / CONFIG_NAME
-    if not path.is_file() and (folder / UNFINISHED_REFRESH).is_dir():
-        raise FileNotFoundError(f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it.")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    config = load_json(path, "utf-8-sig")
+    try:
+        config = load_json(path, "utf-8-sig")
+    except ValueError as error:
+        if not (folder / UNFINISHED_REFRESH).is_dir():
+            raise
+        raise ValueError(
+            f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it."
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
