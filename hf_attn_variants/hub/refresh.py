@@ -131,14 +131,9 @@ def refresh_repository(
         plan = make_plan(repository)
         checks = _checks(plan, trust_remote_code) if plan.changes else []
         result = _result(plan, [*ended, *checks], dry_run)
-        if dry_run:
-            return result
-        if plan.changes and output is not None:
-            write_folder(plan, output)
-            result = replace(result, output_dir=output)
-        elif plan.changes and in_place:
-            result = replace(result, output_dir=repository.folder, backup=write_in_place(plan))
-    if push_to_hub:
+        if plan.changes and not dry_run:
+            result = _written(plan, result, output, in_place)
+    if push_to_hub and not dry_run:
         api = api or HfApi(token=token)
         result = replace(result, pushed=_push(plan, result, hub_model_id, private, revision, commit_message, api))
     return result
@@ -193,6 +188,16 @@ def _result(plan: RefreshPlan, checks: list[str], dry_run: bool) -> RefreshResul
         plan.notes,
         dry_run,
     )
+
+
+def _written(plan: RefreshPlan, result: RefreshResult, output: Path | None, in_place: bool) -> RefreshResult:
+    """Write a new folder, or in place; of a Hub id that is only pushed, nothing."""
+    if output is not None:
+        write_folder(plan, output)
+        return replace(result, output_dir=output)
+    if in_place:
+        return replace(result, output_dir=plan.repository.folder, backup=write_in_place(plan))
+    return result
 
 
 def _push(
