@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import transformers
+from architectures import ARCHITECTURES
 from fixtures.old_repositories import ARCHIVES, copy_repository, repository_names, unpack_repositories
 from packaging.version import Version
+from relatives import RELATIVES
 from safetensors.torch import load_file, save_file
 
 import hf_attn_variants
@@ -19,8 +21,10 @@ from hf_attn_variants.commands.refresh import main, parse_args
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.hub import refresh_check, refresh_plan
 from hf_attn_variants.hub.card import is_untouched
+from hf_attn_variants.hub.code_outputs import model_outputs
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.hub.refresh import refresh_repository
+from hf_attn_variants.hub.refresh_check import trial_inputs
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,6 +312,14 @@ def test_nothing_in_the_repository_is_run(old, tmp_path, monkeypatch):
 
 
 # What is compared.
+
+
+@pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
+def test_every_head_has_inputs_to_try(row):
+    for head in row.heads:
+        model = row.model(head, "gqa").eval()
+        outputs = model_outputs(model, trial_inputs(model))
+        assert outputs and all(value.isfinite().all() for value in outputs.values()), head
 
 
 def test_weights_that_are_not_those_of_the_configuration_are_refused(old):
