@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args"]
 
@@ -21,7 +21,7 @@ repository's own code is not run unless --trust_remote_code is given."""
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(
-        prog=program_name("refresh_repository.py"),
+        prog="attn-variants refresh",
         description="Put today's code into a repository that an older version of this package saved, so that it loads "
         "under newer transformers.",
         epilog=EXAMPLE,

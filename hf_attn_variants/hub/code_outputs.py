@@ -46,8 +46,9 @@ def _main(folder: str, inputs_file: str, outputs_file: str) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), 4))
     inputs = load_file(inputs_file)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    named = {value.rpartition(".")[2]: value for value in config.auto_map.values()}
-    model_class = get_class_from_dynamic_module(named[config.architectures[0]], folder)
+    named = {each.rpartition(".")[2]: each for each in config.auto_map.values() if isinstance(each, str)}
+    reference = named[config.architectures[0]] if config.architectures else config.auto_map["AutoModel"]
+    model_class = get_class_from_dynamic_module(reference, folder)
     model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     save_file(model_outputs(model, inputs) | _tokens(model, inputs), outputs_file)
 

@@ -121,7 +121,7 @@ def refresh_repository(
     """
     output, name = None if output_dir is None else check_output_dir(output_dir), os.fspath(model_name_or_path)
     folder = local_folder(model_name_or_path)
-    _check_request(name, folder, output, dry_run, push_to_hub, hub_model_id, revision)
+    _check_request(name, folder, output, dry_run, push_to_hub, hub_model_id, private, revision)
     in_place = folder is not None and output is None and not dry_run
     with held(folder) if in_place else nullcontext():
         ended = _end_interrupted(name, folder, in_place)
@@ -141,15 +141,16 @@ def refresh_repository(
 
 def _check_request(
     name: str, folder: Path | None, output: Path | None, dry_run: bool, push: bool, hub_model_id: str | None,
-    revision: str | None,
+    private: bool | None, revision: str | None,
 ) -> None:  # fmt: skip
     if folder is None and output is None and not (push or dry_run):
         raise ValueError(
             f"{name} is a Hub id, whose copy in the cache is not written to: give output_dir (--output_dir), "
             "push_to_hub (--push_to_hub), or dry_run (--dry_run)."
         )
-    if hub_model_id is not None and not push:
-        raise ValueError("`hub_model_id` (--hub_model_id) says where to push: give push_to_hub (--push_to_hub) too.")
+    if (hub_model_id, private) != (None, None) and not push:
+        given = "private (--private, --public)" if hub_model_id is None else "hub_model_id (--hub_model_id)"
+        raise ValueError(f"{given} is of a push: give push_to_hub (--push_to_hub) too.")
     if push and revision is not None and re.fullmatch("[0-9a-f]{40}", revision) and hub_model_id in (None, name):
         raise ValueError(f"a push goes onto a branch, and `revision` is a commit ({revision}): give a branch.")
 

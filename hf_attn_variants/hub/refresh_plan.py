@@ -51,7 +51,7 @@ class Repository:
         version: of the code in it; None where that does not say so, as before 0.1.0.
         config: its config.json.
         files: all regular files with their sizes, by relative path.
-        not_downloaded: those that stayed on the Hub: pickles, and weights in other formats.
+        not_downloaded: what stayed on the Hub: pickles, weights in other formats; None where it cannot be asked.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Repository:
     version: str | None
     config: dict[str, Any]
     files: dict[str, int]
-    not_downloaded: list[str] = field(default_factory=list)
+    not_downloaded: list[str] | None = field(default_factory=list)
 
     @property
     def code_files(self) -> list[str]:
@@ -165,7 +165,9 @@ def make_plan(repository: Repository) -> RefreshPlan:
     notes += [card_note] if card_note else []
     pickles = [name for name in repository.files if name.lower().endswith(PICKLE_SUFFIXES)]
     notes += [f"{name} is a pickle: it was not read." for name in pickles]
-    if repository.not_downloaded:
+    if repository.not_downloaded is None:
+        notes.append("the Hub cannot be reached: this is what of the repository lies in the cache, perhaps not all.")
+    elif repository.not_downloaded:
         notes.append(f"neither read nor copied from the Hub: {', '.join(repository.not_downloaded)}.")
     notes += what_changes_meaning(repository.config)
     return RefreshPlan(repository, [each for each in changes if each is not None], notes)
@@ -222,11 +224,11 @@ def _regular_files(folder: Path, is_cached: bool) -> dict[str, int]:
     return found
 
 
-def _not_downloaded(name: str, commit: str, token: str | None, files: Mapping[str, int]) -> list[str]:
+def _not_downloaded(name: str, commit: str, token: str | None, files: Mapping[str, int]) -> list[str] | None:
     try:
         return sorted({*HfApi().list_repo_files(name, revision=commit, token=token)} - {*files})
     except Exception:  # no network: what is in the cache is all that is known
-        return []
+        return None
 
 
 def _check_link(folder: Path, path: Path, relative: str) -> None:

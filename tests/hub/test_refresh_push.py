@@ -2,8 +2,11 @@
 
 import pytest
 from fixtures.old_repositories import unpack_repositories
+from hub.local_hub import TOKEN
 from hub.test_refresh import MODELING, T5, contents, of_today
+from huggingface_hub import constants, hf_api
 
+from hf_attn_variants.hub import refresh_plan
 from hf_attn_variants.hub.refresh import refresh_repository
 
 
@@ -15,14 +18,11 @@ def old_files(tmp_path_factory):
 @pytest.fixture
 def repository(old_files, hub, api, monkeypatch):
     """A repository of 0.1.0 on the local Hub, which all of huggingface_hub asks."""
-    from hub.local_hub import TOKEN
-    from huggingface_hub import constants
-    from huggingface_hub import hf_api as module
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(module.api, "endpoint", hub.url, raising=False)
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.url, raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.create("me/t5", files=old_files | {"pytorch_model.bin": b"never read", ".gitattributes": b""})
     return hub.repositories["me/t5"]
@@ -50,7 +50,9 @@ def test_somebody_elses_push_in_the_meantime_is_not_lost(repository, hub, api):
     assert "new.txt" in hub.files("me/t5") and not of_today(hub.files("me/t5"))
 
 
-def test_a_hub_id_is_written_to_a_new_folder_and_the_cache_is_not(repository, hub, api, old_files, tmp_path):
+def test_a_hub_id_is_written_to_a_new_folder_and_the_cache_is_not(
+    repository, hub, api, old_files, tmp_path, monkeypatch
+):
     with pytest.raises(ValueError, match=r"is a Hub id.*--output_dir.*--push_to_hub"):
         refresh_repository("me/t5")
     assert not [each for each in hub.requests if "/api/models" in each]
@@ -60,6 +62,8 @@ def test_a_hub_id_is_written_to_a_new_folder_and_the_cache_is_not(repository, hu
     assert after["model.safetensors"] == old_files["model.safetensors"] and result.output_dir == tmp_path / "new"
     assert len(repository.log) == 1
     assert refresh_repository("me/t5", dry_run=True).changes  # the cache has the old code
+    monkeypatch.setattr(refresh_plan, "HfApi", None)  # asked once the files are there
+    assert "the Hub cannot be reached" in refresh_repository("me/t5", dry_run=True).summary()
 
 
 def test_elsewhere_goes_the_whole_folder(repository, hub, api, old_files, tmp_path):
@@ -87,6 +91,6 @@ def test_a_folder_is_refreshed_in_place_and_pushed(repository, hub, api, old_fil
 def test_a_commit_is_no_branch(repository, hub, api):
     with pytest.raises(ValueError, match="give a branch"):
         refresh_repository("me/t5", push_to_hub=True, revision=hub.head("me/t5"), api=api)
-    with pytest.raises(ValueError, match="says where to push"):
+    with pytest.raises(ValueError, match="is of a push"):
         refresh_repository("me/t5", hub_model_id="me/other", dry_run=True, api=api)
     assert (MODELING / "variant_names.py").read_bytes() not in hub.files("me/t5").values()
