@@ -157,7 +157,7 @@ def _check_request(
 
 def _end_interrupted(name: str, folder: Path | None, in_place: bool) -> list[str]:
     """End a refresh that was killed in the middle; return what to say of it."""
-    if folder is None or not (folder / UNFINISHED_REFRESH).exists():
+    if folder is None or not (folder / UNFINISHED_REFRESH).is_dir():
         return []
     if not in_place:
         raise ValueError(

@@ -122,6 +122,7 @@ def test_a_second_refresh_changes_nothing(old):
 
 def test_what_is_saved_today_is_up_to_date(converted):
     assert refresh_repository(converted, dry_run=True).changes == []
+    assert refresh_check._newest_run(refresh_plan.read_repository(converted)) == NEWEST_RUN
 
 
 def test_a_dry_run_lists_every_file_and_writes_nothing(old, capsys):
