@@ -39,7 +39,8 @@ def with_auto_map(content: bytes, own: Mapping[str, str], known: Collection[str]
     if new == old:
         return content, kept
     made = text[:start] + _dumped(new, text, start) + text[end:]
-    if json.loads(made.removeprefix(BOM)) != json.loads(text.removeprefix(BOM)) | {"auto_map": new}:
+    expected = json.loads(text.removeprefix(BOM)) | {"auto_map": new}
+    if json.dumps(json.loads(made.removeprefix(BOM))) != json.dumps(expected):  # as text, for NaN is not NaN
         raise ValueError(f"{CONFIG_NAME} has an unusual `auto_map`: save the model again by `save_pretrained`.")
     return made.encode(), kept
 

@@ -98,6 +98,29 @@ def test_it_may_end_before_any_of_its_steps(archive, tmp_path, monkeypatch):
     assert steps > 30
 
 
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_disk_that_is_full_leaves_the_repository_as_it_was(archive, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(refresh, "_checks", lambda *args: [])
+    folder = copy_repository(archive / NAME, tmp_path / "folder")
+    write, written = Path.write_bytes, []
+
+    def fails(path, content):
+        written.append(path)
+        if len(written) > number:
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    for output in (None, tmp_path / "new"):
+        written.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_bytes", fails)
+            with pytest.raises(OSError, match="No space left"):
+                refresh_repository(folder, output)
+        assert visible(folder) == visible(archive / NAME) and hidden(folder) == []
+        assert not (tmp_path / "new").exists()
+    assert refresh_repository(folder).backup
+
+
 @COUNTS
 def test_killed(archive, tmp_path, count):
     copy_repository(archive / NAME, tmp_path / "new")

@@ -94,6 +94,25 @@ def test_in_place_the_code_is_todays_and_the_rest_is_as_it_was(old):
     assert f"hf_attn_variants 0.1.0 -> {ATTN_VARIANTS_VERSION}" in result.summary()
 
 
+def test_shards_stay_as_they_are(old, tmp_path):
+    tensors = load_file(old / "model.safetensors")
+    (old / "model.safetensors").unlink()
+    halves = {f"model-0000{part + 1}-of-00002.safetensors": sorted(tensors)[part::2] for part in (0, 1)}
+    for file, names in halves.items():
+        save_file({name: tensors[name] for name in names}, old / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, names in halves.items() for name in names}}
+    (old / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = contents(old)
+    result = refresh_repository(old, tmp_path / "new")
+    assert all(each.name.endswith((".py", ".md")) for each in result.changes)
+    after = contents(tmp_path / "new")
+    assert {name: after[name] for name in before if "model" in name and not name.endswith(".py")} == {
+        name: content for name, content in before.items() if "model" in name and not name.endswith(".py")
+    }
+    (old / "model-00001-of-00002.safetensors").unlink()
+    refused(old, "1 of 2 shards are missing", OSError)
+
+
 def test_a_card_that_nobody_edited_says_what_is_true_of_the_new_code(old):
     before = (old / "README.md").read_text()
     refresh_repository(old)
@@ -176,7 +195,7 @@ def test_auto_map_is_put_right_and_other_entries_stay(old):
 
 @pytest.mark.parametrize("form", ["compact", "four", "crlf", "bom"])
 def test_a_configuration_keeps_its_form(old, form):
-    values = json.loads((old / "config.json").read_text())
+    values = {"odd": float("nan")} | json.loads((old / "config.json").read_text())
     values["auto_map"]["AutoModelForMaskedLM"] = "modeling_attn_variant_t5.AttnVariantT5Gone"
     text = json.dumps(values, indent={"compact": None, "four": 4}.get(form, 2))
     text = {"crlf": text.replace("\n", "\r\n"), "bom": f"\ufeff{text}"}.get(form, text)
