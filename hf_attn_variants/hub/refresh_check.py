@@ -16,6 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..errors import as_value_error
@@ -27,19 +28,19 @@ from . import code_outputs
 from .code_outputs import model_outputs
 from .refresh_plan import VERSION_FILE, RefreshPlan, Repository
 
-__all__ = ["check_weights", "compare_with_old_code", "trial_inputs"]
+__all__ = ["cache_difference", "check_weights", "compare_with_old_code", "trial_inputs"]
 
 GENERATION_CONFIG = "generation_config.json"
-TOKENS = 8
+TOKENS, NEW_TOKENS = 8, 4
 # Of the largest number among the outputs: float32, added up in another order.
-TOLERANCE = 1e-4
+TOLERANCE, CACHE_TOLERANCE = 1e-4, 1e-3
 # The newest transformers that code was run with which does not say it: all of 0.1.0 and before.
 NEWEST_BEFORE = "5.23"
 SECONDS = 1800
 
 
 def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
-    """Check a repository's weights by today's classes: names, shapes, and that a pass gives finite numbers.
+    """Check a repository's weights by today's classes: names, shapes, finite outputs, the same with a cache.
 
     Nothing that lies in the repository is run, and no pickle is read.
 
@@ -81,7 +82,17 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
         outputs = model_outputs(model.eval(), inputs)
     if not outputs or not all(value.isfinite().all() for value in outputs.values()):
         raise ValueError(f"{repository.name}: by today's {model_class.__name__} its outputs are not finite.")
-    return "the weights have the names and shapes of today's class, and a pass gives finite numbers", inputs
+    found = "the weights have the names and shapes of today's class, a pass gives finite numbers"
+    with as_value_error(f"{repository.name}: writing tokens by today's {model_class.__name__} failed"):
+        difference = cache_difference(model, inputs)
+    if difference is None:
+        return found, inputs
+    if not difference <= CACHE_TOLERANCE:
+        raise ValueError(
+            f"{repository.name}: by today's {model_class.__name__}, under transformers {transformers.__version__}, "
+            f"logits with a cache differ from those without by {difference:.1g} of the largest. Nothing was changed."
+        )
+    return f"{found}, tokens are written with a cache as without", inputs
 
 
 def compare_with_old_code(plan: RefreshPlan, inputs: Mapping[str, torch.Tensor]) -> str:
@@ -114,6 +125,35 @@ def compare_with_old_code(plan: RefreshPlan, inputs: Mapping[str, torch.Tensor])
     if old is None:
         return f"today's code runs without this package; the old code could not run here ({error})"
     return _compared(plan.repository.name, old, new)
+
+
+@torch.no_grad()
+def cache_difference(model: Any, inputs: Mapping[str, torch.Tensor]) -> float | None:
+    """Return how far the logits of a greedy decoding with a cache are from those without.
+
+    Args:
+        model: one of this package's.
+        inputs: of `trial_inputs`.
+
+    Returns:
+        The largest difference over the largest logit, until the tokens differ; None of a model that writes no text, or
+        has no room for it, and of Whisper, whose `generate` is its own.
+    """
+    prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    length = inputs["input_ids"].shape[-1] if "input_ids" in inputs else None
+    writes = model.can_generate() and ("decoder_input_ids" in inputs or not model.config.is_encoder_decoder)
+    if not writes or length is None or (longest_input(model.config) or length + NEW_TOKENS) < length + NEW_TOKENS:
+        return None
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    cached, whole = (model.generate(**prompt, **options, use_cache=each).logits for each in (True, False))
+    largest = 0.0
+    for one, other in zip(cached, whole, strict=True):
+        largest = max(largest, float((one - other).abs().max()) / max(1.0, float(other.abs().max())))
+        if not torch.equal(one.argmax(-1), other.argmax(-1)):
+            break
+    return largest
 
 
 def trial_inputs(model: Any) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ from hf_attn_variants.hub.card import is_untouched
 from hf_attn_variants.hub.code_outputs import model_outputs
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.hub.refresh import refresh_repository
-from hf_attn_variants.hub.refresh_check import trial_inputs
+from hf_attn_variants.hub.refresh_check import cache_difference, trial_inputs
+from hf_attn_variants.modeling.modeling_attn_variant_t5 import AttnVariantT5Attention
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,6 +343,22 @@ def test_every_head_has_inputs_to_try(row):
         model = row.model(head, "gqa").eval()
         outputs = model_outputs(model, trial_inputs(model))
         assert outputs and all(value.isfinite().all() for value in outputs.values()), head
+        difference = cache_difference(model, trial_inputs(model))
+        writes = head.endswith(("ForConditionalGeneration", "CausalLM", "LMHeadModel", "MTModel"))
+        assert (difference is not None) == (writes and head != "WhisperForConditionalGeneration"), head
+        assert difference is None or difference < 1e-5
+
+
+def test_a_cache_that_goes_wrong_is_refused(old, monkeypatch):
+    forward = AttnVariantT5Attention.forward
+
+    def wrong(self, hidden_states, *args, **kwargs):
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        step = cache is not None and cache.get_seq_length() > 0
+        return forward(self, hidden_states * (2 if step else 1), *args, **kwargs)
+
+    monkeypatch.setattr(AttnVariantT5Attention, "forward", wrong)
+    refused(old, "logits with a cache differ from those without")
 
 
 def test_weights_that_are_not_those_of_the_configuration_are_refused(old):
