@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.golden import load_expected, machine, outputs, pack, unpack
-from fixtures.golden_conversions import CONVERSIONS
-from fixtures.golden_repositories import HOSTS, MECHANISMS, takes
-from fixtures.golden_trainings import COMMAND, TRAININGS, WEIGHTS, run_training
+from fixtures.golden import folders_in, load_expected, machine, outputs, pack, unpack
+from fixtures.golden_trainings import COMMAND, WEIGHTS, run_training
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -23,6 +21,9 @@ import hf_attn_variants
 from hf_attn_variants.model_history import read_history
 
 FOLDER = Path(__file__).parent
+MODELS = folders_in(FOLDER / "models.tar.xz")
+TRAININGS = list(folders_in(FOLDER / "trainings.tar.xz"))
+KINDS = MODELS | {"trainings": TRAININGS}
 # What a later version refuses on purpose: "repositories/bert-gqa", "converted/bert-mean" or "trainings/glue", and
 # words that its ValueError must have, by which a user knows why and what to do.
 REFUSED: dict[str, str] = {}
@@ -30,10 +31,6 @@ REFUSED: dict[str, str] = {}
 TOLERANCE = 1e-5
 # Of the largest weight, on another machine than the maker's, where sums are rounded otherwise.
 WEIGHTS_TOLERANCE = 1e-4
-# Of each host the mechanisms of which the default tests load a repository: head counts, ranks and maps have names and
-# shapes of their own there, which is what a change may break. Of the others the default tests load some of each.
-EVERYWHERE = ("gqa", "latent", "talking_dynamic", "hedgehog")
-COMMANDS = ("glue", "squad", "seq2seq", "ner", "uptrain", "pretrain", "pretrain-t5")
 
 
 @pytest.fixture(scope="session")
@@ -75,27 +72,12 @@ def check_outputs(folder, name):
             assert torch.equal(found["tokens"], expected["tokens"])
 
 
-def repositories():
-    pairs = [(host, mechanism) for mechanism in MECHANISMS for host in HOSTS if takes(host, mechanism)]
-    # By default each host with those of everywhere, and each mechanism in the next host of those that take it.
-    chosen, hosts = set(), list(HOSTS)
-    for number, mechanism in enumerate(MECHANISMS):
-        turn = sorted(
-            (host for host in hosts if takes(host, mechanism)), key=lambda h: (hosts.index(h) - number) % len(hosts)
-        )
-        chosen |= {(host, mechanism) for host in (turn if mechanism in EVERYWHERE else turn[:3])}
-    return [
-        pytest.param(*pair, id="-".join(pair), marks=[] if pair in chosen else [pytest.mark.slow]) for pair in pairs
-    ]
+@pytest.mark.parametrize("name", MODELS["repositories"])
+def test_a_repository_gives_what_it_gave(unpacked, name):
+    check_outputs(unpacked("models")[0] / "repositories" / name, f"repositories/{name}")
 
 
-@pytest.mark.parametrize(("host", "mechanism"), repositories())
-def test_a_repository_gives_what_it_gave(unpacked, host, mechanism):
-    name = f"repositories/{host}-{mechanism}"
-    check_outputs(unpacked("models")[0] / name, name)
-
-
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", MODELS["converted"])
 def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacked, name):
     folder = unpacked("models")[0] / "converted" / name
     check_outputs(folder, f"converted/{name}")
@@ -107,16 +89,13 @@ def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacke
     assert all(step["kind"] == "conversion" for step in history.steps)
 
 
-def test_each_artefact_is_asked_for(unpacked):
-    expected = {f"repositories/{host}-{each}" for host in HOSTS for each in MECHANISMS if takes(host, each)}
-    expected |= {f"converted/{name}" for name in CONVERSIONS} | {f"trainings/{name}" for name in TRAININGS}
-    models, trainings = (unpacked(name)[0] for name in ("models", "trainings"))
-    found = {f"{path.parent.name}/{path.name}" for path in models.glob("*/*")}
-    found |= {f"trainings/{path.name}" for path in trainings.iterdir()}
-    assert found == expected and REFUSED.keys() <= expected
-    assert {json.loads((trainings / name / COMMAND).read_text())["command"] for name in TRAININGS} == {
-        name.replace("-", "_") for name in COMMANDS
-    }
+def test_there_is_an_artefact_of_each_host_and_command(unpacked):
+    folder = unpacked("models")[0]
+    types = {AutoConfig.from_pretrained(folder / "repositories" / name).model_type for name in MODELS["repositories"]}
+    assert len(types) == 13 and len(MODELS["repositories"]) == 397
+    commands = {json.loads((unpacked("trainings")[0] / name / COMMAND).read_text())["command"] for name in TRAININGS}
+    assert commands == {"glue", "squad", "seq2seq", "ner", "uptrain", "pretrain", "pretrain_t5"}
+    assert REFUSED.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
 
 
 @pytest.mark.parametrize("name", TRAININGS)
