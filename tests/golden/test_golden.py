@@ -30,7 +30,7 @@ REFUSED: dict[str, str] = {}
 # Of the largest logit: float32 in another order of summation. Any two mechanisms of a host differ by 1e-2 or more.
 TOLERANCE = 1e-5
 # Of the largest weight, on another machine than the maker's, where sums are rounded otherwise.
-WEIGHTS_TOLERANCE = 1e-4
+WEIGHTS_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="session")
