@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+# So that a model in training computes what it computes in evaluation.
+_DROPS_NOTHING = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "dropout", "attention_dropout"), 0.0
+)
 VOCABULARY, BATCH, LENGTH, WIDTH = 24, 2, 5, 16
 NEW_TOKENS = 3
 CACHE_NAMES = ("cache", "past_key_values")  # of the newest releases, and of those before 5.24
@@ -60,7 +64,7 @@ _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 20, "max
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _LATENT, _CROSS = {"kv_lora_rank": WIDTH}, {"encoder_kv_lora_rank": WIDTH, "cross_kv_lora_rank": WIDTH}
 _SINES = {"position_embedding_type": "sinusoidal"}
-_WINDOW = {"attention_pattern": "sliding_window", "attention_window": 3}
+_WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 _WINDOWS = _WINDOW | {f"encoder_{name}": value for name, value in _WINDOW.items()}
 
 
@@ -120,10 +124,13 @@ def our_class(host: str, model: Model) -> type:
 def build(model_class: type, config: dict[str, Any]) -> Any:
     """Return a model in evaluation mode, every weight drawn far from upstream's small first values."""
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(vocab_size=VOCABULARY, **config)).eval()
+    known = inspect.signature(model_class.config_class.__init__).parameters
+    drops = {name: value for name, value in _DROPS_NOTHING.items() if name in known}
+    model = model_class(model_class.config_class(vocab_size=VOCABULARY, **drops, **config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.4)
+            if weight.requires_grad:  # tables of sinusoids stay
+                weight.add_(torch.randn_like(weight), alpha=0.4)
     model.tie_weights()
     return model
 
@@ -165,7 +172,7 @@ def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Ten
     else:
         given = {"input_ids": ids, "attention_mask": mask}
         made = _of_both(model, {"input_ids": ids}, {"attention_mask": mask}, others)
-    return made | (_generated(model, given) if generates else {})
+    return made | (_generated(model, given, use == "decoder") if generates else {})
 
 
 def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -174,7 +181,8 @@ def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, 
     types = {"token_type_ids": (ids % 2)} if "token_type_ids" in known else {}
     embedded = model.get_input_embeddings()(ids)
     return {
-        "logits": model(input_ids=ids, attention_mask=mask).logits[:, : LENGTH - 2],
+        "trained": model.train()(input_ids=ids, attention_mask=mask).logits[:, : LENGTH - 2],
+        "logits": model.eval()(input_ids=ids, attention_mask=mask).logits[:, : LENGTH - 2],
         "typed": model(input_ids=ids, attention_mask=mask, **types).logits[:, : LENGTH - 2],
         "embedded": model(inputs_embeds=embedded, **(places if "position_ids" in known else {}), **types).logits,
     }
@@ -183,16 +191,15 @@ def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, 
 def _of_both(
     model: Any, source: dict[str, Any], mask: dict[str, Any], targets: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    made = {"logits": model(**source, **mask, decoder_input_ids=targets).logits}
+    made = {"trained": model.train()(**source, **mask, decoder_input_ids=targets).logits}
+    made |= {"logits": model.eval()(**source, **mask, decoder_input_ids=targets).logits}
     encoded = model(**source, **mask, decoder_input_ids=targets[:, :1])
     states = (encoded.encoder_last_hidden_state,)
     return made | _of_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
 
 
 def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
-    parameters = inspect.signature(model.forward).parameters
-    cache_name = next(each for each in CACHE_NAMES if each in parameters)
-    steps, cache = [], None
+    cache_name, steps, cache = _cache_name(model), [], None
     for step in range(ids.shape[1]):
         part = {name: ids[:, step : step + 1], cache_name: cache}
         output = model(**part, use_cache=True, **memory)
@@ -201,9 +208,21 @@ def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]
     return {"whole": model(**{name: ids}, use_cache=False, **memory).logits, "steps": torch.cat(steps, 1)}
 
 
-def _generated(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _cache_name(model: Any) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    return next(each for each in CACHE_NAMES if each in parameters)
+
+
+def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    return {f"{beams} beams": model.generate(**given, **options, num_beams=beams) for beams in (1, 2)}
+    made = {}
+    for beams in (1, 2):
+        if brings_cache:
+            # For a decoder alone, `generate` makes a cache without a place for the memory, at which upstream stops.
+            caches = importlib.import_module("transformers.cache_utils")
+            options[_cache_name(model)] = caches.EncoderDecoderCache(caches.DynamicCache(), caches.DynamicCache())
+        made[f"{beams} beams"] = model.generate(**given, **options, num_beams=beams)
+    return made
 
 
 def first_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:

@@ -73,7 +73,7 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
     import transformers.utils
 
-    # It writes docstrings, at a tenth of a second a file.
+    # It writes docstrings, and wants to know a file's path.
     transformers.utils.auto_docstring = _as_it_is
     for name in (*GENERAL, "transformers.modeling_layers", "transformers.models.auto.modeling_auto"):
         importlib.import_module(name)
@@ -143,6 +143,8 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
             outcome, note = _outcome(run, mutation["names"])
             if ORDER.index(outcome) > ORDER.index(worst[0]):
                 worst = outcome, f"{model.head} {name}: {note}"
+            if outcome in ("raw", "silent"):
+                return worst
     return worst
 
 
@@ -165,10 +167,10 @@ def _ours(host: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation
         return mutant_models.first_difference(mutant_models.measure(ours, model.use), wanted)
 
     def own(name: str) -> str | None:
-        if isinstance(kept[name], str):
-            return f"before the mutation: {kept[name]}"
-        weights, expected = kept[name]
         ours = mutant_models.build(mutant_models.our_class(host, model), model.config | model.own[name])
+        if isinstance(kept[name], str):  # it failed before the mutation
+            return mutant_models.first_difference(mutant_models.measure(ours, model.use), {})
+        weights, expected = kept[name]
         made = mutant_models.measure(mutant_models.take(ours, weights), model.use)
         return mutant_models.first_difference(made, {} if mutation.get("changes") else expected)
 
@@ -196,7 +198,8 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
 
 def _is_our_value_error(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    return type(error) is ValueError and bool(frames) and "hf_attn_variants" in frames[-1].filename
+    is_first = error.__cause__ is None and error.__context__ is None
+    return type(error) is ValueError and is_first and bool(frames) and "hf_attn_variants" in frames[-1].filename
 
 
 def _last_lines() -> str:

@@ -33,18 +33,36 @@ def rename_identifier(tree: ast.Module, old: str, new: str, but_of: str = "", **
 
 def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
     """Rename an attribute or a method of caches and their layers, known by what it is asked of."""
-    of_cache = re.compile(r"(cache|past_key_values|layers\[.*\]|layer)$", re.IGNORECASE)
+    of_cache = re.compile(r"(cache|cache_key\]|past_key_values|layers\[.*\]|layer)$", re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.search(r"Cache|Layer(Mixin)?$", node.name):
             for each in ast.walk(node):
                 _rename_of_self(each, old, new)
         if isinstance(node, ast.Attribute) and node.attr == old and of_cache.search(ast.unparse(node.value)):
             node.attr = new
+    for call in _called(tree, ["hasattr", "getattr"]):
+        if getattr(call.args[1], "value", None) == old and of_cache.search(ast.unparse(call.args[0])):
+            call.args[1] = ast.Constant(new)
+
+
+def rename_of_attentions(tree: ast.Module, old: str, new: str, **_: Any) -> None:
+    """Rename an attribute that modules have and that attention functions ask for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "module"):
+            node.attr = new
+    for call in _called(tree, ["hasattr", "getattr"]):
+        if getattr(call.args[1], "value", None) == old and ast.unparse(call.args[0]) == "module":
+            call.args[1] = ast.Constant(new)
 
 
 def _rename_of_self(node: ast.AST, old: str, new: str) -> None:
     if isinstance(node, ast.FunctionDef) and node.name == old:
         node.name = new
+    if isinstance(node, ast.ClassDef):
+        for each in node.body:
+            target = each.targets[0] if isinstance(each, ast.Assign) else getattr(each, "target", None)
+            if isinstance(target, ast.Name) and target.id == old:
+                target.id = new
     if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "super()"):
         node.attr = new
 
@@ -146,6 +164,7 @@ GENERAL_OPS: dict[str, Callable[..., None]] = {
     for each in (
         rename_identifier,
         rename_cache_member,
+        rename_of_attentions,
         rename_argument,
         drop_argument,
         require_argument,
