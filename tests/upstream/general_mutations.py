@@ -111,9 +111,11 @@ def _of_interfaces() -> Iterator[dict[str, Any]]:
     for old in ("attention_mask", "scaling", "dropout", "position_bias"):
         yield _rename("interface", [SDPA], ATTENTIONS, old, called)
     common = {"functions": ATTENTIONS, "called": called, "modules": [SDPA]}
-    for old in ("scaling", "dropout", "position_bias"):
+    for old in ("scaling", "dropout"):
         op = {"op": "drop_argument", **common, "old": old}
-        yield _mutation("interface", f"attention functions without {old}", op, [old], changes=old != "dropout")
+        # T5 needs another scaling than the default.
+        without = {"but": ["t5", "umt5"]} if old == "scaling" else {}
+        yield _mutation("interface", f"attention functions without {old}", op, [old], **without)
     for uses in (None, "query"):
         op = {"op": "require_argument", **common, "new": "new_thing", "uses": uses, "needle": "attention_mask"}
         what = "take" if uses else "take and ignore"

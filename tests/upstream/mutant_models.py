@@ -84,7 +84,9 @@ def _encoder(head: str, config: dict[str, Any]) -> Model:
 
 
 def _decoder(head: str) -> Model:
-    return Model(head, _BERT | _DECODER, "decoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW})
+    return Model(
+        head, _BERT | _DECODER, "decoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW}
+    )
 
 
 def _encoder_decoder(head: str, config: dict[str, Any], use: str = "encoder-decoder") -> Model:

@@ -33,7 +33,7 @@ GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "tran
 
 
 class Rewriting(importlib.abc.MetaPathFinder):
-    """Loads transformers' modules as a mutation rewrites them, in memory; modules that it leaves alone load as ever."""
+    """Loads transformers' modules as a mutation rewrites them, in memory; what it leaves alone loads as ever."""
 
     def __init__(self, mutation: dict[str, Any], seen: set[str]) -> None:
         self.mutation, self.seen = mutation, seen
@@ -44,7 +44,7 @@ class Rewriting(importlib.abc.MetaPathFinder):
             return None
         home = rewriting.home_of_moved(name)
         spec = importlib.machinery.PathFinder.find_spec(home, path)
-        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        if spec is None or spec.submodule_search_locations is not None or not str(spec.origin).endswith(".py"):
             return None
         source = Path(spec.origin).read_text(encoding="utf-8")
         rewritten = rewriting.rewrite(self.mutation, name, source)
@@ -91,7 +91,9 @@ def _as_it_is(item: Any = None, **_: Any) -> Any:
 
 def purge(modules: list[str]) -> None:
     """Forget modules of transformers and those that import them, so that they are loaded again."""
-    gone = rewriting.importers(modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")})
+    gone = rewriting.importers(
+        modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")}
+    )
     for name in gone:
         module = sys.modules.pop(name)
         parent, _, last = name.rpartition(".")

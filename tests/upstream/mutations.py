@@ -100,7 +100,8 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
         new = NEW.format(old)
         op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, kind, old, new)}
         yield _mutation(host, "rename", f"{title}: {old} is called {new}", op, [old, new])
-        if old in DROPPABLE and old in called_by_name and kind != "base":
+        needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
+        if old in DROPPABLE and old in called_by_name and not needed:
             op = {"op": "drop_parameter", **common, "old": old}
             yield _mutation(host, "drop", f"{title} without {old}", op, [old], changes=True)
     same = all(order == orders[0] for order in orders)
@@ -123,14 +124,14 @@ def _adapter(host: str, kind: str, old: str, new: str = "") -> str:
         return ""
     return f"""
 def _renamed(made):
-    def _prepare_text_encoder_decoder_kwargs_for_generation(self, inputs_tensor, model_kwargs, model_input_name, **rest):
+    def prepare(self, inputs_tensor, model_kwargs, model_input_name, **rest):
         name = model_input_name or self.main_input_name
         names = {{'{old}': '{new or old}'}}
         kept = {{'new_thing': 1.25}} if {not new} else {{}}
         kept |= {{names.get(key, key): value for key, value in model_kwargs.items()}}
         found = made(self, inputs_tensor, kept, names.get(name, name), **rest)
         return model_kwargs | {{'encoder_outputs': found['encoder_outputs']}}
-    return _prepare_text_encoder_decoder_kwargs_for_generation
+    return prepare
 import transformers.generation.utils as _generation
 _name = '_prepare_text_encoder_decoder_kwargs_for_generation'
 if not hasattr(_generation.GenerationMixin, _name):
@@ -170,7 +171,7 @@ def all_mutations(hosts: Iterable[str] = HOSTS) -> list[dict[str, Any]]:
     """Return every mutation, one host each of those that hosts share."""
     hosts = list(hosts)
     return [each for host in hosts for each in host_mutations(host)] + [
-        each | {"hosts": list(hosts)} for each in general_mutations()
+        each | {"hosts": [host for host in hosts if host not in each.get("but", ())]} for each in general_mutations()
     ]
 
 
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--host", nargs="*", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--kind", nargs="*", help="rename, drop, reorder, require, tuple, attribute, class, ...")
     parser.add_argument("--title", help="only mutations whose title has this in it")
+    parser.add_argument("--of", choices=("host", "all"), nargs="*", help="of a host's modeling file, or of all hosts'")
     parser.add_argument("--sample", type=int, help="so many cases, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write all rows there")
@@ -239,6 +241,8 @@ def main() -> None:
     args = parser.parse_args()
     mutations = [each for each in all_mutations(args.host) if not args.kind or each["kind"] in args.kind]
     mutations = [each for each in mutations if not args.title or args.title in each["title"]]
+    if args.of:
+        mutations = [each for each in mutations if ("host" if "host" in each["op"] else "all") in args.of]
     if args.sample:
         mutations = sample(mutations, args.seed, args.sample)
     if args.list:

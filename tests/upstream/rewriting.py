@@ -118,7 +118,9 @@ def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: st
             call.args.pop(place)
 
 
-def reorder(tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any) -> None:
+def reorder(
+    tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
+) -> None:
     """Swap two parameters; callers follow, and hand all over by their places where asked for."""
     for function in _functions(tree, names, method_name):
         before, found = parameters(function), function.args.args
@@ -236,7 +238,7 @@ def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
-    """Have calls of the attention read the first half of the inputs' numbers alone: another meaning, the same names."""
+    """Have calls of the attention read half of the inputs' numbers: another meaning, the same names."""
     for name in names:
         text = (
             "def __call__(self, hidden_states, *args, **kwargs):\n"

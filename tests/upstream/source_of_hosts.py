@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-HOSTS = (
-    "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra".split()  # fmt: skip
-)
+HOSTS = "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra".split()
 
 
 def folder() -> Path:
