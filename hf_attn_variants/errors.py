@@ -28,9 +28,9 @@ def run_script(main: Callable[[], Any]) -> int:
         main: the command's work, without arguments.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError or NonFiniteLossError, or a shell's for a signal: 143
-        (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its
-        traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status: 0, or 2 after a ValueError, OSError, NonFiniteLossError or UpstreamChanged, or a shell's for a
+        signal: 143 (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and
+        keeps its traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
     try:
         main()
@@ -41,6 +41,13 @@ def run_script(main: Callable[[], Any]) -> int:
         if is_first_process():  # a terminal sends it to all
             print(str(interrupt) or INTERRUPTED, file=sys.stderr)
         return 128 + signal.SIGINT
+    except ImportError as error:
+        from .modeling.upstream import UpstreamChanged
+
+        if not isinstance(error, UpstreamChanged):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, NonFiniteLossError) as error:
         if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import initialization as init
 
 from .query_folding import is_exporting
+from .upstream import known_imports
+
+with known_imports():
+    from transformers import initialization as init
 
 __all__ = ["AdditiveScore", "score_of"]
 

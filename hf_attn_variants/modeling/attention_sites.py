@@ -12,7 +12,7 @@ from .attention_kernels import AttentionKernel
 from .attention_patterns import MAX_SIZE, Reach, TransientGlobal
 from .block_patterns import BlockPattern
 
-__all__ = ["AttentionHeads", "AttentionSite", "named_attentions"]
+__all__ = ["AttentionHeads", "AttentionSite", "named_attentions", "sites_root"]
 
 
 class AttentionHeads(NamedTuple):
@@ -138,11 +138,24 @@ class AttentionSite:
         return getattr(base_model.get_submodule(owner), name, None)
 
 
+def sites_root(model: PreTrainedModel) -> nn.Module:
+    """Return the module that paths of sites begin at: the base model.
+
+    Of an encoder or decoder that is built alone (`stack_name` says which) it is one that holds it by that name.
+    """
+    name = getattr(model, "stack_name", None)
+    if name is None or model.base_model is not model:
+        return model.base_model
+    root = nn.Module()
+    root.add_module(name, model)
+    return root
+
+
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Yield each attention of a model, ours or upstream's, with its site and its path inside the base model."""
-    for path, module in model.base_model.named_modules():
+    for path, module in sites_root(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_attn_variants import EAGER, SDPA
 from .flex_windows import attention_in_windows
@@ -26,6 +23,12 @@ from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
+from .upstream import check_mask_functions, known_imports, refuse_unknown
+
+with known_imports():
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
     "EAGER",
@@ -194,7 +197,7 @@ def eager_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -202,6 +205,7 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
+    refuse_unknown(kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
@@ -219,7 +223,7 @@ def sdpa_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -232,6 +236,7 @@ def sdpa_attention_forward(
     the weights are asked for, scores are no dot products, the projections depend on the input, the mask is trained or
     there is one query only, to `attention_with_weights`.
     """
+    refuse_unknown(kwargs)
     asked = wants_weights(module, kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, asked)
@@ -382,6 +387,7 @@ def _mix_heads(
 OWN_FUNCTIONS = {EAGER: compressing(eager_attention_forward), SDPA: compressing(sdpa_attention_forward)}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
+check_mask_functions(eager_mask, sdpa_mask)
 # Without a mask function of the same name upstream would hand over no mask, and padding would be ignored.
 AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
 AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))

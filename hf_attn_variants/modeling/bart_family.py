@@ -44,28 +44,18 @@ BART_FAMILY_SITES = (
 class BartFamilyAttentionMixin(AttentionVariantMixin):
     """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, d_model], or from them to `key_value_states`, as upstream's does."""
-        dynamic = self.variant_inputs(hidden_states, key_value_states, past_key_values, kwargs)
+    roles = ("states", "memory", "cache", "mask")
+    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
+        states, memory, cache, mask = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, memory, cache, kwargs)
         if self.heads.rank is None:
-            return super().forward(
-                hidden_states, key_value_states, past_key_values, attention_mask, **kwargs, **dynamic
-            )
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        maps = (self.q_proj, self.k_proj, self.v_proj)
         output, weights = self.from_latent(
-            (self.q_proj, self.k_proj, self.v_proj),
-            hidden_states,
-            attention_mask,
-            self.dropout,
-            memory=key_value_states,
-            cache=past_key_values,
-            **kwargs,
-            **dynamic,
+            maps, states, mask, self.dropout, memory=memory, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

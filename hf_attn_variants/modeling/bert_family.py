@@ -33,36 +33,28 @@ BERT_FAMILY_SITES = (
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     """What a variant adds to the self-attention of BERT or of a relative; listed before it among the bases."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, hidden size]; see upstream's `BertSelfAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, None, past_key_values, kwargs)
+    roles = ("states", "mask", "cache")
+    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
+        states, mask, cache = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, None, cache, kwargs)
         if self.heads.rank is None:
-            return super().forward(hidden_states, attention_mask, past_key_values, **kwargs, **dynamic)
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.from_latent(
-            maps, hidden_states, attention_mask, dropout, cache=past_key_values, **kwargs, **dynamic
-        )
+        return self.from_latent(maps, states, mask, dropout, cache=cache, **others, **dynamic)
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     """The same of their cross-attention."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from `hidden_states` to `encoder_hidden_states`; see upstream's `BertCrossAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, encoder_hidden_states, past_key_values, kwargs)
-        return super().forward(
-            hidden_states, encoder_hidden_states, attention_mask, past_key_values, **kwargs, **dynamic
-        )
+    roles = ("states", "memory", "cache")
+    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
+        states, memory, cache = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        return super().forward(*args, **kwargs, **dynamic)

@@ -2,25 +2,27 @@
 
 from typing import Any
 
-from transformers import (
-    AlbertConfig,
-    BartConfig,
-    BertConfig,
-    DistilBertConfig,
-    ElectraConfig,
-    M2M100Config,
-    MarianConfig,
-    MBartConfig,
-    PegasusConfig,
-    RobertaConfig,
-    T5Config,
-    UMT5Config,
-    WhisperConfig,
-)
-
 from .encoder_decoder_config import EncoderDecoderConfigMixin
+from .upstream import known_imports
 from .variant_config import AttnVariantConfigMixin, can_cache
 from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
+
+with known_imports():
+    from transformers import (
+        AlbertConfig,
+        BartConfig,
+        BertConfig,
+        DistilBertConfig,
+        ElectraConfig,
+        M2M100Config,
+        MarianConfig,
+        MBartConfig,
+        PegasusConfig,
+        RobertaConfig,
+        T5Config,
+        UMT5Config,
+        WhisperConfig,
+    )
 
 __all__ = [
     "ATTN_VARIANTS_VERSION",
@@ -173,6 +175,16 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     head_dim_field = "d_kv"
     position_types = (None, "sinusoidal")
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Return what upstream's does, for the decoder with the decoder's layers: generation makes a cache for each.
+
+        Upstream looks for `decoder_layers`, which T5 has no field of: to it, both stacks are as deep as the encoder.
+        """
+        found = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and not encoder and found is not self:
+            found.num_layers = self.num_decoder_layers
+        return found
+
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     """T5's and mT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head T5."""
@@ -217,6 +229,14 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
         "AutoModelForTextEncoding": "AttnVariantUMT5EncoderModel",
         "AutoModelForTokenClassification": "AttnVariantUMT5ForTokenClassification",
     }
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # As upstream from 5.24 on, whatever is installed: a checkpoint's untied head means unscaled outputs, though
+        # the head is tied all the same. Earlier releases dropped the flag, and what they saved says "tied".
+        scaled = kwargs.pop("scale_decoder_outputs", None)
+        scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
+        super().__post_init__(**kwargs)
+        self.scale_decoder_outputs = scaled
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):

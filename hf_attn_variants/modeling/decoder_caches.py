@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer
 
 from .attention_patterns import MAX_SIZE
 from .hybrid_attention import HybridState
 from .linear_attention import KernelState
 from .sliding_window_attention import keep_window, layers_up_to
+from .upstream import known_imports
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer
 
 __all__ = ["KernelStateLayer", "prepare_cache"]
 

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 
 from .latent_attention import holds_latent
+from .upstream import Arguments, check_called, check_method, known_imports, upstream_class
 from .variant_names import EAGER, SDPA
+
+with known_imports():
+    from transformers import GenerationMixin
 
 __all__ = ["BeamsShareMemory", "MakesCrossLatent"]
 
@@ -13,15 +17,22 @@ __all__ = ["BeamsShareMemory", "MakesCrossLatent"]
 class MakesCrossLatent:
     """What a decoder's stack adds: it makes the latent of the encoder's outputs, once for all its layers."""
 
-    def forward(
-        self, *args: Any, encoder_hidden_states: torch.Tensor | None = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.memory_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("memory", "cache"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stack as upstream's does."""
+        memory, cache = self.memory_arguments.read(args, kwargs)
         makes_latent = getattr(self, "cross_kv_a_proj", None)
-        if makes_latent is not None and encoder_hidden_states is not None and not holds_latent(past_key_values):
-            encoder_hidden_states = makes_latent(encoder_hidden_states)
-        memory = {"encoder_hidden_states": encoder_hidden_states, "past_key_values": past_key_values}
-        return super().forward(*args, **kwargs, **memory)
+        if makes_latent is None or memory is None or holds_latent(cache):
+            return super().forward(*args, **kwargs)
+        return super().forward(**self.memory_arguments.by_name(args, kwargs, memory=makes_latent(memory)))
+
+
+check_method(GenerationMixin, "_expand_inputs_for_generation", ("expand_size", "is_encoder_decoder", "input_ids"))
+check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
+check_called(GenerationMixin, "_beam_search", "_reorder_cache")
 
 
 class BeamsShareMemory:

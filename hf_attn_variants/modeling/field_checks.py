@@ -5,9 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from .variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
+
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
+    "check_format",
     "check_head_size",
     "check_position_type",
     "check_score_function",
@@ -218,6 +221,19 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
         reason = ": neither transformers 5 nor this package reads the embeddings of distances of such a checkpoint"
     words = " or ".join("None" if each is None else f'"{each}"' for each in known)
     raise ValueError(f"`position_embedding_type` of {model_type!r} must be {words}; got {value!r}{reason}.")
+
+
+def check_format(value: Any) -> None:
+    """Check the format of a configuration's fields.
+
+    Raises:
+        ValueError: unless it is one that this code knows.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= CONFIG_FORMAT:
+        raise ValueError(
+            f"`attn_variants_format` must be 1 to {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}; got "
+            f"{value!r}. A larger number is a newer release's: install that one ({SOURCE})."
+        )
 
 
 def check_score_function(config: Any) -> None:

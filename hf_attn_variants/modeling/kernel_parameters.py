@@ -7,11 +7,14 @@ import math
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 from .attention_kernels import LEARNED, RANDOM, AttentionKernel
 from .attention_sites import AttentionHeads
 from .length_projection import segment_means
+from .upstream import known_imports
+
+with known_imports():
+    from transformers import initialization as init
 
 __all__ = ["KERNEL_TENSORS", "draw_vectors", "init_kernel", "install_kernel", "kernel_tensors"]
 

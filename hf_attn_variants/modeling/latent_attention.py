@@ -17,9 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
+from .upstream import check_caches, known_imports
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+
+check_caches()
 
 __all__ = [
     "EXPANDED",
@@ -72,7 +77,7 @@ class SharedLatentLayer(DynamicLayer):
     values = property(lambda self: self.first.values)
     is_initialized = property(lambda self: self.first.is_initialized)
     is_compileable = property(lambda self: self.first.is_compileable)
-    dtype = property(lambda self: self.first.dtype)
+    dtype = property(lambda self: self.first.keys.dtype)  # the first's own attribute until 5.23
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:

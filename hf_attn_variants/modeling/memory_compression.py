@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import initialization as init
+
+from .upstream import known_imports
+
+with known_imports():
+    from transformers import initialization as init
 
 __all__ = ["MemoryCompression", "compressing", "compression_of"]
 
@@ -87,7 +91,7 @@ def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

@@ -4,23 +4,26 @@ import re
 from typing import Any
 
 import torch
-from transformers import (
-    AlbertForMaskedLM,
-    AlbertForMultipleChoice,
-    AlbertForPreTraining,
-    AlbertForQuestionAnswering,
-    AlbertForSequenceClassification,
-    AlbertForTokenClassification,
-    AlbertModel,
-    AlbertPreTrainedModel,
-)
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.albert.modeling_albert import AlbertAttention, AlbertEmbeddings, AlbertLayer
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantAlbertConfig
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import known_imports
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        AlbertForMaskedLM,
+        AlbertForMultipleChoice,
+        AlbertForPreTraining,
+        AlbertForQuestionAnswering,
+        AlbertForSequenceClassification,
+        AlbertForTokenClassification,
+        AlbertModel,
+        AlbertPreTrainedModel,
+    )
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.models.albert.modeling_albert import AlbertAttention, AlbertEmbeddings, AlbertLayer
 
 __all__ = [
     "AttnVariantAlbertForMaskedLM",
@@ -37,17 +40,20 @@ __all__ = [
 class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     """ALBERT's attention with k key/value heads and, where asked for, talking heads."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, hidden size]; see upstream's `AlbertAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
+    roles = ("states", "mask")
+    upstream_attributes = ("attention_dropout", "is_causal", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, hidden size]; arguments of upstream's `AlbertAttention.forward`."""
+        states, mask = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, None, None, kwargs)
         if self.heads.rank is None:
-            return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.from_latent(maps, hidden_states, attention_mask, dropout, **kwargs, **dynamic)
+        output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)
         output = self.output_dropout(self.dense(output))
-        return self.LayerNorm(hidden_states + output), weights
+        return self.LayerNorm(states + output), weights
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
@@ -56,6 +62,8 @@ class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
 
 class AttnVariantAlbertEmbeddings(EmbeddingsMixin, AlbertEmbeddings):
     """ALBERT's embeddings, their positions learned or sinusoidal."""
+
+    roles = ("ids", "embedded", "positions", "types")
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):

@@ -1,20 +1,22 @@
 """BART with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    BartForCausalLM,
-    BartForConditionalGeneration,
-    BartForQuestionAnswering,
-    BartForSequenceClassification,
-    BartModel,
-    BartPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantBartConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        BartForCausalLM,
+        BartForConditionalGeneration,
+        BartForQuestionAnswering,
+        BartForSequenceClassification,
+        BartModel,
+        BartPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
 
 __all__ = [
     "AttnVariantBartForCausalLM",
@@ -40,9 +42,13 @@ class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel)
 class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
     """`BartEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
     """`BartDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):

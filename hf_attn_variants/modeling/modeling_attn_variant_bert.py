@@ -1,24 +1,26 @@
 """BERT with multi-query, grouped-query and talking-heads attention: upstream's heads, our attention inside."""
 
-from transformers import (
-    BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForNextSentencePrediction,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertLMHeadModel,
-    BertModel,
-    BertPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.bert.modeling_bert import BertCrossAttention, BertEmbeddings, BertSelfAttention
-
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        BertForMaskedLM,
+        BertForMultipleChoice,
+        BertForNextSentencePrediction,
+        BertForPreTraining,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertLMHeadModel,
+        BertModel,
+        BertPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.bert.modeling_bert import BertCrossAttention, BertEmbeddings, BertSelfAttention
 
 __all__ = [
     "AttnVariantBertForMaskedLM",

@@ -3,21 +3,24 @@
 from typing import Any
 
 import torch
-from transformers import (
-    DistilBertForMaskedLM,
-    DistilBertForMultipleChoice,
-    DistilBertForQuestionAnswering,
-    DistilBertForSequenceClassification,
-    DistilBertForTokenClassification,
-    DistilBertModel,
-    DistilBertPreTrainedModel,
-)
-from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention, Embeddings
 
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantDistilBertConfig
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import known_imports
 from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        DistilBertForMaskedLM,
+        DistilBertForMultipleChoice,
+        DistilBertForQuestionAnswering,
+        DistilBertForSequenceClassification,
+        DistilBertForTokenClassification,
+        DistilBertModel,
+        DistilBertPreTrainedModel,
+    )
+    from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention, Embeddings
 
 __all__ = [
     "AttnVariantDistilBertForMaskedLM",
@@ -33,22 +36,25 @@ __all__ = [
 class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
     """DistilBERT's attention with k key/value heads and, where asked for, a latent or talking heads."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, dim]; see upstream's `DistilBertSelfAttention.forward`."""
-        dynamic = self.variant_inputs(hidden_states, None, None, kwargs)
+    roles = ("states", "mask")
+    upstream_attributes = ("dropout", "is_causal", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, dim]; arguments of upstream's `DistilBertSelfAttention.forward`."""
+        states, mask = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, None, None, kwargs)
         if self.heads.rank is None:
-            return super().forward(hidden_states, attention_mask, **kwargs, **dynamic)
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
-        output, weights = self.from_latent(maps, hidden_states, attention_mask, dropout, **kwargs, **dynamic)
+        output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)
         return self.out_lin(output), weights
 
 
 class AttnVariantDistilBertEmbeddings(EmbeddingsMixin, Embeddings):
     """DistilBERT's embeddings, their positions learned or sinusoidal."""
 
-    argument_names = ("input_ids", "inputs_embeds", "position_ids")
+    roles = ("ids", "embedded", "positions")
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):

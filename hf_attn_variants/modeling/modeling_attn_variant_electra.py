@@ -1,23 +1,29 @@
 """ELECTRA with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    ElectraForCausalLM,
-    ElectraForMaskedLM,
-    ElectraForMultipleChoice,
-    ElectraForPreTraining,
-    ElectraForQuestionAnswering,
-    ElectraForSequenceClassification,
-    ElectraForTokenClassification,
-    ElectraModel,
-    ElectraPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.electra.modeling_electra import ElectraCrossAttention, ElectraEmbeddings, ElectraSelfAttention
-
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantElectraConfig
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        ElectraForCausalLM,
+        ElectraForMaskedLM,
+        ElectraForMultipleChoice,
+        ElectraForPreTraining,
+        ElectraForQuestionAnswering,
+        ElectraForSequenceClassification,
+        ElectraForTokenClassification,
+        ElectraModel,
+        ElectraPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.electra.modeling_electra import (
+        ElectraCrossAttention,
+        ElectraEmbeddings,
+        ElectraSelfAttention,
+    )
 
 __all__ = [
     "AttnVariantElectraForCausalLM",

@@ -1,16 +1,18 @@
 """M2M100 and NLLB with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    M2M100ForConditionalGeneration,
-    M2M100Model,
-    M2M100PreTrainedModel,
-)
-from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention, M2M100Decoder, M2M100Encoder
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantM2M100Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        M2M100ForConditionalGeneration,
+        M2M100Model,
+        M2M100PreTrainedModel,
+    )
+    from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention, M2M100Decoder, M2M100Encoder
 
 __all__ = [
     "AttnVariantM2M100ForConditionalGeneration",
@@ -33,9 +35,13 @@ class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedMo
 class AttnVariantM2M100Encoder(AttnVariantM2M100PreTrainedModel, M2M100Encoder):
     """`M2M100Encoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantM2M100Decoder(MakesCrossLatent, AttnVariantM2M100PreTrainedModel, M2M100Decoder):
     """`M2M100Decoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):

@@ -1,23 +1,25 @@
 """Marian with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    MarianForCausalLM,
-    MarianModel,
-    MarianMTModel,
-    MarianPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.marian.modeling_marian import (
-    MarianAttention,
-    MarianDecoder,
-    MarianDecoderWrapper,
-    MarianEncoder,
-)
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMarianConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        MarianForCausalLM,
+        MarianModel,
+        MarianMTModel,
+        MarianPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.marian.modeling_marian import (
+        MarianAttention,
+        MarianDecoder,
+        MarianDecoderWrapper,
+        MarianEncoder,
+    )
 
 __all__ = [
     "AttnVariantMarianForCausalLM",
@@ -41,9 +43,13 @@ class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedMo
 class AttnVariantMarianEncoder(AttnVariantMarianPreTrainedModel, MarianEncoder):
     """`MarianEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantMarianDecoder(MakesCrossLatent, AttnVariantMarianPreTrainedModel, MarianDecoder):
     """`MarianDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):

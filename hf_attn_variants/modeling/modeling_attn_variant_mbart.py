@@ -1,20 +1,27 @@
 """mBART with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    MBartForCausalLM,
-    MBartForConditionalGeneration,
-    MBartForQuestionAnswering,
-    MBartForSequenceClassification,
-    MBartModel,
-    MBartPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.mbart.modeling_mbart import MBartAttention, MBartDecoder, MBartDecoderWrapper, MBartEncoder
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMBartConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        MBartForCausalLM,
+        MBartForConditionalGeneration,
+        MBartForQuestionAnswering,
+        MBartForSequenceClassification,
+        MBartModel,
+        MBartPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.mbart.modeling_mbart import (
+        MBartAttention,
+        MBartDecoder,
+        MBartDecoderWrapper,
+        MBartEncoder,
+    )
 
 __all__ = [
     "AttnVariantMBartForCausalLM",
@@ -40,9 +47,13 @@ class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedMode
 class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
     """`MBartEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
     """`MBartDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):

@@ -1,23 +1,25 @@
 """PEGASUS with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    PegasusForCausalLM,
-    PegasusForConditionalGeneration,
-    PegasusModel,
-    PegasusPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.pegasus.modeling_pegasus import (
-    PegasusAttention,
-    PegasusDecoder,
-    PegasusDecoderWrapper,
-    PegasusEncoder,
-)
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantPegasusConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        PegasusForCausalLM,
+        PegasusForConditionalGeneration,
+        PegasusModel,
+        PegasusPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.pegasus.modeling_pegasus import (
+        PegasusAttention,
+        PegasusDecoder,
+        PegasusDecoderWrapper,
+        PegasusEncoder,
+    )
 
 __all__ = [
     "AttnVariantPegasusForCausalLM",
@@ -41,9 +43,13 @@ class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrained
 class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncoder):
     """`PegasusEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
     """`PegasusDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):

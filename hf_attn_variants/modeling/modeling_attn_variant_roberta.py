@@ -1,22 +1,28 @@
 """RoBERTa with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    RobertaForCausalLM,
-    RobertaForMaskedLM,
-    RobertaForMultipleChoice,
-    RobertaForQuestionAnswering,
-    RobertaForSequenceClassification,
-    RobertaForTokenClassification,
-    RobertaModel,
-    RobertaPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaEmbeddings, RobertaSelfAttention
-
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantRobertaConfig
 from .sinusoidal_positions import EmbeddingsMixin
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        RobertaForCausalLM,
+        RobertaForMaskedLM,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
+        RobertaForSequenceClassification,
+        RobertaForTokenClassification,
+        RobertaModel,
+        RobertaPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.roberta.modeling_roberta import (
+        RobertaCrossAttention,
+        RobertaEmbeddings,
+        RobertaSelfAttention,
+    )
 
 __all__ = [
     "AttnVariantRobertaForCausalLM",

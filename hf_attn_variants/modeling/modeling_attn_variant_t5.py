@@ -3,22 +3,25 @@
 from typing import Any
 
 import torch
-from transformers import (
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-    T5ForQuestionAnswering,
-    T5ForSequenceClassification,
-    T5ForTokenClassification,
-    T5Model,
-    T5PreTrainedModel,
-)
-from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 from .configuration_attn_variants import AttnVariantT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from .sinusoidal_positions import AddsSinusoids
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        T5EncoderModel,
+        T5ForConditionalGeneration,
+        T5ForQuestionAnswering,
+        T5ForSequenceClassification,
+        T5ForTokenClassification,
+        T5Model,
+        T5PreTrainedModel,
+    )
+    from transformers.models.t5.modeling_t5 import T5Attention, T5Stack
 
 __all__ = [
     "AttnVariantT5EncoderModel",
@@ -34,16 +37,11 @@ __all__ = [
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     """T5's self- or cross-attention with k key/value heads and, where asked for, a latent or talking heads."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
+    roles = ("states", "memory", "mask", "cache", "bias")
+    returns = 3
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Attend within hidden states [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
 
         As upstream's `T5Attention.forward`, except that an attention without relative positions has no position bias,
         where upstream builds a bias of zeros and adds it in every layer and decoding step.
@@ -51,7 +49,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
-        return self.outputs_and_bias(hidden_states, key_value_states, mask, past_key_values, position_bias, kwargs)
+        given, others = self.arguments.split(args, kwargs)
+        return self.outputs_and_bias(*given, others)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
@@ -63,6 +62,11 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
 
 class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
     """`T5Stack`, the encoder or decoder inside the models below, with variant attention."""
+
+    @property
+    def stack_name(self) -> str:
+        """What a whole model calls it."""
+        return "decoder" if self.is_decoder else "encoder"
 
 
 class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):

@@ -3,23 +3,26 @@
 from typing import Any
 
 import torch
-from transformers import (
-    UMT5EncoderModel,
-    UMT5ForConditionalGeneration,
-    UMT5ForQuestionAnswering,
-    UMT5ForSequenceClassification,
-    UMT5ForTokenClassification,
-    UMT5Model,
-    UMT5PreTrainedModel,
-)
-from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
 
 from .attention_sites import AttentionHeads
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from .sinusoidal_positions import AddsSinusoids
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
+from .upstream import known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        UMT5EncoderModel,
+        UMT5ForConditionalGeneration,
+        UMT5ForQuestionAnswering,
+        UMT5ForSequenceClassification,
+        UMT5ForTokenClassification,
+        UMT5Model,
+        UMT5PreTrainedModel,
+    )
+    from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
 
 __all__ = [
     "AttnVariantUMT5EncoderModel",
@@ -35,24 +38,18 @@ __all__ = [
 class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     """`UMT5Attention` with k key/value heads and, where asked for, a latent or talking heads."""
 
+    roles = ("states", "memory", "mask", "cache")
+
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Prepare as for T5, and let no decoder see what comes after."""
         # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, memory_dim)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within `hidden_states` [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
-        output, _, weights = self.outputs_and_bias(
-            hidden_states, encoder_hidden_states, attention_mask, past_key_values, None, kwargs
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
+        given, others = self.arguments.split(args, kwargs)
+        output, _, weights = self.outputs_and_bias(*given, None, others)
         return output, weights
 
 
@@ -65,6 +62,11 @@ class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel)
 
 class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
     """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
+
+    @property
+    def stack_name(self) -> str:
+        """What a whole model calls it."""
+        return "decoder" if self.is_decoder else "encoder"
 
 
 class AttnVariantUMT5Model(AttnVariantUMT5PreTrainedModel, UMT5Model):
@@ -87,6 +89,12 @@ class AttnVariantUMT5ForConditionalGeneration(
     BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
 ):
     """`UMT5ForConditionalGeneration` with variant attention."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if not config.scale_decoder_outputs:
+            # Upstream multiplies by its power -1/2, and until 5.23 always.
+            self.model_dim = 1
 
 
 class AttnVariantUMT5ForSequenceClassification(AttnVariantUMT5PreTrainedModel, UMT5ForSequenceClassification):

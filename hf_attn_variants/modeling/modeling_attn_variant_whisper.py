@@ -1,25 +1,31 @@
 """Whisper with the attention variants: upstream's heads, our attention inside."""
 
-from transformers import (
-    WhisperForAudioClassification,
-    WhisperForCausalLM,
-    WhisperForConditionalGeneration,
-    WhisperModel,
-    WhisperPreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.bart.modeling_bart import BartAttention
-from transformers.models.whisper.modeling_whisper import (
-    WhisperAttention,
-    WhisperDecoder,
-    WhisperDecoderWrapper,
-    WhisperEncoder,
-)
+from typing import Any
+
+import torch
 
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from .upstream import Arguments, check_attention_function, known_imports
 from .variant_mixins import AttnVariantModelMixin
+
+with known_imports():
+    from transformers import (
+        WhisperForAudioClassification,
+        WhisperForCausalLM,
+        WhisperForConditionalGeneration,
+        WhisperModel,
+        WhisperPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.bart.modeling_bart import BartAttention
+    from transformers.models.whisper.modeling_whisper import (
+        WhisperAttention,
+        WhisperDecoder,
+        WhisperDecoderWrapper,
+        WhisperEncoder,
+    )
 
 __all__ = [
     "AttnVariantWhisperForAudioClassification",
@@ -30,18 +36,27 @@ __all__ = [
 ]
 
 
-class CountsHeadsByProjection(WhisperAttention):
-    """`WhisperAttention` whose keys and values have as many heads as their projections give.
+class CountsHeadsByProjection:
+    """What gives keys and values of `WhisperAttention` as many heads as their projections have.
 
     Upstream's forward takes them to have the query's. BART's is the same attention and does not; it scales products
     where Whisper's scales queries.
     """
 
-    forward = BartAttention.forward
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as `BartAttention` does; arguments of `WhisperAttention.forward`."""
+        given, others = self.arguments.split(args, kwargs)
+        return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, given, strict=True)), **others)
 
 
-class AttnVariantWhisperAttention(BartFamilyAttentionMixin, CountsHeadsByProjection):
+class AttnVariantWhisperAttention(BartFamilyAttentionMixin, CountsHeadsByProjection, WhisperAttention):
     """`WhisperAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+    upstream_attributes = (*BartFamilyAttentionMixin.upstream_attributes, "head_dim")
+
+
+BART_ARGUMENTS = Arguments(BartAttention, AttnVariantWhisperAttention.roles, returns=2)
+check_attention_function(BartAttention)
 
 
 class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrainedModel):
@@ -54,9 +69,13 @@ class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrained
 class AttnVariantWhisperEncoder(AttnVariantWhisperPreTrainedModel, WhisperEncoder):
     """`WhisperEncoder` with variant attention."""
 
+    stack_name = "encoder"
+
 
 class AttnVariantWhisperDecoder(MakesCrossLatent, AttnVariantWhisperPreTrainedModel, WhisperDecoder):
     """`WhisperDecoder` with variant attention."""
+
+    stack_name = "decoder"
 
 
 class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .upstream import Arguments, check_attributes, upstream_class
+
 __all__ = ["AddsSinusoids", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
 
 BASE = 10000.0
@@ -56,10 +58,15 @@ class SinusoidalPositions(nn.Module):
 class EmbeddingsMixin:
     """What a variant adds to the embeddings of BERT or of a relative; listed before them among the bases."""
 
-    argument_names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values_length")
+    roles = ("ids", "embedded", "positions", "types", "cache_length")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.arguments = Arguments(upstream_class(cls, EmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
         """Put sinusoids in the place of the learned positions, where the configuration asks for them."""
+        check_attributes(self, ("position_embeddings",))
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
             width = self.position_embeddings.embedding_dim
             first = self.padding_idx + 1 if config.positions_after_padding else 0
@@ -67,18 +74,18 @@ class EmbeddingsMixin:
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Embed as upstream does; with sinusoids a text may be longer than upstream's tables of numbers."""
-        if isinstance(self.position_embeddings, SinusoidalPositions):
-            kwargs |= dict(zip(self.argument_names, args, strict=False))
-            args = ()
-            read = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-            batch, length = read.shape[:2]
-            # RoBERTa numbers the tokens itself, by what is no padding.
-            if kwargs.get("position_ids") is None and not self.position_embeddings.first:
-                past = kwargs.get("past_key_values_length", 0)
-                kwargs["position_ids"] = (torch.arange(length, device=read.device) + past)[None]
-            if hasattr(self, "token_type_embeddings") and kwargs.get("token_type_ids") is None:
-                kwargs["token_type_ids"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
-        return super().forward(*args, **kwargs)
+        if not isinstance(self.position_embeddings, SinusoidalPositions):
+            return super().forward(*args, **kwargs)
+        ids, embedded, positions, *more = self.arguments.read(args, kwargs)
+        read, made = embedded if ids is None else ids, {}
+        batch, length = read.shape[:2]
+        # RoBERTa numbers the tokens itself, by what is no padding.
+        if positions is None and not self.position_embeddings.first:
+            past = more[1] if len(more) > 1 and more[1] is not None else 0
+            made["positions"] = (torch.arange(length, device=read.device) + past)[None]
+        if more and more[0] is None:
+            made["types"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
+        return super().forward(**self.arguments.by_name(args, kwargs, **made))
 
 
 class AddsSinusoids:
@@ -88,24 +95,20 @@ class AddsSinusoids:
     stands, does not change with padding on the left; those in a decoder's cache among them.
     """
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        *args: Any,
-        inputs_embeds: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.input_arguments = Arguments(upstream_class(cls, AddsSinusoids), ("ids", "embedded", "mask", "cache"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stack as upstream's does."""
-        if has_sinusoids(self.config) and (input_ids is None) != (inputs_embeds is None):
-            states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            past = 0 if past_key_values is None or not self.is_decoder else past_key_values.get_seq_length()
-            added = sinusoids(_positions(states, attention_mask, past), states.shape[-1])
-            added = added * self.config.initializer_factor
-            input_ids, inputs_embeds = None, states + added.to(states.dtype)
-        others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
-        return super().forward(input_ids, attention_mask, *args, **others, **kwargs)
+        ids, embedded, mask, cache = self.input_arguments.read(args, kwargs)
+        if not has_sinusoids(self.config) or (ids is None) == (embedded is None):
+            return super().forward(*args, **kwargs)
+        states = self.embed_tokens(ids) if embedded is None else embedded
+        past = 0 if cache is None or not self.is_decoder else cache.get_seq_length()
+        added = sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
+        embedded = states + added.to(states.dtype)
+        return super().forward(**self.input_arguments.by_name(args, kwargs, ids=None, embedded=embedded))
 
 
 def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:

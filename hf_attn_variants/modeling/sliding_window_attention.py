@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
 from .attention_kernels import asks_for_padding_alone
 from .attention_patterns import Reach
 from .block_patterns import BlockPattern
 from .query_folding import is_exporting
+from .upstream import known_imports
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
 

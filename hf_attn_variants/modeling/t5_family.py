@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import initialization as init
-from transformers.cache_utils import EncoderDecoderCache
 
 from .attention_patterns import TransientGlobal
 from .attention_sites import AttentionHeads, AttentionSite
@@ -13,7 +11,12 @@ from .attention_variants import attention_function
 from .latent_attention import attend_to_latent
 from .sinusoidal_positions import has_sinusoids
 from .transient_global import add_summary_parameters, attend_with_summaries, summary_table
+from .upstream import check_method, known_imports, upstream_class
 from .variant_mixins import AttentionVariantMixin
+
+with known_imports():
+    from transformers import initialization as init
+    from transformers.cache_utils import EncoderDecoderCache
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
 
@@ -54,6 +57,23 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
 
     The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
     """
+
+    upstream_attributes = (
+        "dropout",
+        "has_relative_attention_bias",
+        "is_causal",
+        "is_decoder",
+        "key_value_proj_dim",
+        "layer_idx",
+        "relative_attention_max_distance",
+        "relative_attention_num_buckets",
+        "scaling",
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = upstream_class(cls, AttentionVariantMixin)
+        check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads.

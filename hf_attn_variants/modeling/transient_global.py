@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from .attention_variants import attention_with_weights, fused_attention, wants_weights
 from .query_folding import is_exporting
 from .sliding_window_attention import relative_bias
+from .upstream import check_method, known_imports, refuse_unknown
+
+with known_imports():
+    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+
+check_method(
+    T5Attention, "_relative_position_bucket", ("relative_position", "bidirectional", "num_buckets", "max_distance")
+)
 
 __all__ = ["add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
 
@@ -111,6 +118,7 @@ def attend_with_summaries(
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
+    refuse_unknown(kwargs)
     asked = wants_weights(module, kwargs)
     rows = length if asked or is_exporting() else ROWS
     attend = _attend(module, dropout, asked)

@@ -4,7 +4,6 @@ Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13
 attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), sliding windows 2004.05150 (Longformer).
 """
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from .attention_patterns import BlockPatternFields, check_patterns
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
+    check_format,
     check_head_size,
     check_position_type,
     check_score_function,
@@ -30,7 +30,8 @@ from .field_checks import (
     wrong_kinds_explained,
 )
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config, without_layer_values
-from .variant_names import EAGER, SDPA
+from .peft_tables import tell_peft
+from .variant_names import CONFIG_FORMAT, EAGER, SDPA
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -65,6 +66,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
             "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
         score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
+        attn_variants_format: the number of the format of these fields, for later releases that read them.
 
     Raises:
         ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
@@ -133,7 +135,10 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
     )
 
+    attn_variants_format: int = CONFIG_FORMAT
+
     def __post_init__(self, **kwargs: Any) -> None:
+        check_format(self.attn_variants_format)
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
         # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
         if kwargs.pop("model_type", None) is None:
@@ -341,7 +346,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as upstream does."""
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
-        self._tell_peft()
+        tell_peft(type(self))
         return super().to_dict()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -361,19 +366,6 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     def _own_auto_map(self) -> dict[str, str]:
         own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
         return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
-
-    @classmethod
-    def _tell_peft(cls) -> None:
-        """Where peft is imported, give it for our model type the modules that it adapts in upstream's."""
-        constants = sys.modules.get("peft.utils.constants")
-        for name, table in list(vars(constants).items()) if constants else ():
-            if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and cls.model_type not in table:
-                modules = next((table[each] for each in cls.upstream_model_types if each in table), None)
-                # It has no row for ALBERT, whose queries and values are called as BERT's.
-                if modules is None and table.get("bert") == ["query", "value"]:
-                    modules = table["bert"]
-                if modules is not None:
-                    table[cls.model_type] = modules
 
 
 def can_cache(config: Any) -> bool:

@@ -1,12 +1,16 @@
 """The version of this code, the names that it registers with transformers, and the transformers it was run with."""
 
-__all__ = ["ATTN_VARIANTS_VERSION", "EAGER", "NEWEST_RUN", "OLDEST_RUN", "SDPA", "SOURCE"]
+__all__ = ["ATTN_VARIANTS_VERSION", "CONFIG_FORMAT", "EAGER", "NEWEST_RUN", "OLDEST_RUN", "SDPA", "SOURCE"]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
 # Where newer code is to be had. The proposed address: nobody owns it yet (CONTRIBUTING.md).
 SOURCE = "https://github.com/hf-attn-variants/hf_attn_variants"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
+
+# Of a configuration's fields: by it a later release reads what they meant when they were saved. Files without a number
+# have the first.
+CONFIG_FORMAT = 1
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")

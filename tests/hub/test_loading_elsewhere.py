@@ -158,8 +158,8 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
-    standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "functools", "math"}
-    standard |= {"json", "re", "sys", "typing", "zlib"}
+    standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis", "functools"}
+    standard |= {"inspect", "json", "math", "re", "sys", "typing", "zlib"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]

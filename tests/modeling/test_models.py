@@ -88,6 +88,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.py")) == sorted(
         [
             "additive_score.py",
+            "attention_mixin.py",
             "attention_kernels.py",
             "attention_patterns.py",
             "attention_sites.py",
@@ -102,6 +103,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "global_tokens.py",
             "latent_attention.py",
             "layer_values.py",
+            "host_trial.py",
             "hybrid_attention.py",
             "kernel_parameters.py",
             "length_projection.py",
@@ -120,6 +122,8 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "talking_heads_kernels.py",
             "talking_heads_operands.py",
             "talking_heads_triton.py",
+            "peft_tables.py",
+            "upstream.py",
             "variant_config.py",
             "variant_mixins.py",
             "variant_names.py",

@@ -1,0 +1,148 @@
+"""Under a transformers that is newer than those this code was run with: is a host still what upstream's is?
+
+Names and signatures can be checked (`upstream`), meanings cannot. So before the first model of a host is built there,
+a tiny one of upstream's and ours with the same weights read the same tokens, at once and one by one through a cache.
+It takes some hundredths of a second, once a process, and changes no state of random numbers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging
+
+from .upstream import cache_name, cache_of, changed
+from .variant_names import NEWEST_RUN
+
+__all__ = ["try_host"]
+
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+
+HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
+# Of the largest output.
+TOLERANCE = 1e-4
+_tried: set[str] = set()
+
+
+def try_host(model_class: Any) -> None:
+    """Compare a host's tiny models with upstream's, where this transformers is newer than those that were run.
+
+    Args:
+        model_class: any model class of ours of this host.
+
+    Raises:
+        UpstreamChanged: where outputs differ, or ours cannot be computed.
+    """
+    name = model_class.config_class.model_type
+    if name in _tried or not is_newer(transformers.__version__, NEWEST_RUN):
+        return
+    _tried.add(name)  # first, for the trial builds models itself
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for fields in _kinds(model_class):
+            if not _try(model_class, **fields):  # without memory, by `init_empty_weights` for one: the next is tried
+                _tried.discard(name)
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Say whether a version is of a later minor release than `than`."""
+    minor = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
+    return minor > [int(part) for part in than.split(".")]
+
+
+def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
+    """Yield the fields of upstream's configuration that make another kind of model of a host."""
+    yield {}
+    sites = model_class.attention_sites
+    if any(site.is_cross_attention for site in sites) and not hasattr(
+        model_class.config_class, "encoder_decoder_layers"
+    ):
+        yield {"is_decoder": True, "add_cross_attention": True}
+
+
+def _try(model_class: Any, **fields: Any) -> bool:
+    """Compare tiny models of these fields; return False where models have no memory to be compared in.
+
+    Raises:
+        UpstreamChanged: where outputs differ, or ours cannot be computed.
+    """
+    upstream_class, our_class = next(iter(model_class.variant_classes.items()))
+    try:
+        config = _tiny_config(our_class.config_class, fields)
+        upstream = upstream_class(config).float().eval()
+        if any(each.is_meta for each in upstream.parameters()):
+            return False
+        for each in upstream.parameters():
+            each.copy_(torch.linspace(-1.0, 1.0, each.numel()).mul(7.0).sin().view(each.shape))
+        expected = _outputs(upstream, config)
+    except Exception as error:  # upstream's own: it does not say that ours is wrong
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning(f"{upstream_class.__name__} of transformers {transformers.__version__} was not tried: {reason}")
+        return True
+    exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
+    shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
+    for variant in ({}, exact, shared):
+        try:
+            ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
+            if variant is not shared:
+                ours.load_state_dict(upstream.state_dict())
+            found = _outputs(ours, config)
+        except Exception as error:
+            raise changed(f"a tiny {our_class.__name__} ends in {type(error).__name__}: {error}") from error
+        for how, one, other in zip(("at once", "in steps"), expected, found, strict=True):
+            # Upstream has no shared heads: there it is enough that they could be computed.
+            difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
+            if not difference <= TOLERANCE:
+                raise changed(f"a tiny {our_class.__name__} that reads {how} is {difference:.0e} off upstream's")
+    return True
+
+
+def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
+    """Return upstream's configuration of a tiny model without dropout."""
+    upstream = next(
+        each for each in config_class.__mro__ if each.__dict__.get("model_type") in config_class.upstream_model_types
+    )
+    names = (*config_class.layer_fields, *config_class.size_fields)
+    sizes = {name: 1 if name in config_class.layer_fields else HEADS * HEAD_DIM for name in names}
+    sizes |= {"vocab_size": VOCABULARY}
+    if config_class.head_dim_field is not None:
+        sizes[config_class.head_dim_field] = HEAD_DIM
+    heads = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",))
+    sizes |= {config_class.attribute_map.get(name, name): HEADS for name in heads}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = upstream(**sizes | tokens | fields)
+    config._attn_implementation = "eager"
+    return config
+
+
+def _outputs(model: nn.Module, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last hidden states [1, n, D] of a text read at once, and read token by token through a cache.
+
+    Of an encoder the second is of a text with padding.
+    """
+    ids = torch.arange(3, 3 + LENGTH)[None]
+    memory, name = {}, "input_ids"
+    if getattr(config, "is_encoder_decoder", False):
+        source = {model.main_input_name: _source(model, config, ids)}
+        memory, name = {"encoder_outputs": model.get_encoder()(**source)}, "decoder_input_ids"
+    elif getattr(config, "is_decoder", False):
+        states = torch.linspace(-1.0, 1.0, 3 * config.hidden_size).view(1, 3, -1)
+        memory = {"encoder_hidden_states": states}
+    else:
+        padded = {"attention_mask": torch.tensor([[1] * (LENGTH - 1) + [0]])}
+        return model(input_ids=ids)[0], model(input_ids=ids, **padded)[0][:, :-1]
+    steps, cache = [], None
+    for token in ids.split(1, dim=1):
+        given = {} if cache is None else {cache_name(): cache}
+        output = model(**memory, **{name: token}, **given, use_cache=True)
+        cache = cache_of(output)
+        steps.append(output.last_hidden_state)
+    return model(**memory, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
+
+
+def _source(model: nn.Module, config: Any, ids: torch.Tensor) -> torch.Tensor:
+    if model.main_input_name == "input_ids":
+        return ids
+    size = (1, config.num_mel_bins, 2 * config.max_source_positions)
+    return torch.linspace(-1.0, 1.0, size[1] * size[2]).view(size)

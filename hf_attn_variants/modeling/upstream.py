@@ -1,0 +1,393 @@
+"""What this code knows of transformers' inner parts, and the one line that stops it where these have changed.
+
+This code leans on parts of transformers that promise nothing: what a layer hands to its attention, what a cache's
+layer is called. It travels inside of repositories, and is run under releases that came after it. So all of that is
+named here once, by role, with every name that a release had; and it is checked, classes and signatures when a host's
+file is imported, attributes when a model is built, arguments in each call.
+"""
+
+import dis
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import transformers
+from torch import nn
+
+from .variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN, SOURCE
+
+__all__ = [
+    "Arguments",
+    "UpstreamChanged",
+    "cache_name",
+    "cache_of",
+    "changed",
+    "check_attention_function",
+    "check_attributes",
+    "check_caches",
+    "check_called",
+    "check_mask_functions",
+    "check_method",
+    "check_models",
+    "known_imports",
+    "refuse_two_caches",
+    "refuse_unknown",
+    "upstream_class",
+]
+
+# What arguments are called, by role; the newest name first. A role that a method of upstream's lacks stops the import.
+ROLES: dict[str, tuple[str, ...]] = {
+    "states": ("hidden_states",),
+    "mask": ("attention_mask", "mask"),
+    "memory": ("key_value_states", "encoder_hidden_states"),
+    "cache": ("cache", "past_key_values"),  # renamed in 5.24, which takes the old name until 5.40
+    "bias": ("position_bias",),
+    "ids": ("input_ids",),
+    "types": ("token_type_ids",),
+    "positions": ("position_ids",),
+    "embedded": ("inputs_embeds",),
+    "cache_length": ("cache_length", "past_key_values_length"),
+}
+CACHE_ROLES = ("cache", "cache_length")
+
+# Arguments that come as far as an attention and change nothing in it: what a model returns, and how Trainer counts.
+# All others that are not known stop a call: packed sequences (`cu_seq_lens_q`) for one would be read as a single text.
+UNCHANGING = frozenset(
+    {
+        "cache_position",  # until 5.2x, beside the cache that has counted it itself
+        "kwargs",  # what a cache's `update` is told of the call
+        "labels",  # Seq2SeqTrainer's, which `generate` hands to the encoder
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",  # of positions that were added to the words already
+        "return_dict",
+        "use_cache",
+    }
+)
+# What our own code adds for the attention functions.
+OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "x2l", "x2w"})
+
+# Methods of upstream's that our classes override or call, and their first arguments behind `self`, in this order.
+MODEL_METHODS = {
+    "post_init": (),
+    "_init_weights": ("module",),
+    "_initialize_weights": ("module", "is_custom_code"),
+    "_can_set_attn_implementation": (),
+    "_check_and_adjust_attn_implementation": ("attn_implementation",),
+    "get_correct_attn_implementation": ("requested_attention", "is_init_check"),
+    "set_attn_implementation": ("attn_implementation",),
+    "from_pretrained": ("pretrained_model_name_or_path",),
+}
+LAYER_METHODS = {
+    "lazy_initialization": ("key_states", "value_states"),
+    "update": ("key_states", "value_states"),
+    "get_seq_length": (),
+    "get_mask_sizes": ("query_length",),
+    "reset": (),
+    "reorder_cache": ("beam_idx",),
+    "batch_repeat_interleave": ("repeats",),
+    "batch_select_indices": ("indices",),
+}
+CACHE_METHODS = {
+    "update": ("key_states", "value_states", "layer_idx"),
+    "get_seq_length": ("layer_idx",),
+    "reorder_cache": ("beam_idx",),
+}
+PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
+# Attributes that are read or set: of model classes, of configurations, of a cache's layers, of caches.
+MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
+CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
+LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
+CACHE_ATTRIBUTES = ("is_compileable", "layers")
+PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
+# The first arguments of an attention function, which a layer hands over by place, and those that a mask function gets.
+ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
+MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
+
+
+class UpstreamChanged(ImportError):
+    """transformers' inner parts have changed in a way that this code does not know."""
+
+
+def changed(what: str) -> UpstreamChanged:
+    """Return the error that says what has changed, in one line with the ways out."""
+    return UpstreamChanged(
+        f"transformers {transformers.__version__} has changed where hf_attn_variants {ATTN_VARIANTS_VERSION} leans on "
+        f"it, and outputs could be wrong: {what}. This code was run with transformers {OLDEST_RUN} to {NEWEST_RUN}. "
+        f"Install one of these, or a newer hf_attn_variants ({SOURCE}) and import it before loading; its command "
+        "`attn-variants refresh` puts newer code into a repository."
+    )
+
+
+@contextmanager
+def known_imports() -> Iterator[None]:
+    """Around imports of upstream's inner parts: one that fails becomes the error of this file."""
+    try:
+        yield
+    except UpstreamChanged:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise changed(str(error)) from error
+
+
+class Arguments:
+    """The arguments of a method of upstream's by their roles, however this release calls and orders them.
+
+    Args:
+        owner: upstream's class.
+        roles: those that our own method reads, in the order of `read` and `split`.
+        method: its name.
+        returns: how many values it returns, where ours returns as many in its place.
+
+    Raises:
+        UpstreamChanged: where it lacks a role or returns another number of values.
+    """
+
+    def __init__(
+        self, owner: type, roles: tuple[str, ...], method: str = "forward", returns: int | None = None
+    ) -> None:
+        place = f"`{owner.__name__}.{method}`"
+        parameters = _parameters(owner, method)
+        self.order = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)
+        self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
+        self.name_of = dict(zip(roles, self.names, strict=True))
+        # What upstream takes under its other name as well.
+        self.former = tuple(
+            (old, name)
+            for role, name in zip(roles, self.names, strict=True)
+            if role in CACHE_ROLES
+            for old in ROLES[role]
+            if old != name
+        )
+        positions = {name: at for at, name in enumerate(self.order)}
+        self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
+        found = _values_returned(getattr(owner, method)) if returns is not None else set()
+        if found and found != {returns}:
+            counts = " or ".join(str(count or "no tuple") for count in sorted(found))
+            raise changed(f"{place} returns {counts} values, where {returns} are known")
+
+    def current(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments by this release's names, where they came by a former one; changes what it is given."""
+        for old, name in self.former:
+            if old in kwargs:
+                value = kwargs.pop(old)
+                if kwargs.get(name) is None:
+                    kwargs[name] = value
+        return kwargs
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the values of the roles; None for what was not given."""
+        self.current(kwargs)
+        return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the values of the roles, and all other arguments by name."""
+        others = self.by_name(args, kwargs)
+        return [others.pop(name, None) for name in self.names], others
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
+        """Return all arguments of a call by upstream's names.
+
+        Args:
+            args, kwargs: the call's.
+            instead: values by role that take the place of the call's own.
+        """
+        self.current(kwargs)
+        found = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
+        return found | {self.name_of[role]: value for role, value in instead.items()}
+
+
+def upstream_class(cls: type, ours: type) -> type:
+    """Return upstream's class that a class of ours, with the mixin `ours` among its bases, takes its forward from."""
+    found = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
+    return next(base for base in found if "forward" in vars(base))
+
+
+def check_called(owner: type, method: str, name: str) -> None:
+    """Check that a method of upstream's still calls the one that a class of ours gives it.
+
+    Raises:
+        UpstreamChanged: if its code does not name it.
+    """
+    check_attributes(owner, (method,))
+    code = inspect.unwrap(getattr(owner, method)).__code__
+    if name not in code.co_names and name not in code.co_consts:
+        raise changed(f"`{owner.__name__}.{method}` no longer calls `{name}`")
+
+
+def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
+    """Check that a method of upstream's is there, takes these arguments first, and asks for no others.
+
+    Args:
+        owner: upstream's class.
+        method: what our code overrides or calls.
+        names: its first arguments behind `self`, in their order.
+
+    Raises:
+        UpstreamChanged: if not.
+    """
+    parameters = _parameters(owner, method)
+    first = tuple(name for name, each in parameters.items() if each.kind in _POSITIONAL)[: len(names)]
+    needed = [name for name, each in parameters.items() if _is_needed(each) and name not in names]
+    if first != names or needed:
+        taken = ", ".join(parameters) or "nothing"
+        raise changed(f"`{owner.__name__}.{method}` takes {taken}, where {', '.join(names) or 'nothing'} is known")
+
+
+def check_models() -> None:
+    """Check what every model here takes from upstream's; once a process.
+
+    Raises:
+        UpstreamChanged: where it is not as it is known.
+    """
+    with known_imports():
+        from transformers import PreTrainedModel
+    _check_methods(PreTrainedModel, MODEL_METHODS)
+    check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
+
+
+def check_caches() -> None:
+    """Check upstream's caches, their layers and the pair of caches of an encoder-decoder; once a process.
+
+    Raises:
+        UpstreamChanged: where one is not as it is known.
+    """
+    with known_imports():
+        from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+    _check_methods(DynamicLayer, LAYER_METHODS)
+    _check_methods(Cache, CACHE_METHODS)
+    _check_methods(EncoderDecoderCache, PAIR_METHODS)
+    check_attributes(DynamicLayer(), LAYER_ATTRIBUTES)
+    check_attributes(DynamicCache(), CACHE_ATTRIBUTES)
+    check_attributes(EncoderDecoderCache(DynamicCache(), DynamicCache()), PAIR_ATTRIBUTES)
+
+
+def check_attention_function(owner: type) -> None:
+    """Check how upstream's layers of this class call an attention function: as they do its own eager one.
+
+    Raises:
+        UpstreamChanged: where that takes other arguments.
+    """
+    function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
+    if function is None:
+        raise changed(f"`{owner.__module__}` has no `eager_attention_forward`")
+    taken = tuple(inspect.signature(function).parameters)
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS:
+        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+
+
+def check_mask_functions(*functions: Any) -> None:
+    """Check that upstream's mask functions are called by the names that ours read.
+
+    Raises:
+        UpstreamChanged: where one takes others.
+    """
+    for function in functions:
+        taken = inspect.signature(function).parameters
+        for name in MASK_ARGUMENTS:
+            if name not in taken:
+                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, and no {name}")
+
+
+def _check_methods(owner: type, methods: Mapping[str, tuple[str, ...]]) -> None:
+    for method, names in methods.items():
+        check_method(owner, method, names)
+
+
+def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
+    """Check that one of upstream's objects has the attributes that our code reads.
+
+    Raises:
+        UpstreamChanged: if it lacks one.
+    """
+    for name in names:
+        if not hasattr(thing, name):
+            kind = thing if isinstance(thing, type) else type(thing)
+            raise changed(f"`{kind.__name__}` has no `{name}`")
+
+
+def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that an attention function would swallow.
+
+    Raises:
+        ValueError: for one that it does not know and that is not None.
+    """
+    for name, value in kwargs.items():
+        if value is not None and name not in UNCHANGING and name not in OWN:
+            raise ValueError(
+                f"Attention got `{name}`, which it does not know: it would be ignored, and outputs could be wrong. "
+                f"Leave it out; if transformers {transformers.__version__} hands it over by itself, use one of "
+                f"{OLDEST_RUN} to {NEWEST_RUN}, with which this code was run, or a newer hf_attn_variants ({SOURCE})."
+            )
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+
+
+def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a method behind `self`, those of functions that collect the rest left out."""
+    check_attributes(owner, (method,))
+    static = inspect.getattr_static(owner, method)
+    found = dict(inspect.signature(getattr(owner, method)).parameters)
+    if not isinstance(static, staticmethod | classmethod):
+        found.pop(next(iter(found)), None)
+    return {name: each for name, each in found.items() if each.kind not in _VARIABLE}
+
+
+def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
+    for name in ROLES[role]:
+        if name in parameters:
+            return name
+    raise changed(f"{place} takes {', '.join(parameters)}, and none of {', '.join(ROLES[role])}")
+
+
+def _values_returned(function: Any) -> set[int]:
+    """Return how many values a function returns, by its bytecode: of each `return` the size of its tuple, else 0."""
+    code = inspect.unwrap(function).__code__.co_code
+    steps = [step for step in zip(code[::2], code[1::2], strict=True) if step[0] not in _IDLE]
+    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
+    return {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+
+
+_IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
+_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
+
+
+@lru_cache(maxsize=1)
+def cache_name() -> str:
+    """Return what this release calls the cache in a model's calls and in its outputs."""
+    with known_imports():
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+    found = {each.name: each for each in fields(BaseModelOutputWithPast)}
+    return _name_of("cache", found, "`BaseModelOutputWithPast`")
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model's output, by this release's name."""
+    return getattr(output, cache_name())
+
+
+def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a cache by its former name beside one by this release's: upstream would drop the first.
+
+    Raises:
+        ValueError: if a call has both.
+    """
+    given = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"Got a cache as `{given[1]}` beside one as `{given[0]}`, as transformers {transformers.__version__} has "
+            "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
+            "generate with a newer peft, or with transformers before 5.24."
+        )

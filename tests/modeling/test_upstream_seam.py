@@ -1,0 +1,215 @@
+"""`modeling/upstream.py` and `host_trial.py`: what is known of transformers, and what stops where that has changed."""
+
+import time
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, token_ids
+from relatives import RELATIVES
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+
+import hf_attn_variants
+from hf_attn_variants.modeling import host_trial, upstream
+from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
+
+HOSTS = (*ARCHITECTURES, *RELATIVES)
+EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
+ROWS = {row.name: row for row in HOSTS}
+
+
+class Layer(nn.Module):
+    """Stands for an attention of upstream's."""
+
+    def forward(self, hidden_states, mask=None, cache=None, **kwargs):
+        return hidden_states, None
+
+
+class RenamedLayer(nn.Module):
+    def forward(self, hidden_states, mask=None, memory_store=None, **kwargs):
+        return hidden_states, None, None
+
+
+class OtherOrder(nn.Module):
+    def forward(self, past_key_values=None, attention_mask=None, *, hidden_states, **kwargs):
+        pair = (hidden_states, None)
+        return pair
+
+
+def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
+    arguments = Arguments(Layer, ("cache", "states", "mask"), returns=2)
+    assert arguments.names == ("cache", "hidden_states", "mask")
+    assert arguments.read(("h",), {"cache": "c"}) == ["c", "h", None]
+    assert arguments.read(("h", "m", "c"), {}) == ["c", "h", "m"]
+    assert arguments.split(("h",), {"past_key_values": "c", "other": 1}) == (["c", "h", None], {"other": 1})
+    assert arguments.by_name(("h",), {"other": 1}, cache="d") == {"hidden_states": "h", "other": 1, "cache": "d"}
+    arguments = Arguments(OtherOrder, ("states", "mask", "cache"))
+    assert arguments.names == ("hidden_states", "attention_mask", "past_key_values")
+    assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
+
+
+def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
+    with pytest.raises(UpstreamChanged, match="memory_store, and none of cache, past_key_values") as caught:
+        Arguments(RenamedLayer, ("states", "cache"))
+    message = str(caught.value)
+    assert "\n" not in message and upstream.SOURCE in message and "attn-variants refresh" in message
+    assert f"{upstream.OLDEST_RUN} to {upstream.NEWEST_RUN}" in message and transformers.__version__ in message
+    assert "pip install" not in message
+    for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
+        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, where 2 are known"):
+            Arguments(layer, ("states",), returns=2)
+    with pytest.raises(
+        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, where mask is known"
+    ):
+        upstream.check_method(Layer, "forward", ("mask",))
+    with pytest.raises(UpstreamChanged, match="`Layer` has no `reorder_cache`"):
+        upstream.check_method(Layer, "reorder_cache", ())
+    with pytest.raises(UpstreamChanged, match="no longer calls `_reorder_cache`"):
+        upstream.check_called(Layer, "forward", "_reorder_cache")
+    with pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"), upstream.known_imports():
+        from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
+
+
+def test_the_checks_take_less_than_five_milliseconds():
+    """Of all hosts together; the best of several times, for the machine may be busy."""
+    from hf_attn_variants.modeling import attention_mixin
+
+    classes = [
+        each
+        for row in HOSTS
+        for each in row.model(next(iter(row.heads))).modules()
+        if isinstance(each, attention_mixin.AttentionVariantMixin)
+    ]
+    classes = list({type(each): None for each in classes})
+    assert len(classes) >= len(HOSTS)
+
+    def check():
+        upstream.check_models()
+        upstream.check_caches()
+        for each in classes:
+            owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
+            Arguments(owner, each.roles, returns=each.returns)
+            upstream.check_attention_function(owner)
+
+    took = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        check()
+        took.append(time.perf_counter() - begin)
+    assert min(took) < 0.005, took
+
+
+@EVERY_HOST
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_an_argument_that_attention_does_not_know_is_refused(host, implementation):
+    """Upstream swallows it: packed sequences would be read as one text."""
+    head = next(iter(host.heads))
+    for fields in ({}, dict.fromkeys(host.config_class.rank_fields(), 16)):
+        model, batch = host.model(head, **fields), host.batch(head)
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            expected = model(**batch)[0]
+            assert torch.equal(model(**batch, num_items_in_batch=torch.tensor(3), softcap=None)[0], expected)
+            for name in ("cu_seq_lens_q", "softcap"):
+                with pytest.raises(ValueError, match=f"`{name}`"):
+                    model(**batch, **{name: torch.tensor([0, 3])})
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper", "t5", "umt5"])
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4}, {"kv_lora_rank": 16, "cross_kv_lora_rank": 16}])
+def test_a_stack_alone_is_what_it_is_in_the_model(name, fields):
+    host = ROWS[name]
+    head = next(iter(host.heads))
+    model = host.model(head, **fields)
+    for stack in (model.encoder, model.decoder):
+        alone = type(stack)(stack.config).eval()
+        if "embed_tokens" in dict(stack.named_modules()):
+            alone.set_input_embeddings(stack.get_input_embeddings())
+        alone.load_state_dict(stack.state_dict())
+        given = host.batch(head)
+        inputs = {"input_ids": token_ids()} if "input_features" not in given or stack is model.decoder else given
+        inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+        if stack is model.decoder:
+            inputs["encoder_hidden_states"] = torch.randn(len(token_ids()), 7, model.config.d_model)
+        with torch.no_grad():
+            assert torch.equal(alone(**inputs)[0], stack(**inputs)[0])
+
+
+def test_a_layer_that_shows_the_latent_has_a_dtype():
+    host = ROWS["t5"]
+    model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{upstream.cache_name(): cache})
+    assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
+
+
+def test_umt5_scales_as_the_checkpoint_says_under_every_release():
+    host = ROWS["umt5"]
+    plain = host.upstream_config_class(**host.tiny).to_dict()
+    plain.pop("scale_decoder_outputs", None)
+    configs = {}
+    for tied in (True, False):
+        configs[tied] = hf_attn_variants.AttnVariantUMT5Config.from_upstream(plain | {"tie_word_embeddings": tied})
+        again = type(configs[tied]).from_dict(configs[tied].to_dict())
+        assert again.scale_decoder_outputs == configs[tied].scale_decoder_outputs == tied
+    models = {
+        tied: hf_attn_variants.AttnVariantUMT5ForConditionalGeneration(config).eval()
+        for tied, config in configs.items()
+    }
+    models[False].load_state_dict(models[True].state_dict())
+    inputs = {"input_ids": token_ids(), "decoder_input_ids": token_ids()}
+    with torch.no_grad():
+        scaled, unscaled = (models[tied](**inputs).logits for tied in (True, False))
+    torch.testing.assert_close(unscaled, scaled * configs[True].d_model ** 0.5)
+
+
+def test_a_configuration_of_a_later_format_is_refused(tmp_path):
+    config = ROWS["bert"].config()
+    assert config.to_dict()["attn_variants_format"] == 1
+    values = config.to_dict()
+    assert type(config).from_dict({k: v for k, v in values.items() if k != "attn_variants_format"}).to_dict() == values
+    for wrong in (2, 0, "1", None, True):
+        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 1"):
+            type(config).from_dict(values | {"attn_variants_format": wrong})
+
+
+def test_versions_are_compared_by_minor():
+    assert [host_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """As if the installed transformers had not been run yet."""
+    monkeypatch.setattr(host_trial.transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(host_trial, "_tried", set())
+
+
+@EVERY_HOST
+def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
+    head = next(iter(host.heads))
+    torch.manual_seed(0)
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+    assert host_trial._tried == {host.config_class.model_type}
+    torch.manual_seed(0)
+    again = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)  # the trial drew no random number
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "bert"])
+def test_under_a_newer_release_another_meaning_is_refused(name, newer, monkeypatch):
+    """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
+    from hf_attn_variants.modeling import attention_variants
+
+    exact = attention_variants.fused_attention
+    monkeypatch.setattr(attention_variants, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
+    host = ROWS[name]
+    head = next(iter(host.heads))
+    with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
+        getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
