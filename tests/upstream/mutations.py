@@ -94,7 +94,8 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [parameters(each) for each in forwards]
-    known = list(dict.fromkeys(name for order in orders for name in order))
+    # Upstream's decorators hand over `use_cache` by its name.
+    known = list(dict.fromkeys(name for order in orders for name in order if name != "use_cache"))
     called_by_name = {key.arg for call in calls(tree, set(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
@@ -112,7 +113,7 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
             op = {"op": "reorder", **common, "old": first, "new": second, "by_place": by_place}
             note = " and callers go by place" if by_place else ""
             yield _mutation(host, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second])
-    for uses in (False, True):
+    for uses in (False, True) if kind != "base" else (False,):
         op = {"op": "require", **common, "new": "new_thing", "uses": uses, "after": _adapter(host, kind, "new_thing")}
         what = "takes" if uses else "takes and ignores"
         yield _mutation(host, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)

@@ -220,6 +220,10 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
                 each.attr = new
             elif owner == "module":  # a model's rules for first weights
                 each.attr = new
+        for each in ast.walk(node):
+            is_asked = isinstance(each, ast.Call) and ast.unparse(each.func) in ("hasattr", "getattr")
+            if is_asked and getattr(each.args[1], "value", None) == old and (anywhere or mine):
+                each.args[1] = ast.Constant(new)
         if anywhere:
             _rename_in_paths(node, old, new)
 
