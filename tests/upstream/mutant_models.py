@@ -221,8 +221,9 @@ def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[st
     for beams in (1, 2):
         if brings_cache:
             # For a decoder alone, `generate` makes a cache without a place for the memory, at which upstream stops.
-            caches = importlib.import_module("transformers.cache_utils")
-            options[_cache_name(model)] = caches.EncoderDecoderCache(caches.DynamicCache(), caches.DynamicCache())
+            caches = vars(importlib.import_module("transformers.cache_utils"))
+            pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
+            options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())
         made[f"{beams} beams"] = model.generate(**given, **options, num_beams=beams)
     return made
 

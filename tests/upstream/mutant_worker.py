@@ -51,19 +51,21 @@ class Rewriting(importlib.abc.MetaPathFinder):
         if rewritten is None:
             return None
         self.seen.add(name)
-        return importlib.util.spec_from_loader(name, _Loader(name, rewritten), origin=spec.origin, is_package=False)
+        loader = _Loader(name, rewritten, spec.origin)
+        return importlib.util.spec_from_loader(name, loader, origin=spec.origin, is_package=False)
 
 
 class _Loader(importlib.abc.InspectLoader):
-    def __init__(self, name: str, source: str) -> None:
-        self.source, self.path = source, f"<mutant {name}>"
+    def __init__(self, name: str, source: str, origin: str) -> None:
+        self.source, self.path, self.origin = source, f"<mutant {name}>", origin
 
     def get_source(self, fullname: str) -> str:
         return self.source
 
     def exec_module(self, module: Any) -> None:
-        linecache.cache[self.path] = (len(self.source), None, self.source.splitlines(keepends=True), self.path)
-        module.__file__ = self.path
+        for path in (self.path, self.origin):  # whoever asks for source gets the mutant's
+            linecache.cache[path] = (len(self.source), None, self.source.splitlines(keepends=True), path)
+        module.__file__ = self.origin
         exec(compile(self.source, self.path, "exec"), vars(module))
 
 
