@@ -9,7 +9,7 @@ file is imported, attributes when a model is built, arguments in each call.
 import dis
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -30,9 +30,11 @@ __all__ = [
     "check_attributes",
     "check_caches",
     "check_called",
+    "check_configurations",
     "check_mask_functions",
     "check_method",
     "check_models",
+    "check_paths",
     "known_imports",
     "refuse_two_caches",
     "refuse_unknown",
@@ -102,6 +104,7 @@ CACHE_METHODS = {
 PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
 # Attributes that are read or set: of model classes, of configurations, of a cache's layers, of caches.
 MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
+CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
 LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
 CACHE_ATTRIBUTES = ("is_compileable", "layers")
@@ -167,10 +170,8 @@ class Arguments:
         )
         positions = {name: at for at, name in enumerate(self.order)}
         self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
-        found = _values_returned(getattr(owner, method)) if returns is not None else set()
-        if found and found != {returns}:
-            counts = " or ".join(str(count or "no tuple") for count in sorted(found))
-            raise changed(f"{place} returns {counts} values, where {returns} are known")
+        if returns is not None:
+            _check_returned(getattr(owner, method), returns, place)
 
     def current(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by this release's names, where they came by a former one; changes what it is given."""
@@ -312,6 +313,31 @@ def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
             raise changed(f"`{kind.__name__}` has no `{name}`")
 
 
+def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
+    """Check that there are submodules at these paths.
+
+    Raises:
+        UpstreamChanged: if one is missing.
+    """
+    for path in paths:
+        found = module
+        for name in path.split("."):
+            check_attributes(found, (name,))
+            found = getattr(found, name)
+
+
+def check_configurations() -> None:
+    """Check what our configurations take from upstream's; once a process.
+
+    Raises:
+        UpstreamChanged: where it is not as it is known.
+    """
+    with known_imports():
+        from transformers import PreTrainedConfig
+    check_attributes(PreTrainedConfig, CONFIG_METHODS)
+    check_attributes(PreTrainedConfig(), CONFIG_ATTRIBUTES)
+
+
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that an attention function would swallow.
 
@@ -352,12 +378,25 @@ def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
     raise changed(f"{place} takes {', '.join(parameters)}, and none of {', '.join(ROLES[role])}")
 
 
-def _values_returned(function: Any) -> set[int]:
-    """Return how many values a function returns, by its bytecode: of each `return` the size of its tuple, else 0."""
-    code = inspect.unwrap(function).__code__.co_code
-    steps = [step for step in zip(code[::2], code[1::2], strict=True) if step[0] not in _IDLE]
+def _check_returned(function: Any, returns: int, place: str) -> None:
+    """Check by its bytecode that each `return` of a function has so many values, the outputs first."""
+    code = inspect.unwrap(function).__code__
+    steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
     ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
-    return {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    found = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    if found != {returns}:
+        counts = " or ".join(str(count or "no tuple") for count in sorted(found))
+        raise changed(f"{place} returns {counts} values, where {returns} are known")
+    loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
+    names = [name for step in loads for name in _names_loaded(step)][-returns:]
+    if names and any(part in names[0] for part in ("weight", "bias", "prob")):
+        raise changed(f"{place} returns {', '.join(names)}, where outputs are first")
+
+
+def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
+    if not step.opname.startswith("LOAD_FAST"):
+        return ()
+    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # 3.13 loads two at once
 
 
 _IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}

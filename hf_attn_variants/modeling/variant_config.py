@@ -31,9 +31,12 @@ from .field_checks import (
 )
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config, without_layer_values
 from .peft_tables import tell_peft
+from .upstream import check_configurations
 from .variant_names import CONFIG_FORMAT, EAGER, SDPA
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+check_configurations()
 
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
