@@ -54,8 +54,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
         num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
             `num_softmax_heads` where only P_l stands between the two.
-        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
-            variance scaling, the authors' default).
+        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention; input-dependent terms
+            begin as zeros) or "random" (fan-in variance scaling, the authors' default).
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
         attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
             encoder-decoder: the decoder's self-attention).
