@@ -116,9 +116,9 @@ def attend_with_summaries(
             f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
-    if (rows := rolled_rows(module, mask, length)) is not None:
-        states, mask = rows.rolled(states, 1), rows.rolled(mask[..., :1, :], 3)
-        operands = tuple(rows.rolled(each, 2) for each in operands)
+    if (moved := rolled_rows(module, mask, length)) is not None:
+        states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
+        operands = tuple(moved.rolled(each, 2) for each in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
@@ -135,9 +135,9 @@ def attend_with_summaries(
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
     output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
-    if rows is None:
+    if moved is None:
         return output, weights
-    return rows.unrolled(output, 1), None if weights is None else rows.unrolled_weights(weights)
+    return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
 
 
 def _attend(module: nn.Module, dropout: float, asked: bool) -> Callable[..., Any]:
