@@ -159,15 +159,15 @@ def wrong_name(config_class: Any, name: str) -> str | None:
     Returns:
         A sentence that names what is meant; None for a name of upstream's, and for a note of the user's own.
     """
-    if hasattr(config_class, name) or name in _upstream_names():
+    known = config_class.variant_fields()
+    prefix, bare = without_prefix(name.lower(), known)
+    if hasattr(config_class, name) or {name, bare} & _upstream_names():
         return None
     begin = f"`{name}` is not a field of {config_class.__name__}"
     if name.lower() in SIZES_OF_VALUES:
         return f"{begin}: the size of values cannot be chosen yet, they are as wide as queries and keys."
-    known = config_class.variant_fields()
     if (meant := nearest(name, known)) is None:
         return None
-    prefix, bare = without_prefix(name.lower(), known)
     note = ""
     if prefix and bare == meant:
         if f"encoder_{meant}" not in known and hasattr(config_class, "encoder_decoder_layers"):
