@@ -52,9 +52,11 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
     """
     fields = list(fields)
     _, bare = without_prefix(name.lower(), fields)
-    edits = {field: min(_edits(each, field) for each in (name.lower(), bare)) for field in fields}
-    if min(edits.values()) <= MOST_EDITS:
-        return min(fields, key=edits.get)
+    for known in (("",), PREFIXES):  # a field first, then one with a stack's name before it
+        pairs = [(each, prefix + field) for prefix in known for field in fields for each in (name.lower(), bare)]
+        edits = [_edits(*pair) for pair in pairs]
+        if min(edits) <= MOST_EDITS:
+            return without_prefix(pairs[edits.index(min(edits))][1], fields)[1]
     found = {field: set(_spelled(field)) for field in fields}
     known = sorted(set().union(*found.values()))
     words = {_word(word, known) for word in _spelled(name) if word in known or word not in FREE_WORDS} - {"num"}
