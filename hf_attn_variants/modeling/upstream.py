@@ -73,7 +73,7 @@ UNCHANGING = frozenset(
     }
 )
 # What our own code adds for the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "x2l", "x2w"})
+OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
 
 # Methods of upstream's that our classes override or call, and their first arguments behind `self`, in this order.
 MODEL_METHODS = {

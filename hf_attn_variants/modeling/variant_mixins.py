@@ -26,6 +26,7 @@ from .loading_checks import (
 )
 from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
+from .padded_rows import settle_padding
 from .sinusoidal_positions import EmbeddingsMixin
 from .upstream import changed, check_attributes, check_models, check_paths, known_imports, refuse_two_caches
 
@@ -245,6 +246,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal), heads)
+    settle_padding(core, model.config)
 
 
 def _add_latent(root: nn.Module, path: str, width: int, rank: int) -> None:

@@ -166,11 +166,11 @@ def test_umt5_scales_as_the_checkpoint_says_under_every_release():
 
 def test_a_configuration_of_a_later_format_is_refused(tmp_path):
     config = ROWS["bert"].config()
-    assert config.to_dict()["attn_variants_format"] == 1
+    assert config.to_dict()["attn_variants_format"] == 2
     values = config.to_dict()
     assert type(config).from_dict({k: v for k, v in values.items() if k != "attn_variants_format"}).to_dict() == values
-    for wrong in (2, 0, "1", None, True):
-        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 1"):
+    for wrong in (3, 0, "1", None, True):
+        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 2"):
             type(config).from_dict(values | {"attn_variants_format": wrong})
 
 
