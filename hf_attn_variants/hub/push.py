@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from ..conversion.checkpoint.folder_checks import check_files, check_whole_model, why_not_read
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config
 from ..files import BEST_MODEL_FILE, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
@@ -131,6 +132,8 @@ def plan_push(
         raise ValueError(f"{repo_id!r} cannot be a repository's name: {' '.join(str(error).split())}") from error
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
+    check_files(folder)
+    check_whole_model(folder, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle):
         pass  # headers and sizes of all weight files are right
@@ -158,6 +161,10 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
         if any(part.startswith(".") or part == "__pycache__" for part in name.split("/")):
             if "/" not in name:
                 left_out[name] = "hidden"
+        elif any(name.startswith(f"{each}/") for each in left_out):
+            continue
+        elif reason := why_not_read(path, folder):
+            left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
             left_out[first] = "of the training run"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
