@@ -10,7 +10,6 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from ...files import (
     CARD_NAME,
-    CONFIG_NAME,
     INDEX_NAME,
     PICKLE_INDEX_NAME,
     PICKLE_WEIGHTS_NAME,
@@ -58,13 +57,16 @@ def check_files(folder: Path) -> None:
 
     Raises:
         ValueError: if one is a link out of the folder, or a pipe or a device.
-        OSError: if a run was killed while it wrote the folder.
+        OSError: if one is a link that leads nowhere, or a run was killed while it wrote the folder.
     """
     if advice := unfinished_swap(folder):
-        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: {advice}")
+        raise FileNotFoundError(f"{folder} holds no whole model: {advice}")
     for path in sorted(folder.iterdir()):
-        is_loaded = any(fnmatchcase(path.name, pattern) for pattern in LOADED)
-        if is_loaded and (reason := why_not_read(path, folder)):
+        if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):
+            continue
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is a link to a file that is not there: mend or remove it.")
+        if reason := why_not_read(path, folder):
             raise ValueError(f"{path} is {reason}, which is not read: put a copy of the file in its place.")
 
 

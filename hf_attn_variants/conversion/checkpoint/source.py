@@ -92,7 +92,7 @@ def resolve_source(
     if folder is not None and revision is not None:
         raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
     if folder is None:
-        folder = _download(name, revision, token, allow_pickle, weights)
+        return _download(name, revision, token, allow_pickle, weights)
     check_whole_model(folder, allow_pickle or not weights)
     return folder
 
@@ -257,7 +257,10 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
-            return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+            folder = Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+            check_whole_model(folder, allow_pickle or not weights)
+            return folder
+        check_no_adapter(name, files)
         if weights and not allow_pickle:
             _check_pickles(name, files)
         return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
@@ -289,8 +292,7 @@ def _fetch(**arguments: Any) -> Path:
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Refuse a repository of an adapter or of pickles alone; tell of a module whose weights are pickles."""
-    check_no_adapter(name, files)
+    """Refuse a repository whose weights are pickles alone; tell of a module whose weights are."""
     check_no_pickle(name, files)
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
     unskipped = [folder for folder in folders if not _is_skipped_folder(folder.split("/")[0])]
