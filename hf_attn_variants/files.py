@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .open_files import read_file
+
 __all__ = [
     "BEST_MODEL_FILE",
     "CARD_NAME",
@@ -70,6 +72,7 @@ RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFT
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
 MOST_NESTED = 200
 
+MOST_JSON_BYTES = 2**28
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
 
@@ -82,7 +85,7 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         ValueError: if it is not JSON.
     """
     try:
-        return parse_json(path.read_text(encoding=encoding))
+        return parse_json(read_file(path, MOST_JSON_BYTES).decode(encoding))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
