@@ -22,6 +22,7 @@ __all__ = [
     "GENERATED_CARD",
     "HISTORY_NAME",
     "INDEX_NAME",
+    "LOGS",
     "LOG_FILE",
     "PICKLE_INDEX_NAME",
     "PICKLE_SUFFIXES",
@@ -66,7 +67,9 @@ BEST_MODEL_FILE = "best_model.safetensors"
 STATE_FILE = "train_state.json"
 # What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
 TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
-TRACKER_FOLDERS = ("hf_attn_variants", "runs")
+# Of whoever ran it: they name machines, users and folders.
+LOGS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
+TRACKER_FOLDERS = ("hf_attn_variants", "runs", "wandb", "mlruns")
 # What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
 RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS)
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.

@@ -6,6 +6,7 @@ system keeps what was written. Two real kills beside it, more with `-m slow`.
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -217,6 +218,7 @@ def test_real_kills(count, sources, tmp_path):
 
 
 def fill_at_each_write(command, sources, folder, most):
+    logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room = NoRoom(folder)
     before = make_old(sources, folder / "before")
     old, whole = model_of(before), shutil.copytree(before, folder / "whole")

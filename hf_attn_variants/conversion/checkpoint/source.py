@@ -12,6 +12,7 @@ from ...files import (
     CONFIG_NAME,
     HISTORY_NAME,
     INDEX_NAME,
+    LOGS,
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
@@ -222,8 +223,9 @@ def _is_refused(folder: Path, path: Path, modules: set[str]) -> bool:
 
 def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
     name = file.lower()
-    if any(fnmatchcase(name, pattern) for pattern in ADAPTER_FILES):
-        return False  # in a folder of its own; of heads that the model has no more
+    # An adapter in a folder of its own is of heads that the model has no more.
+    if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOGS)):
+        return False
     if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
