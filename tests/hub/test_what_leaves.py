@@ -73,7 +73,7 @@ def test_what_names_no_place_stays(text):
 
 
 def test_files_of_model_and_tokenizer_name_no_folder(folder):
-    edit(folder / "config.json", _name_or_path=HOME, note=f"made in {HOME}/runs/x by hand", best_path="/a")
+    edit(folder / "config.json", _name_or_path=f"{HOME}/bert", note=f"made in {HOME}/runs/x by hand", best_path="/a")
     edit(
         folder / "tokenizer_config.json",
         name_or_path=f"{HOME}/bert",
@@ -150,8 +150,7 @@ def test_what_a_card_takes_from_a_report_is_no_markdown(field, folder):
         "talking_heads": {HOSTILE: []},
         "calibration": {"count": 1, "kind": HOSTILE, "targets": False, "max_length": 3},
     }
-    edit(folder / "conversion_report.json", **{field: values.get(field, HOSTILE)})
-    assert report
+    edit(folder / "conversion_report.json", **report | {"source_revision": "1", field: values.get(field, HOSTILE)})
     check_body(str(model_card(folder, "me/x")))
 
 
