@@ -126,6 +126,23 @@ def test_what_an_adapter_says_is_not_run_by_a_shell(folder, tmp_path):
     assert "touch" not in str(error.value) and "os;x" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["config.json", "pytorch_model.bin"], "someone/model: pytorch_model.bin is a pickle"),
+        (["adapter_config.json", "adapter_model.bin"], "someone/model holds an adapter alone, and no model"),
+        (["config.json", "model.safetensors", "adapter_config.json"], "someone/model holds an adapter beside"),
+    ],
+)
+def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    for name in ("ner", "uptrain", "convert", "frontier"):
+        status, error = call(name, "someone/model")
+        assert status == 2 and message in error, (name, error)
+
+
 def test_an_adapter_in_a_folder_of_its_own_stays(folder, call, tmp_path):
     (folder / "lora").mkdir()
     add_adapter(folder / "lora")

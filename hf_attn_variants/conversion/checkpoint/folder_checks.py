@@ -1,5 +1,6 @@
 """What the folder of a checkpoint must be before anything of it is read: asked by every command, here alone."""
 
+import json
 import os
 import re
 import shlex
@@ -93,9 +94,10 @@ def check_no_adapter(name: str, files: list[str], folder: Path | None = None) ->
         beside = f"; without {' and '.join(found)} the folder is the model alone"
     base, model_class = _adapted(folder) if folder is not None else ("BASE", "AutoModel")
     package = "hf_attn_variants" if model_class.startswith("AttnVariant") else "transformers"
+    given, merged = (json.dumps(each) for each in (name, f"{name.rstrip('/')}-merged"))
     code = (
-        f"from {package} import {model_class} as M; from peft import PeftModel as P; P.from_pretrained("
-        f"M.from_pretrained({base!r}), {name!r}).merge_and_unload().save_pretrained({name.rstrip('/') + '-merged'!r})"
+        f"from {package} import {model_class} as M; from peft import PeftModel as P; "
+        f'P.from_pretrained(M.from_pretrained("{base}"), {given}).merge_and_unload().save_pretrained({merged})'
     )
     raise ValueError(
         f"{name} holds {kind} ({', '.join(found)}), made for {base}: merge it first, by `python -c "
