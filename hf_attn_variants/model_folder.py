@@ -74,7 +74,7 @@ def replace_model(stage: Path, folder: Path, goes_on: bool) -> None:
         old.mkdir(exist_ok=True)
         if config.exists() and not _is_notice(config):
             atomic_write(old / CONFIG_NAME, config.read_bytes())
-        atomic_write(config, NOTICE)
+            atomic_write(config, NOTICE)
         for name in reversed(_in_order(replaced)):
             _move(folder / name, old / name)
         os.replace(old, _emptied(folder / GONE))  # from here on the new one is the one to finish
@@ -101,7 +101,7 @@ def unfinished_swap(folder: Path) -> str | None:
         return None
     moves = {OLD: "brings the old one back", NEW: "finishes that"}
     for name, what in moves.items():
-        if (folder / name).is_dir():
+        if (folder / name / CONFIG_NAME).is_file():
             at = shlex.quote(str(folder))
             return (
                 f"a run was killed while it replaced the model there: `mv {at}/{name}/* {at}/` {what}; or repeat the "

@@ -4,6 +4,8 @@ import gzip
 import io
 import os
 import stat
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +40,8 @@ def open_file(path: Path) -> BinaryIO:
     """
     check_ordinary(path)
     if path.suffix == COMPRESSED_SUFFIX:
-        with _Lines(path) as file:
+        # What is no whole .gz is said by whoever reads it, with the line.
+        with _Lines(path) as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
             buffer = bytearray(BUFFER_BYTES)
             while file.tell() < LOOKED_AT_BYTES and file.readinto(memoryview(buffer)):
                 pass
@@ -52,11 +55,16 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         OSError: if there is none, it is no ordinary file, or longer than `most` bytes.
     """
     check_ordinary(path)
-    with _Lines(path, most) as file:
-        content = io.BufferedReader(file, BUFFER_BYTES).read(most + 1) if os.path.getsize(path) <= most else None
-    if content is None or len(content) > most:
+    blocks, size = [], os.path.getsize(path)
+    if size <= most:
+        with _Lines(path, most) as file:
+            size = 0
+            while size <= most and (block := file.read(BUFFER_BYTES)):
+                blocks.append(block)
+                size += len(block)
+    if size > most:
         raise OSError(f"{path} is longer than {most:,} bytes, which is no file of its kind")
-    return content
+    return b"".join(blocks)
 
 
 class _Lines(io.RawIOBase):
