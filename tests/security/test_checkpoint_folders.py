@@ -165,7 +165,7 @@ def test_a_file_that_loaders_read_is_no_link_out_of_the_folder(name, file, folde
     shutil.move(folder / file, tmp_path / "elsewhere/there")
     (folder / file).symlink_to(tmp_path / "elsewhere/there")
     status, error = call(name, folder)
-    assert status == 2 and f"{folder / file} is a link out of the folder, to {tmp_path}" in error, error
+    assert status == 2 and f"{folder / file} is a link that leads out of the folder, to {tmp_path}" in error, error
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -188,7 +188,7 @@ def test_other_links_out_of_the_folder_are_left_out_and_named(relative, folder, 
     assert {"notes.txt", "assets/", "sub/more"} <= {*left_out}
     assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
     shown = capsys.readouterr().out
-    assert "stays: notes.txt (a link out of the folder)" in shown and "stays: assets (a link" in shown
+    assert "stays: notes.txt (a link that leads out of the folder)" in shown and "stays: assets (a link" in shown
     assert "token" not in shown.split("Use")[0].replace("tokenizer", "").replace("a token", "")
 
 
@@ -198,7 +198,7 @@ def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_
     (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
     (folder / "1_Pooling").symlink_to(tmp_path / "pooling")
     status, error = call("convert", folder)
-    assert status == 2 and "1_Pooling is a link out of the folder" in error, error
+    assert status == 2 and "1_Pooling is a link that leads out of the folder" in error, error
 
 
 def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
@@ -211,7 +211,7 @@ def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path)
     snapshot.mkdir(parents=True)
     (repository / "blobs").symlink_to(tmp_path / "etc")
     (snapshot / "notes.txt").symlink_to("../../blobs/passwd")
-    assert "a link out of the folder" in why_not_read(snapshot / "notes.txt", snapshot)
+    assert "a link that leads out of the folder" in why_not_read(snapshot / "notes.txt", snapshot)
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner"])
@@ -221,7 +221,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, file, folder, ca
     os.mkfifo(folder / file)
     start = time.monotonic()
     status, error = call(name, folder)
-    assert status == 2 and f"{folder / file} is no ordinary file" in error, error
+    assert status == 2 and f"{folder / file} is neither a file nor a folder" in error, error
     assert time.monotonic() - start < 5
 
 
@@ -229,4 +229,4 @@ def test_a_pipe_beside_the_weights_stays(folder, call, tmp_path, capsys):
     os.mkfifo(folder / "notes.txt")
     assert call("convert", folder)[0] == 0 and not (tmp_path / "out/notes.txt").exists()
     assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
-    assert "stays: notes.txt (no ordinary file)" in capsys.readouterr().out
+    assert "stays: notes.txt (neither a file nor a folder)" in capsys.readouterr().out

@@ -47,9 +47,9 @@ def why_not_read(path: Path, folder: Path) -> str | None:
     is_blob = snapshots is not None and target.is_relative_to(snapshots.parent / "blobs")
     is_blob |= "blobs" in target.parts and target.is_relative_to(Path(HF_HUB_CACHE).resolve())
     if not is_blob and not target.is_relative_to(home):
-        return f"a link out of the folder, to {target}"
+        return f"a link that leads out of the folder, to {target}"
     if path.exists() and not path.is_file() and not path.is_dir():
-        return "no ordinary file"
+        return "neither a file nor a folder"
     return None
 
 
@@ -57,8 +57,8 @@ def check_files(folder: Path) -> None:
     """Check the files of a folder that loaders read by their names.
 
     Raises:
-        ValueError: if one is a link out of the folder, or a pipe or a device.
-        OSError: if one is a link that leads nowhere, or a run was killed while it wrote the folder.
+        OSError: if one is a link out of the folder or to nothing, or a pipe or a device; or if a run was killed while
+            it wrote the folder.
     """
     if advice := unfinished_swap(folder):
         raise FileNotFoundError(f"{folder} holds no whole model: {advice}")
@@ -68,7 +68,7 @@ def check_files(folder: Path) -> None:
         if not path.exists():
             raise FileNotFoundError(f"{path} is a link to a file that is not there: mend or remove it.")
         if reason := why_not_read(path, folder):
-            raise ValueError(f"{path} is {reason}, which is not read: put a copy of the file in its place.")
+            raise OSError(f"{path} is {reason}, which is not read: put a copy of the file in its place.")
 
 
 def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:

@@ -54,8 +54,7 @@ def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
 
     Raises:
         OSError: if it is empty, a file, or a path (it starts with ".", "/" or "~", ends with "/", or has more than one
-            "/") at which there is nothing; or a run was killed while it wrote the folder.
-        ValueError: if one of its files is a link out of the folder, a pipe or a device.
+            "/") at which there is nothing; or of a folder, as `check_files` says.
     """
     name = os.fspath(model_name_or_path)
     if not name:
@@ -96,7 +95,8 @@ def resolve_source(
         raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
     if folder is None:
         return _download(name, revision, token, allow_pickle, weights)
-    check_whole_model(folder, allow_pickle or not weights)
+    if weights:
+        check_whole_model(folder, allow_pickle)
     return folder
 
 
@@ -177,8 +177,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
 
     Raises:
-        OSError: if one to copy is a link that leads nowhere.
-        ValueError: if a module is a link out of the folder; other links out of it are left out, with a warning.
+        OSError: if one to copy is a link that leads nowhere, or a module is a link out of the folder; other links out
+            of it are left out, with a warning.
     """
     modules = _module_folders(folder)
     # The history is read too, and written anew with the source's own step.
@@ -225,7 +225,7 @@ def _is_refused(folder: Path, path: Path, modules: set[str]) -> bool:
     if (reason := why_not_read(folder / path, folder)) is None:
         return False
     if modules & {path.as_posix(), path.parent.as_posix()}:
-        raise ValueError(f"{folder / path} is {reason}, which is not read: put a copy of it in its place.")
+        raise OSError(f"{folder / path} is {reason}, which is not read: put a copy of it in its place.")
     logger.warning("%s is left out: it is %s", folder / path, reason)
     return True
 
@@ -269,9 +269,11 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             raise
         except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
             folder = Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
-            check_whole_model(folder, allow_pickle or not weights)
+            if weights:
+                check_whole_model(folder, allow_pickle)
             return folder
-        check_no_adapter(name, files)
+        if weights:
+            check_no_adapter(name, files)
         if weights and not allow_pickle:
             _check_pickles(name, files)
         return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
