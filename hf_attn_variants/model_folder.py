@@ -26,7 +26,7 @@ from .files import (
     atomic_write,
 )
 
-__all__ = ["ADAPTER_FILES", "STAGE", "replace_model", "unfinished_swap"]
+__all__ = ["ADAPTER_FILES", "RESULTS", "STAGE", "replace_model", "unfinished_swap"]
 
 # Where a model is written, where it lies when it is whole, where the old one goes, and what is to be deleted.
 STAGE, NEW, OLD, GONE = ".tmp-model", ".new-model", ".old-model", ".tmp-replaced-model"
@@ -38,7 +38,8 @@ TOKENIZER_FILES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.tx
 TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json")
 OTHER_FILES = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
 # What is true of a set of weights alone, and what would make another model of the new weights.
-OF_WEIGHTS = (*WEIGHT_FILES, RESULTS_NAME, CURVES_FILE, *(f"predictions_*.{end}" for end in ("tsv", "json*", "txt")))
+RESULTS = (RESULTS_NAME, CURVES_FILE, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
+OF_WEIGHTS = (*WEIGHT_FILES, *RESULTS)
 OF_MODEL = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENIZER_FILES, *OTHER_FILES)
 # A tokenizer loads by itself: its settings leave first and come last.
 ENDS = ("tokenizer.json", "tokenizer_config.json")

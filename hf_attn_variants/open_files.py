@@ -26,7 +26,7 @@ def check_ordinary(path: Path) -> None:
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path} is a folder, not a file")
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(mode) and not os.path.samefile(path, os.devnull):  # that one is an empty file, and ends
         raise OSError(f"{path} is no ordinary file but a pipe, a socket or a device: give a file")
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...files import BEST_MODEL_FILE, CURVES_FILE, LOG_FILE, RESULTS_NAME
-from ...model_folder import STAGE, replace_model
+from ...files import BEST_MODEL_FILE, CONFIG_NAME, CURVES_FILE, HISTORY_NAME, LOG_FILE, REPORT_NAME, RESULTS_NAME
+from ...model_folder import RESULTS, STAGE, replace_model
 from ...model_history import ModelHistory, write_history
 from .checkpoints import NAME_PATTERN
 from .settings import TrainingSettings
@@ -44,8 +45,11 @@ def remove_earlier_run(output_dir: str | Path) -> None:
     Raises:
         OSError: if something could not be removed.
     """
-    for entry in list(Path(output_dir).iterdir()):
-        if STALE_PATTERN.fullmatch(entry.name):
+    folder = Path(output_dir)
+    # Without a model that they tell of, results are of nobody.
+    results = () if (folder / CONFIG_NAME).exists() else (*RESULTS, REPORT_NAME, HISTORY_NAME)
+    for entry in list(folder.iterdir()):
+        if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, each) for each in results):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
