@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import itertools
 import json
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .files import parse_json
+from .open_files import COMPRESSED_SUFFIX, open_file
 
 __all__ = [
     "column_names",
@@ -22,7 +24,6 @@ __all__ = [
     "text_columns",
 ]
 
-COMPRESSED_SUFFIX = ".gz"
 MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
@@ -198,8 +199,7 @@ def _open_text(path: Path, newline: str) -> TextIO:
         raise OSError(f"{path} is a folder, not a file")
     if not path.exists():
         raise OSError(f"{path}: no such file")
-    opened = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
-    return opened(path, "rt", encoding="utf-8-sig", newline=newline)
+    return io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline=newline)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -37,7 +37,7 @@ def load_source(
             f"{os.fspath(checkpoint)} ({model_class.__name__}) reads audio, and a frontier is measured on text: "
             "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
         )
-    model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not learned_tokens(tokenizer):
         raise FileNotFoundError(f"{os.fspath(checkpoint)} has no tokenizer files, which its text needs.")

@@ -126,7 +126,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         """Save the model."""
-        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings.output_dir, history)
+        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: Evaluator) -> None:
         """Evaluate the weights that training ended with, unless that was done."""

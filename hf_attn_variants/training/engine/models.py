@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...conversion.checkpoint.source import local_folder
+from ...conversion.checkpoint.source import check_source, local_folder
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
 from .settings import ModelSettings, NewModelSettings
 
@@ -95,9 +95,10 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
     Raises:
         OSError: if there is none.
-        ValueError: if it cannot be used, or has no dropout to set.
+        ValueError: if it cannot be used, is an adapter or has its weights in pickles, or has no dropout to set.
     """
     with reading_checkpoint(settings.model_name_or_path) as source:
+        check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "num_mel_bins"):
         raise ValueError(f"{settings.model_name_or_path} ({config.model_type}) reads audio; this command reads text.")
@@ -172,6 +173,7 @@ def load_model_and_rest(
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
+            use_safetensors=True,
             **options,
         )
     missing = sorted(report["missing_keys"])

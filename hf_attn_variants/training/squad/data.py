@@ -12,6 +12,7 @@ from typing import Any
 from datasets import load_dataset
 
 from ...files import parse_json
+from ...open_files import read_file
 
 __all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad", "load_squad_hub", "read_squad"]
 
@@ -58,7 +59,7 @@ def _load_json(path: Path) -> Any:
     if not path.is_file():
         raise OSError(f"{path}: no such file")
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = read_file(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise OSError(f"{path} is no whole gzip file ({error})") from error
     if not content.strip():
