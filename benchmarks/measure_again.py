@@ -2,8 +2,9 @@
 
 Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
 on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
-command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in --work_dir, and beside them after each report:
-`claims.md`, every ratio before and now, and `tables.md`, the rows for docs/.
+command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in
+--work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the rows for
+docs/.
 
 Example:
     python benchmarks/measure_again.py --dry_run
@@ -246,7 +247,7 @@ def tables(names: Sequence[str], folder: Path) -> str:
     """Return the rows of each table of docs/ that one of these reports is in, as Markdown."""
     parts = []
     for title, table in TABLES.items():
-        if set(names) & set(table.names) and all((folder / f"{name}.json").is_file() for name in table.names):
+        if set(names) & set(table.names) and table.is_there(folder):
             rows = "\n".join(f"| {' | '.join(row)} |" for row in table.made(folder))
             parts.append(f"docs/{table.document}, {title.replace('_', ' ')}:\n\n{rows}\n")
     return "\n".join(parts)
