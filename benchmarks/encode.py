@@ -32,6 +32,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny BERT, to see the script work")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--max_position_embeddings", type=int, help="give every model so many (default: its own)")
+    parser.add_argument("--attention_window", type=int, nargs="+", help="time these windows, and no other variants")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--run_name", default="encode_bert-base_cpu", help="the file's name")
@@ -47,7 +49,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     name, config = "BERT-base", transformers.BertConfig(**TINY if args.tiny else {}).to_dict()
     if args.model_name_or_path:
         name, config = Path(args.model_name_or_path).name, read_checkpoint_config(args.model_name_or_path)
-    table = measure_speed(config, name, batch_size=args.batch_size, length=args.length, rounds=args.rounds)
+    options = {each: getattr(args, each) for each in ("batch_size", "length", "rounds", "max_position_embeddings")}
+    if args.attention_window:
+        options |= {"windows": args.attention_window, "kv_heads": [config["num_attention_heads"]]}
+        options |= {"talking_heads": False, "latents": False}
+    table = measure_speed(config, name, **options)
     arguments = {key: value for key, value in vars(args).items() if key not in (*NOT_SHOWN, "model_name_or_path")}
     report = {"arguments": arguments} | table.to_dict() | {"machine": machine("cpu")}
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -42,11 +42,15 @@ SCRIPTS = {
 }
 MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
 ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]
+WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
+WINDOW += ["--threads", "2", "--run_name"]
 TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
 # Of reports that do not say with which arguments they were made, or not where their input lies.
 GIVEN = {
     "encode_minilm_cpu": ("encode.py", ["--model_name_or_path", MINILM, *ENCODE]),
     "encode_bert-base_cpu": ("encode.py", ["--threads", "2"]),
+    "encode_minilm_window_cpu": ("encode.py", ["--model_name_or_path", MINILM, *WINDOW, "encode_minilm_window_cpu"]),
+    "encode_bert-base_window_cpu": ("encode.py", [*WINDOW, "encode_bert-base_window_cpu"]),
     "long_t5_passes": ("long_t5.py", ["--parts", "passes", "--num_threads", "2", "--work_dir", WORK]),
     "onnx_latency": ("onnx_latency.py", ["--model_name_or_path", MINILM]),
     "loop_overhead": (
