@@ -1,4 +1,4 @@
-"""Benchmarks run both ways: the processes, the bound of page faults, the merge, what is claimed, and measuring again."""
+"""Benchmarks both ways: processes, the bound of page faults, the merge, what is claimed, and measuring again."""
 
 import importlib
 import json
@@ -36,26 +36,22 @@ def run(script, *arguments, **more):
 
 
 @ON_GLIBC
-@pytest.mark.parametrize(
-    ("script", "flags", "figures"),
-    [("decode.py", [*DECODE, "--run_name", "decode_x"], 2), ("encode.py", [*ENCODE, "--run_name", "encode_x"], 5)],
-)
-def test_a_script_writes_one_report_of_both_ways(script, flags, figures, tmp_path, load):
+def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
     # What the caller's own allocator was told does not reach the process with glibc as it is.
-    ended = run(script, *flags, "--output_dir", tmp_path, **KEEPING)
+    ended = run("encode.py", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
     assert ended.returncode == 0, ended.stderr
-    (path,) = tmp_path.glob("*.json")
+    (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == KEEPING
     for each in (report, report["kept"]):
         assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in each["rows"])
-    assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])} == {figures}
+    assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
-    assert [hidden.name for hidden in tmp_path.glob(".*")] == []
     assert load("kept_memory").is_recorded(report)
-    assert len(list(load("speed_claims").claims(path.stem, report))) >= figures - 1
+    assert len(list(load("speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
 
 
+@pytest.mark.slow
 def test_a_script_runs_in_the_one_way_that_is_asked_for(tmp_path):
     ended = run("encode.py", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -175,35 +171,54 @@ def test_the_machine_is_described_and_not_named(load):
 
 
 @pytest.fixture
-def results(tmp_path):
-    """A folder of reports as they were before: decode_tiny, whose arguments are in it."""
-    names = ["--run_name", "decode_tiny", "--memory", "glibc", "--output_dir", tmp_path / "results"]
-    assert run("decode.py", *DECODE, *names).returncode == 0
-    path = tmp_path / "results/decode_tiny.json"
+def again(load, tmp_path):
+    """Call `measure_again.py` on a folder of a report as it was before: decode_tiny, whose arguments are in it."""
+    decode, module = load("decode"), load("measure_again")
+    folder = tmp_path / "results"
+    decode.main(decode.parse_args([*DECODE, "--run_name", "decode_tiny", "--output_dir", str(folder)]))
+    path = folder / "decode_tiny.json"
     report = json.loads(path.read_text(encoding="utf-8")) | {"memory": "not recorded"}
     path.write_text(json.dumps(report), encoding="utf-8")
-    return path.parent
+    folders = ["--results_dir", str(folder), "--work_dir", str(tmp_path / "work")]
+    return lambda *flags: module.main(module.parse_args([*folders, *flags]))
 
 
 @ON_GLIBC
-def test_measuring_again_lists_goes_on_and_compares(results, tmp_path):
-    folders = ["--results_dir", results, "--work_dir", tmp_path / "work"]
-    listed = run("measure_again.py", *folders, "--dry_run").stdout
+def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    results, work = tmp_path / "results", tmp_path / "work"
+    assert again("--dry_run") == "" and not work.exists()
+    listed = capsys.readouterr().out
     assert "1 of 1 reports" in listed and "--shape tiny" in listed and "--skip_encoder" in listed
-    assert not (tmp_path / "work").exists()
-    made = run("measure_again.py", *folders)
-    assert made.returncode == 0, made.stderr
+    again()
     report = json.loads((results / "decode_tiny.json").read_text(encoding="utf-8"))
     assert report["memory"].keys() == {"glibc", "kept"} and report["arguments"]["repeats"] == "3"
-    assert (results / "decode_tiny.png").stat().st_size > 1000
-    assert "not recorded" in (tmp_path / "work/before/decode_tiny.json").read_text(encoding="utf-8")
-    rows = (tmp_path / "work/claims.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert report["kept"]["rows"][1]["usage"]["seconds"] > 0
+    assert sorted(path.name for path in results.iterdir()) == ["decode_tiny.json", "decode_tiny.png"]
+    assert "not recorded" in (work / "before/decode_tiny.json").read_text(encoding="utf-8")
+    rows = (work / "claims.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(rows) == 3 and all(
         row.startswith("| decode_tiny | MQA, batch 2") and row.count("x") >= 3 for row in rows
     )
-    assert "0 of 1 reports" in run("measure_again.py", *folders).stdout  # it is done
-    unknown = run("measure_again.py", *folders, "--only", "decode_none")
-    assert unknown.returncode == 1 and "decode_tiny" in unknown.stderr
+    capsys.readouterr()
+    again()
+    assert "0 of 1 reports" in capsys.readouterr().out  # it is done
+    with pytest.raises(SystemExit, match="there are decode_tiny"):
+        again("--only", "decode_none")
+
+
+def test_what_cannot_be_measured_is_named_and_the_rest_goes_on(load, tmp_path, monkeypatch, capsys):
+    module = load("measure_again")
+    tried = []
+
+    def fails(job, args):
+        tried.append(job.name)
+        raise ValueError("no peer here")
+
+    monkeypatch.setattr(module, "measure", fails)
+    with pytest.raises(SystemExit, match="decoder_state_cpu: no peer here"):
+        module.main(module.parse_args(["--only", "decoder_state_cpu", "long_t5_passes", "--work_dir", str(tmp_path)]))
+    assert tried == ["long_t5_passes", "decoder_state_cpu"]  # the important one first
 
 
 def test_flags_are_made_from_what_a_report_says(load):
@@ -225,5 +240,12 @@ def test_each_report_of_speed_can_be_measured_again(load):
     of_speed = load("speed_claims").is_of_speed
     assert {job.name for job in jobs} >= {path.stem for path in again.RESULTS.glob("*.json") if of_speed(path.stem)}
     assert all((FOLDER / job.script).is_file() and 0 < job.seconds < 3600 for job in jobs)
-    with pytest.raises(ValueError, match="train_file"):
-        again.filled(["--train_file", again.TEXT], again.parse_args(["--train_file"] if False else []))
+
+
+def test_input_that_is_not_here_is_named(load, monkeypatch, tmp_path):
+    module = load("measure_again")
+    monkeypatch.setattr(module, "ROOT", tmp_path / "a")
+    given = module.parse_args(["--minilm", "there"])
+    assert module.filled(["--x", module.MINILM], given) == ["--x", "there"]
+    with pytest.raises(ValueError, match="--train_file"):
+        module.filled(["--train_file", module.TEXT], given)
