@@ -171,10 +171,8 @@ def measure_speed(
     own += _windows_and_kernels(field, windows, kernels)
     contestants = dict(_contestants(config, current, auto_class, model_class, own))
     made = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    runs = {name: decoding_or_pass(m, batch_size, length, work) for name, m in made.items()}
-    times, usages = _timed(runs, rounds, device)
-    tokens = batch_size * (max_new_tokens if decodes else length)
-    rows = _rows(contestants, times, usages, tokens, work and max_new_tokens)
+    found = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made.items()}, rounds, device)
+    rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
         *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
