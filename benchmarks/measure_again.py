@@ -242,7 +242,8 @@ def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
         old = {ratio.label: f"{ratio.value:.2f}x" for ratio in ratios(name, before)} if before else {}
         for line in claims(name, report):
             kept = "not kept" if line.kept is None else f"{line.kept:.2f}x"
-            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}x", kept, line.claim.text]
+            said = "none" if line.claim.ratio is None else line.claim.text
+            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}x", kept, said]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -45,7 +45,8 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Return the line to print."""
         kept = "not kept" if self.kept is None else f"kept {self.kept:.2f}x"
-        return f"{self.label}: glibc {self.glibc:.2f}x, {kept}; claimed: {self.claim.text}"
+        said = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
+        return f"{self.label}: glibc {self.glibc:.2f}x, {kept}; {said}"
 
 
 def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
