@@ -93,6 +93,13 @@ def test_each_fault_counts(matrix, fault):
     assert matrix.is_same(same) and not matrix.is_same(same | fault)
 
 
+def test_code_that_is_outgrown_is_expected_to_fail_later_alone(matrix, monkeypatch):
+    monkeypatch.setattr(matrix, "OUTGROWN", {"a": (5, 23)})
+    fails = [("a", "5.24.0"), ("a", "5.25.0rc1"), ("a", "5.23.1"), ("b", "5.24.0")]
+    found = [matrix.is_expected({"saved_by": by, "loaded_with": version, "error": "x"}) for by, version in fails]
+    assert found == [True, True, False, False]
+
+
 def test_versions_are_read_from_the_index(matrix, monkeypatch):
     final = "transformers (5.24.1)\nAvailable versions: 5.24.1, 5.24.0, 5.23.0, 5.15.1, 5.15.0, 5.14.9, 4.57.6\n"
 
