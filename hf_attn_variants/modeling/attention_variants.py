@@ -24,7 +24,8 @@ from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
-from .upstream import check_mask_functions, known_imports, refuse_unknown
+from .upstream import known_imports, refuse_unknown
+from .upstream_checks import check_mask_functions
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -41,7 +41,7 @@ from .given_fields import (
 )
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .peft_tables import tell_peft
-from .upstream import check_configurations
+from .upstream_checks import check_configurations
 from .variant_names import CONFIG_FORMAT, EAGER, SDPA
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]

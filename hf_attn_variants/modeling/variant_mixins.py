@@ -28,7 +28,8 @@ from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
 from .padded_rows import settle_padding
 from .sinusoidal_positions import EmbeddingsMixin
-from .upstream import changed, check_attributes, check_models, check_paths, known_imports, refuse_two_caches
+from .upstream import changed, check_attributes, known_imports, refuse_two_caches
+from .upstream_checks import check_models, check_paths
 
 with known_imports():
     from transformers import initialization as init

@@ -127,6 +127,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
             "talking_heads_triton.py",
             "peft_tables.py",
             "upstream.py",
+            "upstream_checks.py",
             "variant_config.py",
             "variant_mixins.py",
             "variant_names.py",

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling import host_trial, upstream
+from hf_attn_variants.modeling import host_trial, upstream, upstream_checks
 from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
@@ -85,12 +85,12 @@ def test_the_checks_take_less_than_five_milliseconds():
     assert len(classes) >= len(HOSTS)
 
     def check():
-        upstream.check_models()
-        upstream.check_caches()
+        upstream_checks.check_models()
+        upstream_checks.check_caches()
         for each in classes:
             owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
             Arguments(owner, each.roles, returns=each.returns)
-            upstream.check_attention_function(owner)
+            upstream_checks.check_attention_function(owner)
 
     took = []
     for _ in range(5):
