@@ -46,6 +46,7 @@ PATHS = (
     "SelfAttention", "EncDecAttention", "self_attn", "encoder_attn", "crossattention", "albert_layer_groups",
     "albert_layers",
 )  # fmt: skip
+HANDED_OVER = ("use_cache", "output_attentions")
 # Without them a model can still run: what upstream's own forward does with its default is what our models must do.
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
@@ -95,8 +96,8 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [parameters(each) for each in forwards]
-    # Upstream's decorators hand over `use_cache` by its name.
-    known = list(dict.fromkeys(name for order in orders for name in order if name != "use_cache"))
+    # What upstream hands over by its name from far away stays.
+    known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
     called_by_name = {key.arg for call in calls(tree, set(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
@@ -108,6 +109,8 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
             yield _mutation(host, "drop", f"{title} without {old}", op, [old], changes=True)
     same = all(order == orders[0] for order in orders)
     for first, second in zip(orders[0][1:], orders[0][2:], strict=False) if kind != "base" else ():
+        if {first, second} & set(HANDED_OVER):
+            continue
         if not all(first in order and second in order for order in orders):
             continue
         for by_place in (False, True) if same and kind in ("attention", "embeddings") else (False,):
