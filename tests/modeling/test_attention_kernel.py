@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
 from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
@@ -269,7 +270,7 @@ def test_every_parameter_learns(kernel):
     gradients = []
     for checkpointed in (False, True):
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch, use_cache=False).loss.backward()

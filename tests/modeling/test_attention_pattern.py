@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
 from fixtures.caches import with_cache
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
@@ -269,7 +270,7 @@ def test_checkpointed_gradients_are_the_same():
     ids, gradients = token_ids(3, LENGTH), []
     for checkpointed in (False, True):
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         model.zero_grad()
         outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
         outputs.last_hidden_state.square().sum().backward()

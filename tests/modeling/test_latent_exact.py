@@ -5,6 +5,7 @@ import torch
 import transformers
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
 from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -202,7 +203,7 @@ def test_checkpointed_gradients(variant, reentrant):
     for checkpointing in (False, True):
         model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
         model(**T5.batch("T5ForConditionalGeneration", labels=True)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

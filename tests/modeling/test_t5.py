@@ -8,6 +8,7 @@ import torch
 import transformers
 from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, padding_mask, text_inputs, token_ids
 from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -274,7 +275,7 @@ def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
     for checkpointing in (False, True):
         model = T5.model("T5Model", variant, dropout_rate=0.0).train()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
         model(**T5.batch("T5Model"), use_cache=False).last_hidden_state.square().mean().backward()
         gradients.append(model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures import LENGTH, VOCABULARY, token_ids
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.hosts import (
     EVERY_HEAD,
     EVERY_HOST,
@@ -40,8 +41,7 @@ def test_training_gives_every_parameter_a_gradient(host, head):
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
         if on:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_layers(model)
         model.zero_grad()
         torch.manual_seed(3)
         output = model(**batch)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import token_ids
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.hosts import (
     EVERY_HOST,
     EVERY_VARIANT,
@@ -55,11 +56,10 @@ def test_embeddings_pass_gradients_on(host):
     _, _, last = list(model.named_attentions())[-1]
     adapter = next(each for each in last.modules() if isinstance(each, torch.nn.Linear))
     adapter.requires_grad_(True)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     found = []
     for checkpointed in (False, True):
         if checkpointed:
-            enable({"use_reentrant": True})  # it needs an input with a gradient
+            checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
         next(iter(tensors(model(**host.batch(head))).values())).square().sum().backward()
