@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from upstream.general_mutations import general_mutations
-from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+from upstream.source_of_hosts import HOSTS, calls_in, classes, method, parameters, role, tree_of
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
@@ -81,9 +81,9 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
     """Return classes in groups that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
-        mine = {id(call) for call in calls(tree, {name})}
+        mine = {id(call) for call in calls_in(tree, frozenset({name}))}
         for group in groups:
-            if mine & {id(call) for call in calls(tree, set(group))}:
+            if mine & {id(call) for call in calls_in(tree, frozenset(group))}:
                 group.append(name)
                 break
         else:
@@ -92,13 +92,13 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
 
 
 def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module) -> Any:
-    if not forwards or not list(calls(tree, set(names))):
+    if not forwards or not calls_in(tree, frozenset(names)):
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [parameters(each) for each in forwards]
     # What upstream hands over by its name from far away stays.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
-    called_by_name = {key.arg for call in calls(tree, set(names)) for key in call.keywords}
+    called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
         op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, names, old, new)}
