@@ -6,6 +6,7 @@ with it. In it our models must give what the mutant's own models give, or say th
 
 import argparse
 import ast
+import contextlib
 import json
 import random
 import subprocess
@@ -20,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from upstream.general_mutations import general_mutations
-from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+from upstream.source_of_hosts import HOSTS, calls_in, classes, method, parameters, role, tree_of
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
@@ -45,6 +46,7 @@ PATHS = (
     "SelfAttention", "EncDecAttention", "self_attn", "encoder_attn", "crossattention", "albert_layer_groups",
     "albert_layers",
 )  # fmt: skip
+HANDED_OVER = ("use_cache", "output_attentions")
 # Without them a model can still run: what upstream's own forward does with its default is what our models must do.
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
@@ -79,9 +81,9 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
     """Return classes in groups that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
-        mine = {id(call) for call in calls(tree, {name})}
+        mine = {id(call) for call in calls_in(tree, frozenset({name}))}
         for group in groups:
-            if mine & {id(call) for call in calls(tree, set(group))}:
+            if mine & {id(call) for call in calls_in(tree, frozenset(group))}:
                 group.append(name)
                 break
         else:
@@ -90,16 +92,16 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
 
 
 def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module) -> Any:
-    if not forwards or not list(calls(tree, set(names))):
+    if not forwards or not calls_in(tree, frozenset(names)):
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [parameters(each) for each in forwards]
-    # Upstream's decorators hand over `use_cache` by its name.
-    known = list(dict.fromkeys(name for order in orders for name in order if name != "use_cache"))
-    called_by_name = {key.arg for call in calls(tree, set(names)) for key in call.keywords}
+    # What upstream hands over by its name from far away stays.
+    known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
+    called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
-        op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, kind, old, new)}
+        op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, names, old, new)}
         yield _mutation(host, "rename", f"{title}: {old} is called {new}", op, [old, new])
         needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
         if old in DROPPABLE and old in called_by_name and not needed:
@@ -107,6 +109,8 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
             yield _mutation(host, "drop", f"{title} without {old}", op, [old], changes=True)
     same = all(order == orders[0] for order in orders)
     for first, second in zip(orders[0][1:], orders[0][2:], strict=False) if kind != "base" else ():
+        if {first, second} & set(HANDED_OVER):
+            continue
         if not all(first in order and second in order for order in orders):
             continue
         for by_place in (False, True) if same and kind in ("attention", "embeddings") else (False,):
@@ -114,14 +118,22 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
             note = " and callers go by place" if by_place else ""
             yield _mutation(host, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second])
     for uses in (False, True) if kind != "base" else (False,):
-        op = {"op": "require", **common, "new": "new_thing", "uses": uses, "after": _adapter(host, kind, "new_thing")}
+        op = {"op": "require", **common, "new": "new_thing", "uses": uses, "after": _adapter(host, names, "new_thing")}
         what = "takes" if uses else "takes and ignores"
         yield _mutation(host, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)
 
 
-def _adapter(host: str, kind: str, old: str, new: str = "") -> str:
+# Whose encoder generation calls by itself.
+HEADS = {
+    host: "encoder" if host in ("bert", "albert", "roberta", "distilbert", "electra") else "encoder-decoder"
+    for host in HOSTS
+}
+
+
+def _adapter(host: str, names: list[str], old: str, new: str = "") -> str:
     """Return what has generation, which calls an encoder by the names of its inputs, follow a change of them."""
-    if kind != "stack" or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
+    is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[host] == "encoder-decoder"
+    if not is_called or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
         return ""
     return f"""
 def _renamed(made):
@@ -189,8 +201,8 @@ def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[
     return chosen
 
 
-def run(mutations: list[dict[str, Any]], show: bool = False) -> list[dict[str, Any]]:
-    """Return a row for each host of each mutation: kind, title, host, outcome, note."""
+def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> list[dict[str, Any]]:
+    """Return a row for each host of each mutation: kind, title, host, outcome, note; written to `log` as they come."""
     worker = Path(__file__).with_name("mutant_worker.py")
     command = [sys.executable, "-W", "ignore", str(worker)]
     rows: list[dict[str, Any]] = []
@@ -203,6 +215,8 @@ def run(mutations: list[dict[str, Any]], show: bool = False) -> list[dict[str, A
                 if not line:
                     raise RuntimeError(f"the worker ended at {mutation['title']}")
                 rows.append({"kind": mutation["kind"], "title": mutation["title"], **json.loads(line)})
+                if log:
+                    print(json.dumps(rows[-1]), file=log, flush=True)
                 if show and (show == "all" or rows[-1]["outcome"] not in ("equal", "refused")):
                     print(line_of(rows[-1]), flush=True)
         process.stdin.close()
@@ -236,7 +250,7 @@ def main() -> None:
     parser.add_argument("--of", choices=("host", "all"), nargs="*", help="of a host's modeling file, or of all hosts'")
     parser.add_argument("--sample", type=int, help="so many cases, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write all rows there")
+    parser.add_argument("--json", help="write all rows there, a line each")
     parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
     parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
     args = parser.parse_args()
@@ -250,9 +264,8 @@ def main() -> None:
         print("\n".join(f"{each['kind']:9} {'+'.join(each['hosts'])} {each['title']}" for each in mutations))
         return
     begun = time.monotonic()
-    rows = run(mutations, "all" if args.all else True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    with open(args.json, "w", encoding="utf-8") if args.json else contextlib.nullcontext() as log:
+        rows = run(mutations, "all" if args.all else True, log)
     print(table(rows, "host"), table(rows, "kind"), sep="\n\n")
     print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s")
 

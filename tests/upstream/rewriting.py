@@ -216,7 +216,9 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
             if not (isinstance(each, ast.Attribute) and each.attr == old):
                 continue
             owner = ast.unparse(each.value)
-            if (owner == "self" and mine) or (anywhere and not re.search(r"config|torch|functional", owner)):
+            if (owner == "self" and mine) or (
+                anywhere and not re.search(r"config|torch|functional|cache|past_key", owner)
+            ):
                 each.attr = new
             elif owner == "module":  # a model's rules for first weights
                 each.attr = new

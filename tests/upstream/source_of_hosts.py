@@ -90,6 +90,12 @@ def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
                 yield each
 
 
+@cache
+def calls_in(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
+    """Return the same of a tree that stays as it is."""
+    return tuple(calls(tree, set(names)))
+
+
 def _loop_names(node: ast.AST, mine: set[str]) -> set[str]:
     found = set()
     for each in ast.walk(node):

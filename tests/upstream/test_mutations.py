@@ -9,7 +9,7 @@ import pytest
 from upstream import mutations, rewriting, rewriting_general
 from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
 
-CASES, SEED = 60, 0
+CASES, SEED = 40, 0
 # Meanings under the same names: no signature says them.
 UNSEEN = {"meaning"}
 
@@ -20,10 +20,10 @@ def bad(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """What becomes of a sample of the mutants, and of mutants that change nothing."""
+    """What becomes of a sample of the mutants, and of those that change nothing: less than a minute of one core."""
     every = mutations.all_mutations()
     nothing = [each for each in every if each["kind"] == "nothing"]
-    others = [each for each in every if each["kind"] != "nothing"]
+    others = [each for each in every if each["kind"] not in {"nothing", *UNSEEN}]
     return mutations.run(nothing + mutations.sample(others, SEED, CASES))
 
 
@@ -43,9 +43,9 @@ def test_a_sample_is_equal_or_refused_by_name(sampled):
 
 
 def test_the_sample_meets_every_host_and_kind(sampled):
-    kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing"}
+    kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing", *UNSEEN}
     assert {row["host"] for row in sampled} == set(HOSTS) and {row["kind"] for row in sampled} == kinds
-    assert sum(row["outcome"] == "invalid" for row in sampled) <= len(sampled) // 20
+    assert sum(row["outcome"] == "invalid" for row in sampled) <= 1
 
 
 @pytest.mark.slow
