@@ -87,14 +87,14 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text; options are those of `json.loads`.
 
     Raises:
         ValueError: if it is not JSON, or nests deeper than `MOST_NESTED` (what Python reads depends on its version).
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, **options)
     except RecursionError as error:
         raise ValueError(f"it nests too deep ({error})") from error
     inner = [value]
