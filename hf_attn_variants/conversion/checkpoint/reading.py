@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
-from .entries import TORCH_DTYPES, TensorEntry, dtype_name
+from .entries import TORCH_DTYPES, TensorEntry, checked_finite, dtype_name
 
 __all__ = ["CheckpointReader", "open_checkpoint"]
 
@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class CheckpointReader(ABC):
-    """The tensors of a checkpoint folder, read one at a time.
+    """The tensors of a checkpoint folder, read one at a time; a ValueError for one that is not finite.
 
     Attributes:
         folder: the checkpoint's folder.
@@ -83,13 +83,15 @@ class SafetensorsReader(CheckpointReader):
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
             raise ValueError(f"{self.folder / entry.file}: {name!r} has dtype {entry.dtype}, which torch cannot read.")
-        return self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        elements = self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
+        return checked_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            yield self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
+            elements = self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
+            yield checked_finite(elements, name, self.folder / entry.file)
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -127,11 +129,12 @@ class PickleReader(CheckpointReader):
                 self._tensors[name] = tensor
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].clone()
+        return checked_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         flat = self._tensors[name].contiguous().reshape(-1)
-        yield from flat.split(max(1, CHUNK_BYTES // flat.element_size()))
+        for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+            yield checked_finite(chunk, name, self.folder / self.entries[name].file)
 
     def close(self) -> None:
         self._tensors.clear()

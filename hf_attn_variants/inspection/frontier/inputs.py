@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...conversion.calibration_settings import Calibration
+from ...conversion.checkpoint.in_memory import ModelReader
 from ...conversion.checkpoint.source import learned_tokens, read_config, resolve_source
 from ...conversion.plan import seeded_generator
 from ...registration import variant_model_class
@@ -38,6 +39,9 @@ def load_source(
             "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
         )
     model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    reader = ModelReader(model)
+    for name in reader.entries:  # before anything is measured: one that is not finite is named
+        reader.read(name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not learned_tokens(tokenizer):
         raise FileNotFoundError(f"{os.fspath(checkpoint)} has no tokenizer files, which its text needs.")
