@@ -131,8 +131,8 @@ def _finite(course: "_Course") -> Iterator[None]:
     except torch.linalg.LinAlgError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the attention {course.at!r} cannot be fitted: what it makes of the calibration is too large or not finite "
-            f"({reason}). Look at the checkpoint's weights, or convert with method \"mean\" (--method mean)."
+            f"the attention {course.at!r} cannot be fitted: what it makes of the calibration is too large or not "
+            f'finite ({reason}). Look at the checkpoint\'s weights, or convert with method "mean" (--method mean).'
         ) from error
 
 
