@@ -61,6 +61,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
         # The commands' parsers take their name from here (`command_line.program_name`).
         called, sys.argv[0] = sys.argv[0], program or sys.argv[0]
+        _check_unicode(sys.argv[1:] if argv is None else argv)
         try:
             args = module.parse_args(argv)
         finally:
@@ -76,6 +77,18 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         module.main(args)
 
     return run_script(work)
+
+
+def _check_unicode(argv: Sequence[str]) -> None:
+    # Neither tokenizers nor safetensors, nor JSON, take other text or names of files.
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the argument {argument!r} is not UTF-8: write texts as UTF-8, and rename a file or folder whose "
+                "name is not"
+            ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -230,7 +230,9 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
 def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
     position = 0
     for name, entry in entries.items():
-        if not isinstance(entry.dtype, str) or not all(isinstance(n, int) and n >= 0 for n in entry.shape):
+        if type(entry.begin) is not int or type(entry.end) is not int:
+            raise ValueError(f"the bytes of {name!r} are [{entry.begin!r:.40}, {entry.end!r:.40}), no whole numbers")
+        if not isinstance(entry.dtype, str) or not all(type(n) is int and n >= 0 for n in entry.shape):
             raise ValueError(f"{name!r} has dtype {entry.dtype!r} and shape {entry.shape!r}")
         if entry.begin != position or entry.end < entry.begin:
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling.configuration_attn_variants import can_cache
+from ...text_lines import is_unicode
 
 __all__ = ["model_inputs", "token_labels"]
 
@@ -25,6 +26,8 @@ def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, name: str) -> dict[str, torch.Tensor]:
     if not text.strip():
         raise ValueError(f"`{name}` is empty.")
+    if not is_unicode(text):
+        raise ValueError(f"`{name}` {text!r:.80} is no Unicode text: it holds half a surrogate pair.")
     batch = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
     if not batch["input_ids"].shape[1]:
         raise ValueError(f"`{name}` {text!r} has no tokens.")
