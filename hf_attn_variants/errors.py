@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -12,6 +13,7 @@ from .interrupts import INTERRUPTED, is_first_process
 
 __all__ = ["NonFiniteLossError", "TerminatedError", "as_value_error", "is_out_of_memory", "run_script"]
 
+NOT_PRINTED = "error: what is printed cannot be written ({}); all files that come before it are there"
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad allocation", "std::bad_alloc")
 
 
@@ -43,14 +45,14 @@ def run_script(main: Callable[[], Any]) -> int:
         # A terminal sends it to all.
         return _ended(128 + signal.SIGINT, (str(interrupt) or INTERRUPTED) if is_first_process() else "")
     except Exception as error:
-        from .modeling.upstream import UpstreamChanged
-
         no_memory = is_out_of_memory(error)
-        if isinstance(error, UpstreamChanged):
+        if _is_upstream_changed(error):
             return _ended(2, f"error: {error}")
         known = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
         if not known or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise
+        if _is_of_a_print(error):
+            return _ended(2, NOT_PRINTED.format(error))
         message = " ".join(_own_message(error).split()) or type(error).__name__
         if no_memory:
             message = f"there is not enough memory ({message[:200]}): give smaller batches, or a smaller model"
@@ -67,14 +69,24 @@ def _ended(status: int, message: str = "") -> int:
         # Python flushes once more at its end, and would say so in its own words.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = status or 2
-        message = (
-            f"error: what is printed cannot be written ({error}); all files are written that were to be before it"
-        )
+        status, message = status or 2, NOT_PRINTED.format(error)
     if message:
         with suppress(OSError):
             print(message, file=sys.stderr)
     return status
+
+
+def _is_upstream_changed(error: Exception) -> bool:
+    module = sys.modules.get("hf_attn_variants.modeling.upstream")  # importing it here might fail for the same reason
+    return module is not None and isinstance(error, module.UpstreamChanged)
+
+
+def _is_of_a_print(error: Exception) -> bool:
+    """Say whether an error is that of a `print` to a stdout that takes nothing; one of a file names the file."""
+    if not isinstance(error, OSError) or error.filename is not None or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "print" in frame.f_code.co_names
 
 
 def _own_message(error: Exception) -> str:

@@ -234,8 +234,8 @@ def check_buckets(config: Any) -> None:
     # An encoder has half of them a side, of which half are of one distance each, the others of logarithms.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
-            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than half "
-            f"of it; got {buckets} and {distance}."
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than "
+            f"half of that; got {buckets} and {distance}."
         )
 
 
