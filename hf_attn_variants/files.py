@@ -65,8 +65,22 @@ STATE_FILE = "train_state.json"
 # What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
 TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs")
+# What transformers' Trainer, its example scripts and DeepSpeed leave, beside pickles.
+TRAINER_FILES = (
+    "trainer_state.json",
+    "train_results.json",
+    "eval_results.json",
+    "test_results.json",
+    "predict_results*",
+    "eval_predictions.json",
+    "eval_nbest_predictions.json",
+    "eval_null_odds.json",
+    "generated_predictions.txt",
+    "zero_to_fp32.py",
+    "latest",
+)
 # What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
-RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS)
+RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
 MOST_NESTED = 200
 
