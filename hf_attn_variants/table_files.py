@@ -77,9 +77,10 @@ def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
         number += 1
         if len(cells) != len(header):
             rule = "a tab divides cells, quoted or not" if tabs else "a cell that holds a comma must be quoted"
+            has = " ".join(", ".join(header).split())[:200]
             raise ValueError(
-                f"{place}: {len(cells)} cells where the header has {len(header)} ({', '.join(header)[:200]}), the "
-                f"last {cells[-1][:60]!r}; {rule}"
+                f"{place}: {len(cells)} cells where the header has {len(header)} ({has}), the last "
+                f"{cells[-1][:60]!r}; {rule}"
             )
         yield Record(place, dict(zip(header, cells, strict=True)))
 

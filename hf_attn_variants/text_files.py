@@ -79,7 +79,7 @@ def read_columns(
             texts = tuple(column_value(record, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if not isinstance(text, str):
-                    has = ", ".join(column_names(record)) or "none"
+                    has = " ".join(", ".join(column_names(record)).split()) or "none"
                     advice = f"; {named_by} can name another" if named_by else ""
                     raise ValueError(f"{place}: no text in column {name!r}; its columns are {has}{advice}")
                 if not is_unicode(text):
