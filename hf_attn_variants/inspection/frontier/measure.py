@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...conversion.calibration_settings import Calibration
+from ...errors import as_value_error
 from ...modeling.configuration_attn_variants import can_cache
 from ...progress import is_watched, progress_bar
 from ...registration import longest_input
@@ -139,8 +140,9 @@ def measure_frontier(
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         pieces.config(fields)
-    text = held_out_text(source, calibration.tokenizer, held_out)
-    losses = text.losses(source)
+    with as_value_error(f"{checkpoint or 'the source'} cannot read the text: its configuration is wrong"):
+        text = held_out_text(source, calibration.tokenizer, held_out)
+        losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
     settings |= {"targets": calibration.target_texts is not None, "max_length": calibration.length, "seed": seed}
