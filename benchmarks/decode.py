@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.timing import FirstToken
 from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
+from hf_attn_variants.modeling.upstream import cache_of
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {
@@ -242,7 +243,7 @@ def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.
         **({"cache_implementation": "static"} if args.cache == "static" else {}),
     )
     synchronize(args.device)
-    return result.past_key_values, first.time - start, time.perf_counter() - start
+    return cache_of(result), first.time - start, time.perf_counter() - start
 
 
 def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:

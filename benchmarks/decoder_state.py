@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
 UPSTREAM = "upstream"
 PEERS = {
@@ -69,13 +70,13 @@ def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callabl
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
     cache = None
     for some in tokens.split(CHUNK, dim=1):
-        cache = model(
-            encoder_outputs=source, decoder_input_ids=some, past_key_values=cache, use_cache=True
-        ).past_key_values
+        cache = cache_of(
+            model(encoder_outputs=source, decoder_input_ids=some, **{cache_name(): cache}, use_cache=True)
+        )
 
     def step() -> None:
         with torch.no_grad():
-            model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+            model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], **{cache_name(): cache}, use_cache=True)
 
     return step, kept_bytes(cache.self_attention_cache)
 

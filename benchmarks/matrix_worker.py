@@ -4,15 +4,18 @@
 print JSON as their last line.
 """
 
+import dataclasses
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 TENSORS = "expected.safetensors"
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
@@ -20,12 +23,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {"num_key_value_heads": 4},
     "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
     "talking": {"talking_heads": "both"},
+    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},  # a decoder of it keeps no cache
     "window": {"attention_pattern": "sliding_window", "attention_window": 4},
     "hedgehog": {"num_key_value_heads": 4, "attention_kernel": "hedgehog"},
     "hybrid": {"attention_kernel": "hybrid", "attention_window": 4},
 }
-WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel")
+WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "RobertaForCausalLM", "ElectraForCausalLM")
 NEW_TOKENS = 6
+# What a text is read in through a cache: several tokens, then one by one.
+PIECES = (3, 1, 1, 1, 1, 1, 1)
+SEARCHES = {"greedy": 1, "tokens": 2}  # beams
 
 
 def save(folder: Path) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def _fields(row: Any, variant: str) -> dict[str, Any]:
     fields = dict(VARIANTS[variant])
     if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
         fields |= RANKS
-    if variant == "talking" and "encoder_attention_heads" in row.tiny:
+    if "talking_heads" in fields and "encoder_attention_heads" in row.tiny:
         fields["encoder_attention_heads"] = 12  # heads that talk are as many in both stacks
     if "attention_kernel" in fields and row.name in ("t5", "umt5"):
         fields["position_embedding_type"] = "sinusoidal"  # a kernel adds no relative bias
@@ -80,36 +87,85 @@ def _make_coarse(model: Any) -> None:
             parameter.copy_((parameter * 16).round() / 16)
 
 
+def _writes(model: Any) -> bool:
+    return type(model).__name__.endswith(WRITERS)
+
+
+def _cache_name() -> str:
+    """Return what this transformers calls the cache: asked of itself, since this package is not to be imported."""
+    names = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _keeps_cache(model: Any) -> bool:
+    """Say whether a decoder keeps a cache at all: not where heads talk by what the memory says."""
+    return not any(name.startswith("m2") for name in getattr(model.config, "talking_heads_dynamic", None) or ())
+
+
 @torch.no_grad()
-def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    """Return the logits and, of a model that writes, the tokens of each search."""
     found = {"logits": model(**inputs).logits.contiguous()}
-    if type(model).__name__.endswith(WRITERS):
+    if _writes(model):
         given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
         if not model.config.is_encoder_decoder:  # padding on the right is no prompt
             given = {"input_ids": given["input_ids"]}
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "num_beams": 2, "do_sample": False}
-        found["tokens"] = model.generate(**given, **options).contiguous()
+        options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        for name, beams in SEARCHES.items():
+            found[name] = model.generate(**given, **options, num_beams=beams).contiguous()
     return found
+
+
+@torch.no_grad()
+def _through_cache(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return how logits of each step through a cache differ from those of one pass, and the length of that cache."""
+    is_pair, name = model.config.is_encoder_decoder, _cache_name()
+    text = "decoder_input_ids" if is_pair else "input_ids"
+    source = {each: value for each, value in inputs.items() if each != text} if is_pair else {}
+    whole = model(**source, **{text: inputs[text]}, use_cache=False).logits
+    cache, lengths, steps = {}, [], []
+    for piece in inputs[text].split(PIECES, 1):
+        output = model(**source, **{text: piece}, **cache, use_cache=True)
+        cache = {name: getattr(output, name)}
+        steps.append(output.logits)
+        lengths.append(int(cache[name].get_seq_length()))
+    return {"steps_difference": float((torch.cat(steps, 1) - whole).abs().max()), "cache_lengths": lengths}
 
 
 def _compared(repository: Path) -> dict[str, Any]:
     saved = load_file(repository / TENSORS)
     inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
     try:
-        config = transformers.AutoConfig.from_pretrained(repository, trust_remote_code=True)
-        places = {name.rpartition(".")[2]: auto for auto, name in config.auto_map.items() if "PreTraining" not in auto}
-        auto_class = getattr(transformers, places[config.architectures[0]])
-        model, info = auto_class.from_pretrained(repository, trust_remote_code=True, output_loading_info=True)
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"{len(missing)} tensors were not loaded, {missing[0]} for one")
-        found = _outputs(model.eval(), inputs)
+        model = _loaded(repository)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = _outputs(model, inputs)
+            cached = _through_cache(model, inputs) if _writes(model) and _keeps_cache(model) else {}
+        if cached:  # what a kept repository says nothing of
+            saved |= {f"uncached {name}": value for name, value in _outputs(model, inputs, use_cache=False).items()}
     except Exception as error:  # whatever a version makes of it is the result
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     row: dict[str, Any] = {
         "largest_difference": float((found["logits"] - saved["logits"]).abs().max()),
         "largest_logit": float(saved["logits"].abs().max()),
     }
-    return row | ({"same_tokens": torch.equal(found["tokens"], saved["tokens"])} if "tokens" in saved else {})
+    same = {}
+    for name in set(SEARCHES) & set(found):
+        expected = [saved[each] for each in (name, f"uncached {name}") if each in saved]
+        same[f"same_{name}"] = all(torch.equal(found[name], each) for each in expected)
+    deprecated = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
+    messages = sorted({str(each.message).splitlines()[0] for each in deprecated})
+    return row | dict(sorted(same.items())) | cached | ({"warnings": messages} if messages else {})
+
+
+def _loaded(repository: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(repository, trust_remote_code=True)
+    places = {name.rpartition(".")[2]: auto for auto, name in config.auto_map.items() if "PreTraining" not in auto}
+    auto_class = getattr(transformers, places[config.architectures[0]])
+    model, info = auto_class.from_pretrained(repository, trust_remote_code=True, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{len(missing)} tensors were not loaded, {missing[0]} for one")
+    return model.eval()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_attn_variants
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]
@@ -77,9 +78,9 @@ class DecodingStep(nn.Module):
             encoder_outputs=BaseModelOutput(states),
             attention_mask=source_mask,
             decoder_input_ids=token,
-            past_key_values=cache,
+            **{cache_name(): cache},
         )
-        layers = output.past_key_values.self_attention_cache.layers
+        layers = cache_of(output).self_attention_cache.layers
         return output.logits[:, -1], [(layer.keys, layer.values) for layer in layers]
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "PICKLE_INDEX_NAME",
     "PICKLE_SUFFIXES",
     "PICKLE_WEIGHTS_NAME",
+    "REFRESH_PREFIX",
     "REPORT_NAME",
     "RESULTS_NAME",
     "RESULT_FILES",
@@ -31,6 +32,7 @@ __all__ = [
     "STATE_FILE",
     "TRACKER_FOLDERS",
     "TRAINING_LEFTOVERS",
+    "UNFINISHED_REFRESH",
     "WEIGHTS_NAME",
     "atomic_write",
     "check_disk_space",
@@ -60,6 +62,10 @@ RESULTS_NAME = "all_results.json"
 LOG_FILE = "train_log.jsonl"
 CURVES_FILE = "training_curves.png"
 BEST_MODEL_FILE = "best_model.safetensors"
+# What `attn-variants refresh` keeps in a folder begins so. While it swaps files, the second holds the old and the new,
+# and config.json is no JSON.
+REFRESH_PREFIX = ".refresh-"
+UNFINISHED_REFRESH = f"{REFRESH_PREFIX}unfinished"
 # Of a training checkpoint.
 STATE_FILE = "train_state.json"
 # What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.

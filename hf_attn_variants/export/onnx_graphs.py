@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.upstream import cache_name, cache_of
 from ..registration import longest_input
 from .upstream import upstream_architecture
 
@@ -119,11 +120,11 @@ class _Decoder(nn.Module):
             encoder_outputs=BaseModelOutput(states),
             attention_mask=inputs.get("encoder_attention_mask"),
             decoder_input_ids=inputs["input_ids"],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(): cache},
         )
         parts = ("decoder",) if self.is_step else ("decoder", "encoder")
-        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, output.past_key_values)
+        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, cache_of(output))
 
 
 def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:

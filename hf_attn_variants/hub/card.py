@@ -21,15 +21,18 @@ from ..model_history import CARD_NAME, REPORT_NAME, ModelHistory, read_front_mat
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
 from .card_steps import Step, data_name, hub_source, last_training, step_lines, step_sections, task_of
-from .card_text import PIPELINE_TAGS, licence_text, limits, papers, size_rows, summary, usage_snippet
+from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
 from .heads_diagram import heads_diagram
 from .local_paths import is_local_path, without_local_paths
 
-__all__ = ["CardOptions", "eval_results", "is_untouched", "model_card"]
+__all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refreshed_card"]
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
+# The paragraph on the code, and the repository that the card is of.
+CODE_PATTERN = re.compile(r"^The attention is not part of transformers: .*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
 # What describes a run and is no score.
 NO_SCORE = re.compile(r"(.*_)?(samples|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*")
 # What a split's scores begin with, its name, and the arguments that name its file.
@@ -127,7 +130,7 @@ def model_card(
         diagram=heads_diagram(variant, fields) if variant is not None else None,
         sizes=size_rows(table, variant, fields) if variant is not None else [],
         usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps)),
-        needs_code=bool(config.get("auto_map")),
+        code=code_paragraph(repo_id) if config.get("auto_map") else None,
         steps=step_lines(steps, origin),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
         metrics=scores,
@@ -135,7 +138,7 @@ def model_card(
         licence=licence_text(data.license, terms),
         papers=papers(variant, fields),
     )
-    return _signed(card.content)
+    return ModelCard(_signed(card.content))
 
 
 def _pipeline_tag(architecture: str) -> str | None:
@@ -162,15 +165,29 @@ def _origins(options: CardOptions, history: ModelHistory, terms: Mapping[str, An
     }
 
 
-def _signed(text: str) -> ModelCard:
+def _signed(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    return ModelCard(f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_digest(text))}\n")
+    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_digest(text))}\n"
 
 
 def is_untouched(text: str) -> bool:
     """Say whether a card is one that `model_card` made and nobody edited since."""
     match = MARK_PATTERN.search(text)
     return match is not None and _digest(text[: match.start()].rstrip() + "\n") == match[1]
+
+
+def refreshed_card(text: str) -> str | None:
+    """Return a card with its paragraph on the code as today's; None for one that was written or edited by hand.
+
+    All else in it is true of the model, and stays.
+    """
+    if not is_untouched(text):
+        return None
+    repo_id, body = REPO_ID_PATTERN.search(text), text[: MARK_PATTERN.search(text).start()]
+    if repo_id is None or CODE_PATTERN.search(body) is None:
+        return text
+    made = CODE_PATTERN.sub(lambda _: code_paragraph(repo_id[1]), body, count=1)
+    return text if made == body else _signed(made)
 
 
 def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:

@@ -6,10 +6,20 @@ from typing import Any
 
 from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
+from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_steps import Step, chain_sentence, last_training
 
-__all__ = ["PIPELINE_TAGS", "licence_text", "limits", "papers", "size_rows", "summary", "usage_snippet"]
+__all__ = [
+    "PIPELINE_TAGS",
+    "code_paragraph",
+    "licence_text",
+    "limits",
+    "papers",
+    "size_rows",
+    "summary",
+    "usage_snippet",
+]
 
 # The task on the Hub that a head is for; an encoder-decoder's depends on what it was trained on.
 PIPELINE_TAGS = {
@@ -216,6 +226,17 @@ def _audio_lines(repo_id: str, auto_class: str, remote: str) -> list[str]:
     else:
         lines.append("outputs = model.encoder(**inputs)")
     return lines
+
+
+def code_paragraph(repo_id: str) -> str:
+    """Return what a user should know of the code that lies in a repository; a blank line ends it."""
+    return (
+        "The attention is not part of transformers: its code lies in this repository, and `trust_remote_code=True` "
+        "runs it. Read the `.py` files, then pin\nthe commit that you read with `revision=`. It needs torch and "
+        f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to "
+        f"{NEWEST_RUN}.\nUnder a later transformers that this code refuses: `attn-variants refresh {repo_id}` of a "
+        f"newer [hf_attn_variants]({SOURCE}) puts its code here, and leaves the weights as they are."
+    )
 
 
 def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list[str]:

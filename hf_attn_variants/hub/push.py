@@ -32,6 +32,7 @@ __all__ = [
     "PushPlan",
     "PushResult",
     "check_visibility",
+    "explained",
     "folder_files",
     "full_repo_id",
     "plan_push",
@@ -180,7 +181,7 @@ def full_repo_id(repo_id: str, api: HfApi) -> str:
     """
     if "/" in repo_id:
         return repo_id
-    with _explained(repo_id):
+    with explained(repo_id):
         return f"{api.whoami()['name']}/{repo_id}"
 
 
@@ -212,7 +213,7 @@ def push_checkpoint(
     """
     api, made = api or HfApi(), False
     try:
-        with _explained(plan.repo_id):
+        with explained(plan.repo_id):
             repo_id = full_repo_id(plan.repo_id, api)
             if not check_visibility(api, repo_id, private):
                 api.create_repo(repo_id, private=private)
@@ -318,8 +319,8 @@ def _shared_content(path: Path) -> bytes:
 
 
 @contextmanager
-def _explained(repo_id: str) -> Iterator[None]:
-    """Turn what the client raises into one sentence that says what to do."""
+def explained(repo_id: str) -> Iterator[None]:
+    """Turn what the client raises in a push into one sentence that says what to do."""
     try:
         yield
     except Exception as error:  # of the connection: three HTTP libraries of as many releases have errors of their own

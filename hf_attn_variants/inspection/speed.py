@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from ..modeling.configuration_attn_variants import can_cache
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
+from .agreement import check_cache, check_upstream
 from .costs import (
     check_sizes,
     has_latents,
@@ -150,7 +151,7 @@ def measure_speed(
         dtype, device: of the models.
 
     Raises:
-        ValueError: for a configuration that makes no model here, or a number that does not fit it.
+        ValueError: for a configuration that makes no model here, a number that does not fit it, or other outputs.
     """
     check_sizes(batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds)
     _check_device(device)
@@ -165,8 +166,8 @@ def measure_speed(
     own = list(_of_checkpoint(config, current, field, kv_heads, talking_heads, latents))
     own += _windows_and_kernels(field, windows, kernels)
     contestants = dict(_contestants(config, current, auto_class, model_class, own))
-    made = {name: _ready(make(), dtype, device) for name, (_, make) in contestants.items()}
-    times = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made.items()}, rounds, device)
+    made = _checked(contestants, lambda: model_class(current), decodes, dtype, device).items()
+    times = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
     rows = _rows(contestants, times, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
@@ -316,8 +317,24 @@ def _contestants(
         yield variant_name(made, field), (fields, lambda made=made: model_class(made))
 
 
-def _ready(model: Any, dtype: str, device: str) -> Any:
-    model = model.eval().to(device, getattr(torch, dtype))
+def _checked(
+    contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
+) -> dict[str, Any]:
+    """Make the models, and check in float32 that they compute what they should; `multi_head` makes one as upstream's.
+
+    Raises:
+        ValueError: for one that does not.
+    """
+    made = {name: _ready(make(), device) for name, (_, make) in contestants.items()}
+    if "upstream" in made:
+        check_upstream(_ready(multi_head(), device), made["upstream"], decodes)
+    if decodes:
+        check_cache({name: model for name, model in made.items() if name != "upstream"})
+    return {name: model.to(getattr(torch, dtype)) for name, model in made.items()}
+
+
+def _ready(model: Any, device: str) -> Any:
+    model = model.float().eval().to(device)
     if model.can_generate():
         model.generation_config.eos_token_id = None  # random weights may end a text at any token
         model.generation_config.use_cache = can_cache(model.config)

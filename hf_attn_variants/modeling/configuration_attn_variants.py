@@ -180,6 +180,16 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
         super().__post_init__(**kwargs)
         check_buckets(self)
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Return what upstream's does, for the decoder with the decoder's layers: generation makes a cache for each.
+
+        Upstream looks for `decoder_layers`, which T5 has no field of: to it, both stacks are as deep as the encoder.
+        """
+        found = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and not encoder and found is not self:
+            found.num_layers = self.num_decoder_layers
+        return found
+
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     """T5's and mT5's configuration with the fields of `EncoderDecoderConfigMixin`; without any multi-head T5."""

@@ -34,6 +34,7 @@ __all__ = [
     "check_method",
     "check_models",
     "known_imports",
+    "refuse_two_caches",
     "refuse_unknown",
     "upstream_class",
 ]
@@ -59,6 +60,7 @@ UNCHANGING = frozenset(
     {
         "cache_position",  # until 5.2x, beside the cache that has counted it itself
         "kwargs",  # what a cache's `update` is told of the call
+        "labels",  # Seq2SeqTrainer's, which `generate` hands to the encoder
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -374,3 +376,18 @@ def cache_name() -> str:
 def cache_of(output: Any) -> Any:
     """Return the cache in a model's output, by this release's name."""
     return getattr(output, cache_name())
+
+
+def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a cache by its former name beside one by this release's: upstream would drop the first.
+
+    Raises:
+        ValueError: if a call has both.
+    """
+    given = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"Got a cache as `{given[1]}` beside one as `{given[0]}`, as transformers {transformers.__version__} has "
+            "it, and which would drop the first without an error. Before 0.22, peft hands over its prefixes so: "
+            "generate with a newer peft, or with transformers before 5.24."
+        )

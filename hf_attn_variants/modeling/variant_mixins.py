@@ -27,7 +27,7 @@ from .loading_checks import (
 from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
 from .sinusoidal_positions import EmbeddingsMixin
-from .upstream import changed, check_attributes, check_models, known_imports
+from .upstream import changed, check_attributes, check_models, known_imports, refuse_two_caches
 
 with known_imports():
     from transformers import initialization as init
@@ -104,6 +104,11 @@ class AttnVariantModelMixin:
         # A device map keeps modules whole by the names of their classes, some of which are ours now.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as upstream's, with one cache."""
+        refuse_two_caches(kwargs)
+        return super().__call__(*args, **kwargs)
 
     def _generate_as_configured(self) -> None:
         # Upstream then refuses what takes tokens back, such as assisted generation.

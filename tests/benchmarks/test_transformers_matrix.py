@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import architectures
 import pytest
@@ -30,7 +31,9 @@ def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_pat
     monkeypatch.setattr(matrix, "KEPT", tmp_path / "kept")
     matrix.keep(tmp_path / "saved", "0.0")
     [(name, kept)] = matrix.kept_repositories(tmp_path).items()
-    assert name == "0.0, kept" and [path.name for path in kept.iterdir()] == [f"{head}-latent"]
+    assert name == "0.0, kept" and {path.name for path in kept.iterdir()} == {
+        f"{head}-{each}" for each in ("latent", "hybrid")
+    }
     for path in (tmp_path / f"saved/{head}-latent").iterdir():
         assert (kept / f"{head}-latent" / path.name).read_bytes() == path.read_bytes()
     weights = tmp_path / f"saved/{head}-gqa/model.safetensors"
@@ -42,9 +45,72 @@ def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_pat
     (tmp_path / f"transformers-{transformers.__version__}").mkdir()
     found = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
     rows = {row["repository"]: row for row in found["rows"]}
-    assert [matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS] == [False, True, False]
+    found = {variant: matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS}
+    assert found == dict.fromkeys(worker.VARIANTS, True) | {"gqa": False, "talking": False}
     assert rows[f"{head}-talking"]["error"] == "ImportError: gone" and rows[f"{head}-gqa"]["largest_difference"] > 1e-4
-    assert rows[f"{head}-latent"]["same_tokens"]
+    assert rows[f"{head}-latent"]["same_tokens"] and rows[f"{head}-latent"]["same_greedy"]
+    assert "cache_lengths" not in rows[f"{head}-dynamic"]
+
+
+def test_a_cache_that_is_lost_on_its_way_is_seen(matrix, monkeypatch):
+    """As transformers 5.24 lost it in 0.1.0: logits of one pass are right, and so may the tokens be."""
+    worker = importlib.import_module("matrix_worker")
+    name = worker._cache_name()
+    for row, head in ((architectures.T5, "T5ForConditionalGeneration"), (architectures.BERT, "BertLMHeadModel")):
+        model, inputs = row.model(head, "gqa"), row.batch(head)
+        if row is architectures.BERT:
+            inputs = {"input_ids": inputs["input_ids"]}
+        logits = {"largest_difference": 0.0, "largest_logit": 1.0}
+        assert matrix.is_same(logits | worker._through_cache(model, inputs))
+        forward = type(model).forward
+
+        def without(self, *args, forward=forward, **kwargs):
+            return forward(self, *args, **{each: value for each, value in kwargs.items() if each != name})
+
+        monkeypatch.setattr(type(model), "forward", without)
+        lost = worker._through_cache(model, inputs)
+        assert lost["cache_lengths"] == list(worker.PIECES) and lost["steps_difference"] > 1e-3
+        assert not matrix.is_same(logits | lost)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"error": "x"},
+        {"warnings": ["x"]},
+        {"largest_difference": 1e-3},
+        {"steps_difference": 1e-3},
+        {"steps_difference": float("nan")},
+        {"cache_lengths": [3, 4, 5, 6, 7, 8, 8]},
+        {"same_greedy": False},
+        {"same_tokens": False},
+    ],
+    ids=str,
+)
+def test_each_fault_counts(matrix, fault):
+    same = {"largest_difference": 1e-6, "largest_logit": 2.0, "steps_difference": 1e-6}
+    same |= {"cache_lengths": matrix.CACHE_LENGTHS, "same_greedy": True, "same_tokens": True}
+    assert matrix.is_same(same) and not matrix.is_same(same | fault)
+
+
+def test_code_that_is_outgrown_is_expected_to_fail_later_alone(matrix, monkeypatch):
+    monkeypatch.setattr(matrix, "OUTGROWN", {"a": (5, 23)})
+    fails = [("a", "5.24.0"), ("a", "5.25.0rc1"), ("a", "5.23.1"), ("b", "5.24.0")]
+    found = [matrix.is_expected({"saved_by": by, "loaded_with": version, "error": "x"}) for by, version in fails]
+    assert found == [True, True, False, False]
+
+
+def test_versions_are_read_from_the_index(matrix, monkeypatch):
+    final = "transformers (5.24.1)\nAvailable versions: 5.24.1, 5.24.0, 5.23.0, 5.15.1, 5.15.0, 5.14.9, 4.57.6\n"
+
+    def listed(command, **options):
+        more = "6.0.0rc1, 5.25.0rc0, " if "--pre" in command else ""
+        return SimpleNamespace(stdout=final.replace("versions: ", f"versions: {more}"))
+
+    monkeypatch.setattr(matrix.subprocess, "run", listed)
+    monkeypatch.setattr(matrix, "NEWEST_RUN", "5.23")
+    assert matrix.published_versions() == ["5.15.1", "5.23.0", "5.24.1"]
+    assert matrix.newest_versions() == ["5.23.0", "5.24.1", "6.0.0rc1"]
 
 
 def test_the_table_counts_what_is_the_same(matrix):

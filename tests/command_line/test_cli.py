@@ -287,6 +287,7 @@ COMMAND_LINES = {
     "visualize": ["--text", "a text", "--layers", "1", "2", "--output_dir", "out"],
     "export": ["--to", "transformers", "--output_dir", "out"],
     "push": ["--repo_id", "me/x", "--dry_run"],
+    "refresh": ["--output_dir", "out", "--hub_model_id", "me/x", "--push_to_hub"],
 }
 # The commands that can do without a checkpoint, and the architecture that they make then.
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}

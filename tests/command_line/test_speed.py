@@ -1,11 +1,14 @@
 """`attn-variants benchmark`: whom it times, what it prints, what it refuses."""
 
+import functools
 import json
 
 import pytest
 from architectures import ALBERT, BERT, T5
+from fixtures.caches import cache_name
 from relatives import RELATIVES, WHISPER
 
+import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
 
@@ -136,7 +139,8 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
 
     def spy(self, *args, **options):
         result = generate(self, *args, **options)
-        found.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
+        if options["num_beams"] == 3:  # the check before is greedy
+            found.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
         return result
 
     monkeypatch.setattr(GenerationMixin, "generate", spy)
@@ -153,6 +157,56 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
     assert "3 new tokens, 3 beams" in capsys.readouterr().out
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0
     assert "3 new tokens, greedy" in capsys.readouterr().out
+
+
+def without(argument):
+    """Return a wrapper of a forward that loses an argument."""
+
+    def wrapper(forward):
+        @functools.wraps(forward)  # `generate` reads its signature
+        def wrapped(self, *args, **given):
+            return forward(self, *args, **given | {argument: None})
+
+        return wrapped
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("row", "head", "argument", "message"),
+    [
+        (
+            T5,
+            "T5ForConditionalGeneration",
+            cache_name(),
+            "T5ForConditionalGeneration of the same weights decode differ",
+        ),
+        (T5, "T5ForConditionalGeneration", "attention_mask", "of the same weights decode differently"),
+        (MARIAN, "MarianMTModel", cache_name(), "MarianMTModel of the same weights decode differently"),
+        (BERT, "BertModel", "attention_mask", "and BertModel of the same weights put out different numbers"),
+        (WHISPER, "WhisperForConditionalGeneration", cache_name(), "of the same weights decode differently"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, message, monkeypatch):
+    from hf_attn_variants.inspection import speed
+
+    monkeypatch.setattr(speed, "run_times", lambda *args: pytest.fail("it was timed"))
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")
+    monkeypatch.setattr(model, "forward", without(argument)(model.forward))
+    config = row.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    with pytest.raises(ValueError, match=f"{message}.* apart: nothing is timed"):
+        measure_speed(config, length=8, batch_size=2, rounds=1, talking_heads=False, latents=False)
+
+
+def test_a_variant_that_loses_its_cache_is_not_timed(monkeypatch):
+    """Of a checkpoint of this package there is no model of upstream's to compare with."""
+    model = hf_attn_variants.AttnVariantT5ForConditionalGeneration
+    config = T5.config(num_key_value_heads=4).to_dict()
+    options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
+    assert measure_speed(config, **options).rows
+    monkeypatch.setattr(model, "forward", without(cache_name())(model.forward))
+    with pytest.raises(ValueError, match="MHA decodes differently through its cache and without one"):
+        measure_speed(config, **options)
 
 
 def test_windows_and_kernels_are_timed_at_more_positions_than_the_checkpoint_has(tmp_path, capsys):

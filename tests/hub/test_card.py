@@ -12,9 +12,10 @@ from huggingface_hub import ModelCard
 from relatives import RELATIVES, WHISPER
 from transformers import AutoTokenizer
 
+from hf_attn_variants.files import GENERATED_CARD
 from hf_attn_variants.hub import CardOptions, model_card
-from hf_attn_variants.hub.card import is_untouched
-from hf_attn_variants.modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+from hf_attn_variants.hub.card import _signed, is_untouched, refreshed_card
+from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN, SOURCE
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 RESULTS = {
@@ -285,6 +286,17 @@ def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
     assert front_matter(text)["pipeline_tag"] == tag
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path))
     exec(compile(block, "card", "exec"), {})
+
+
+def test_the_code_is_told_with_what_it_was_run_and_how_it_is_renewed(folder):
+    text = str(model_card(folder, "me/x"))
+    assert f"transformers {OLDEST_RUN} or newer, nothing else, and was run with transformers {OLDEST_RUN} to" in text
+    assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x`" in text and SOURCE in text
+    assert refreshed_card(text) == text and refreshed_card(text.replace("me/x", "me/y")) is None
+    unpaired = text.replace(f"to {NEWEST_RUN}.", "to 5.1.")
+    body = unpaired[: unpaired.rindex("\n<!-- generated")]
+    older = _signed(body).replace(f"{GENERATED_CARD}{ATTN_VARIANTS_VERSION}", f"{GENERATED_CARD}0.0.1")
+    assert is_untouched(older) and refreshed_card(older) == text
 
 
 def test_an_edited_card_is_recognised(folder):

@@ -7,6 +7,8 @@ from architectures import ALBERT, BERT, T5
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from hf_attn_variants.training.engine.models import enable_gradient_checkpointing
+
 SENTENCES = ["Two dogs run in the snow.", "The stock market fell sharply on Monday."]
 
 
@@ -55,7 +57,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, head, variant)
         model = architecture.model(head, variant, **dropout).train()
         recomputed = []
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            enable_gradient_checkpointing(model)
         for _, _, attention in model.named_attentions():
             attention.register_forward_hook(lambda *_, calls=recomputed: calls.append(1))
         model(**architecture.batch(head, labels=True)).loss.backward()

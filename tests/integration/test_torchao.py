@@ -5,6 +5,7 @@ Not among the tests' requirements: transformers imports torchao wherever it find
 
 import pytest
 import torch
+from fixtures.caches import cache_of, with_cache
 from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
 from hf_attn_variants import (
@@ -65,8 +66,8 @@ def test_int8_maps_of_a_latent_are_not_passed_by(rank, tmp_path):
     full = quantized(encoder_outputs=memory, decoder_input_ids=target, use_cache=False).logits
     cache, pieces = None, []
     for token in target.split(1, dim=1):
-        result = quantized(encoder_outputs=memory, decoder_input_ids=token, past_key_values=cache)
-        cache, pieces = result.past_key_values, [*pieces, result.logits]
+        result = quantized(encoder_outputs=memory, decoder_input_ids=token, **with_cache(cache))
+        cache, pieces = cache_of(result), [*pieces, result.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-4 * full.abs().max().item(), rtol=0)
     expected = model(input_ids=source, decoder_input_ids=target).logits
     assert 0 < (full - expected).norm() / expected.norm() < 0.05

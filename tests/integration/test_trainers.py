@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from architectures import BERT
+from architectures import ARCHITECTURES, BERT
+from relatives import RELATIVES
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -15,6 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
+KINDS = ("activation", "gradient")
+LEARN = ("MaskedLM", "LMHeadModel", "ConditionalGeneration", "MTModel", "SequenceClassification", "CausalLM")
 TEXTS = ["two dogs run in the snow", "a man is playing a guitar", "a woman", "the dog"]
 SETTINGS = {
     "max_steps": 1,
@@ -25,10 +28,19 @@ SETTINGS = {
     "disable_tqdm": True,
     "save_strategy": "no",
 }
+# 5.24 renamed it.
+CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
+HOSTS = [(host, head) for host in (*ARCHITECTURES, *RELATIVES) for head in host.heads if head.endswith(LEARN)]
 
 
 def changed(before, model):
     return [name for name, p in model.named_parameters() if not torch.equal(before[name], p)]
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
 
 
 def copies(model):
@@ -44,7 +56,7 @@ def test_trainer_takes_a_step(heads, tmp_path):
     before = copies(model)
     trainer = Trainer(
         model,
-        TrainingArguments(tmp_path / "out", **SETTINGS, gradient_checkpointing=True),
+        TrainingArguments(tmp_path / "out", **SETTINGS, **{CHECKPOINTING: True}),
         train_dataset=[tokenizer(text) | {"labels": i % 2} for i, text in enumerate(TEXTS)],
         eval_dataset=[tokenizer(text) | {"labels": 0} for text in TEXTS],
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -73,6 +85,26 @@ def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
         logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=factor
     )
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(("host", "head"), HOSTS, ids=[head for _, head in HOSTS])
+def test_accumulated_gradients_are_upstreams(host, head, tmp_path):
+    """Trainer counts the labels of all batches of a step, and tells the models by a keyword."""
+    batch = host.batch(head, labels=True)
+    rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
+    settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}
+    upstream = host.upstream_model(head)
+    plain = host.model(head)
+    plain.load_state_dict(upstream.state_dict())
+    for model in (upstream, plain, host.model(head, num_key_value_heads=4)):
+        before = copies(model)
+        arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
+        for module in model.modules():  # dropout is drawn in another order where kernels differ
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        Trainer(model, arguments, train_dataset=rows).train()
+        assert changed(before, model)
+    assert_close(dict(plain.named_parameters()), dict(upstream.named_parameters()))
 
 
 def test_seq2seq_trainer_takes_a_step_and_generates(tiny_t5, tmp_path):

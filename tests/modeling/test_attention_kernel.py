@@ -3,6 +3,8 @@
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
+from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
@@ -147,8 +149,8 @@ def test_a_memory_is_summed_once(monkeypatch):
     with torch.no_grad():
         for step, mask in enumerate(masks):
             inputs = batch | {"attention_mask": mask, "decoder_input_ids": ids[:, step : step + 1]}
-            result = model(**inputs, past_key_values=cache, use_cache=True)
-            cache = result.past_key_values
+            result = model(**inputs, **with_cache(cache), use_cache=True)
+            cache = cache_of(result)
             if step == 2:
                 assert len(calls) == 2
     assert len(calls) == 4
@@ -164,22 +166,22 @@ def test_states_are_reordered_repeated_and_selected():
             (lambda cache: cache.batch_select_indices(order[1:]), order[1:]),
             (lambda cache: cache.batch_repeat_interleave(2), torch.arange(3).repeat_interleave(2)),
         ):
-            cache = model(ids[:, :5], use_cache=True).past_key_values
+            cache = cache_of(model(ids[:, :5], use_cache=True))
             change(cache)
-            found = model(ids[rows, 5:], past_key_values=cache, use_cache=True).logits
+            found = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
             expected = model(ids[rows], use_cache=False).logits[:, -1:]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     cache.reset()
     assert cache.get_seq_length() == 0
     with torch.no_grad():
-        again = model(ids, past_key_values=cache, use_cache=True).logits
+        again = model(ids, **with_cache(cache), use_cache=True).logits
         torch.testing.assert_close(again, model(ids, use_cache=False).logits, atol=1e-5, rtol=0)
 
 
 def test_what_a_state_cannot_do_is_refused():
     model = BART.model("BartForCausalLM", attention_kernel="elu")
     ids = token_ids(1, 4)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = cache_of(model(ids, use_cache=True))
     with pytest.raises(ValueError, match="none can be taken back"):
         cache.crop(2)
     with pytest.raises(ValueError, match="pass `use_cache=False`"):
@@ -189,10 +191,10 @@ def test_what_a_state_cannot_do_is_refused():
     with pytest.raises(
         ValueError, match="`attention_kernel` needs a dynamic cache, which keeps sums; got StaticCache"
     ):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=8))
-    plain = BART.model("BartForCausalLM")(ids, use_cache=True).past_key_values
+        model(ids, **with_cache(StaticCache(config=model.config, max_cache_len=8)))
+    plain = cache_of(BART.model("BartForCausalLM")(ids, use_cache=True))
     with pytest.raises(ValueError, match="keeps sums over keys and values, not these"):
-        model(ids[:, :1], past_key_values=plain)
+        model(ids[:, :1], **with_cache(plain))
     assert not BART.model("BartForCausalLM")._is_stateful
 
 
@@ -268,7 +270,7 @@ def test_every_parameter_learns(kernel):
     gradients = []
     for checkpointed in (False, True):
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch, use_cache=False).loss.backward()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from fixtures.caches import with_cache
+from fixtures.checkpointing import checkpoint_layers
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
@@ -268,7 +270,7 @@ def test_checkpointed_gradients_are_the_same():
     ids, gradients = token_ids(3, LENGTH), []
     for checkpointed in (False, True):
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         model.zero_grad()
         outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
         outputs.last_hidden_state.square().sum().backward()
@@ -315,7 +317,7 @@ def test_what_cannot_compute_a_pattern_is_refused():
         hf_attn_variants.AttnVariantBertModel._from_config(config, attn_implementation="flex_attention")
     model = T5.model("T5ForConditionalGeneration", **WINDOW)
     with pytest.raises(ValueError, match="needs a dynamic cache, as long as what is read; got StaticCache"):
-        model.decoder(input_ids=token_ids(), past_key_values=StaticCache(model.config, 16), use_cache=True)
+        model.decoder(input_ids=token_ids(), **with_cache(StaticCache(model.config, 16)), use_cache=True)
 
 
 def test_a_checkpoint_loads_and_converts_with_a_pattern(tmp_path):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from fixtures.caches import cache_of, with_cache
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
@@ -248,8 +249,8 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
         whole = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
         for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
             seen = {key: each[:, :end] for key, each in mask.items()}
-            result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, past_key_values=cache, use_cache=True)
-            cache, steps = result.past_key_values, [*steps, result.logits]
+            result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
+            cache, steps = cache_of(result), [*steps, result.logits]
         read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
         torch.testing.assert_close(torch.cat(steps, 1)[read], whole[read], atol=1e-5, rtol=0)
         changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import BERT, LENGTH, VARIANTS, padding_mask, token_ids
+from fixtures.caches import cache_of, with_cache
 from transformers import StaticCache
 
 pytestmark = pytest.mark.cross_product
@@ -33,8 +34,8 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
         cache, pieces, start = None, [], 0
         for length in steps:
             ids = inputs["input_ids"][:, start : start + length]
-            piece = model(**(inputs | {"input_ids": ids}), past_key_values=cache)
-            cache, start = piece.past_key_values, start + length
+            piece = model(**(inputs | {"input_ids": ids}), **with_cache(cache))
+            cache, start = cache_of(piece), start + length
             pieces.append(piece.logits)
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
     config = model.config
@@ -78,23 +79,23 @@ def test_static_cache(variant):
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         cache = StaticCache(config=model.config, max_cache_len=12)
-        first = model(ids[:, :4], past_key_values=cache).logits
-        second = model(ids[:, 4:5], past_key_values=cache).logits
-        third = model(ids[:, 5:], past_key_values=cache).logits
+        first = model(ids[:, :4], **with_cache(cache)).logits
+        second = model(ids[:, 4:5], **with_cache(cache)).logits
+        third = model(ids[:, 5:], **with_cache(cache)).logits
     torch.testing.assert_close(torch.cat([first, second, third], dim=1), full, atol=1e-5, rtol=0)
 
 
 def test_a_static_cache_with_unequal_heads_is_a_clear_error():
     model = BERT.model("BertLMHeadModel", "weights")
     with pytest.raises(ValueError, match="as many key heads as value heads"):
-        model(token_ids(), past_key_values=StaticCache(config=model.config, max_cache_len=12))
+        model(token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
 
 
 def test_memory_side_dynamic_projections_keep_no_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="use_cache=False"):
         model(token_ids(), attention_mask=padding_mask(), use_cache=True)
-    assert model(token_ids(), attention_mask=padding_mask()).past_key_values is None
+    assert cache_of(model(token_ids(), attention_mask=padding_mask())) is None
     assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
 
 
@@ -104,5 +105,5 @@ def test_query_side_dynamic_projections_work_with_a_cache():
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         first = model(ids[:, :5])
-        second = model(ids[:, 5:], past_key_values=first.past_key_values)
+        second = model(ids[:, 5:], **with_cache(cache_of(first)))
     torch.testing.assert_close(second.logits, full[:, 5:], atol=1e-5, rtol=0)

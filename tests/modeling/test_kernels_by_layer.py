@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import BERT, T5, token_ids
+from fixtures.caches import with_cache
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import AutoModel, DynamicCache, StaticCache
@@ -101,12 +102,12 @@ def test_generation_with_a_cache_is_that_without(architecture, head, names, beam
 def test_what_a_mixed_cache_cannot_do_is_refused():
     model = BERT.model("BertLMHeadModel", **by_layer(LISTS[0], "elu", "attention_kernel"))
     cache = DynamicCache(config=model.config)
-    model(token_ids(1, 4), past_key_values=cache)
+    model(token_ids(1, 4), **with_cache(cache))
     with pytest.raises(ValueError, match="keeps sums over all tokens, of which none can be taken back"):
         cache.crop(-1)
     static = StaticCache(config=model.config, max_cache_len=8)
     with pytest.raises(ValueError, match=r"a softmax .* an `attention_kernel` too\) needs a dynamic"):
-        model(token_ids(1, 4), past_key_values=static)
+        model(token_ids(1, 4), **with_cache(static))
 
 
 def test_saved_and_loaded_and_nothing_learned_is_dropped(tmp_path):

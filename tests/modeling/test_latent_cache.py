@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from architectures import BATCH, LENGTH, T5, VOCABULARY, token_ids, with_latents
+from fixtures.caches import cache_of, with_cache
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -37,7 +38,7 @@ def pieces():
 def start(model, batch, first, cache=None):
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
     with torch.no_grad():
-        return model(**batch, decoder_input_ids=first, past_key_values=cache).past_key_values
+        return cache_of(model(**batch, decoder_input_ids=first, **with_cache(cache)))
 
 
 def go_on(model, batch, last, cache):
@@ -45,9 +46,7 @@ def go_on(model, batch, last, cache):
     nothing = BaseModelOutput(last_hidden_state=torch.full((len(last), LENGTH, WIDTH), torch.nan))
     with torch.no_grad():
         mask = batch["attention_mask"]
-        return model(
-            encoder_outputs=nothing, attention_mask=mask, decoder_input_ids=last, past_key_values=cache
-        ).logits
+        return model(encoder_outputs=nothing, attention_mask=mask, decoder_input_ids=last, **with_cache(cache)).logits
 
 
 def full(model, batch, first, last):
@@ -103,7 +102,7 @@ def test_generation_keeps_it_once_a_sentence(rank, kind, search):
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     result = model.generate(**batch, **(options | search), cache_implementation=kind)
     beams = search.get("num_beams", 1) * search.get("num_return_sequences", 1)
-    assert_holds(result.past_key_values, BATCH, rank, beams, length=6)
+    assert_holds(cache_of(result), BATCH, rank, beams, length=6)
 
 
 @CROSS_RANKS
@@ -111,7 +110,7 @@ def test_beams_whose_heads_talk_read_a_memory_each(rank):
     model = t5(rank, "gqa_talking")
     batch, *_ = pieces()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 3, "return_dict_in_generate": True}
-    assert_holds(model.generate(**batch, **options).past_key_values, 3 * BATCH, rank, length=6)
+    assert_holds(cache_of(model.generate(**batch, **options)), 3 * BATCH, rank, length=6)
 
 
 def repeated(cache):
@@ -236,11 +235,11 @@ def test_a_kept_cache_goes_on_generating(form):
         model.generation_config.eos_token_id = None
         options = batch | {"do_sample": False, "return_dict_in_generate": True}
         first = model.generate(**options, max_new_tokens=3)
-        options |= {"past_key_values": first.past_key_values, "decoder_input_ids": first.sequences}
+        options |= with_cache(cache_of(first)) | {"decoder_input_ids": first.sequences}
         again = model.generate(**options, max_new_tokens=5)
         sequences.append(again.sequences)
         if model is exact:
-            assert stored(again.past_key_values.cross_attention_cache) == 4 * BATCH * LENGTH * WIDTH
+            assert stored(cache_of(again).cross_attention_cache) == 4 * BATCH * LENGTH * WIDTH
     assert sequences[0].shape == (BATCH, 9) and sequences[1].equal(sequences[0])
 
 
@@ -250,7 +249,7 @@ def test_a_handed_over_cache_serves_generation(rank):
     batch, *_ = pieces()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     expected = model.generate(**batch, max_new_tokens=6, do_sample=False)
-    assert model.generate(**batch, max_new_tokens=6, do_sample=False, past_key_values=cache).equal(expected)
+    assert model.generate(**batch, max_new_tokens=6, do_sample=False, **with_cache(cache)).equal(expected)
 
 
 def test_a_cache_that_cannot_hold_it_is_a_clear_error():
@@ -259,7 +258,7 @@ def test_a_cache_that_cannot_hold_it_is_a_clear_error():
     others = start(T5.model("T5ForConditionalGeneration"), batch, first)
     others = EncoderDecoderCache(others.self_attention_cache, DynamicCache())
     with pytest.raises(ValueError, match=f"keeps {OWN} numbers a token.*`kv_lora_rank`.*has 12 heads of 8"):
-        model(**batch, decoder_input_ids=first, past_key_values=others)
+        model(**batch, decoder_input_ids=first, **with_cache(others))
 
 
 def test_keys_and_values_of_a_short_memory_stay_beside_it(monkeypatch):
@@ -283,6 +282,6 @@ def test_the_decoder_alone_has_a_plain_cache(crosses):
     with torch.no_grad():
         expected = model.decoder(input_ids=ids, use_cache=False, **memory).last_hidden_state
         cache = DynamicCache()
-        model.decoder(input_ids=ids[:, :4], past_key_values=cache, **memory)
-        found = model.decoder(input_ids=ids[:, 4:], past_key_values=cache, **memory).last_hidden_state
+        model.decoder(input_ids=ids[:, :4], **with_cache(cache), **memory)
+        found = model.decoder(input_ids=ids[:, 4:], **with_cache(cache), **memory).last_hidden_state
     torch.testing.assert_close(found, expected[:, 4:], atol=1e-5, rtol=0)

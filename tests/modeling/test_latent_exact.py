@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
+from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -201,7 +203,7 @@ def test_checkpointed_gradients(variant, reentrant):
     for checkpointing in (False, True):
         model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
         model(**T5.batch("T5ForConditionalGeneration", labels=True)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -224,7 +226,7 @@ def test_half_precision(variant, dtype, automatic, form):
             memory = exact.encoder(**inputs)
             for piece in target.split([4, 1, 1, 1, 2], dim=1):
                 kwargs = {"encoder_outputs": memory, "attention_mask": inputs["attention_mask"]}
-                pieces.append(exact(decoder_input_ids=piece, past_key_values=cache, **kwargs).logits)
+                pieces.append(exact(decoder_input_ids=piece, **with_cache(cache), **kwargs).logits)
             tokens = exact.generate(**inputs, max_new_tokens=4, num_beams=2, do_sample=False)
     assert tokens.shape[0] == BATCH
     found = torch.cat(pieces, dim=1).float()
@@ -280,8 +282,8 @@ def test_a_bert_decoder_with_a_cache(variant, fields, implementation, form):
         expected = plain(ids, use_cache=False, **memory).logits
         cache, pieces = None, []
         for piece in ids.split([4, 1, 1, 3], dim=1):
-            result = exact(piece, past_key_values=cache, **memory)
-            cache, pieces = result.past_key_values, [*pieces, result.logits]
+            result = exact(piece, **with_cache(cache), **memory)
+            cache, pieces = cache_of(result), [*pieces, result.logits]
     assert_close(torch.cat(pieces, dim=1), expected)
     own = getattr(cache, "self_attention_cache", cache)
     assert all(layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel() for layer in own.layers)

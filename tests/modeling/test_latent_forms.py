@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5
+from fixtures.caches import cache_of, with_cache
 from torch import nn
 
 from hf_attn_variants import reference
@@ -190,8 +191,8 @@ def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
         full = model(**batch, decoder_input_ids=target, use_cache=False).logits
         cache, pieces = None, []
         for piece in target.split(steps, dim=1):
-            result = model(**batch, decoder_input_ids=piece, past_key_values=cache)
-            cache, pieces = result.past_key_values, [*pieces, result.logits]
+            result = model(**batch, decoder_input_ids=piece, **with_cache(cache))
+            cache, pieces = cache_of(result), [*pieces, result.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
     for beams in (1, 3):
         kwargs = batch | {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, LENGTH, T5, token_ids
+from fixtures.caches import cache_of, with_cache
 from transformers import StaticCache
 
 import hf_attn_variants
@@ -204,7 +205,7 @@ def test_a_mixed_t5_generates_with_a_cache_as_without(variant, beams, form):
         result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
     # Upstream makes a layer for each of the encoder's.
-    own = [layer.keys.shape[1::2] for layer in result.past_key_values.self_attention_cache.layers[:2]]
+    own = [layer.keys.shape[1::2] for layer in cache_of(result).self_attention_cache.layers[:2]]
     assert own == [(1, 16), (1, 8)]
 
 
@@ -216,8 +217,8 @@ def test_a_mixed_bert_decodes_with_a_cache_as_without():
         for cache in (None, StaticCache(config=model.config, max_cache_len=12)):
             pieces = []
             for piece in ids.split([4, 1, 1, 3], dim=1):
-                result = model(piece, past_key_values=cache)
-                cache, pieces = result.past_key_values, [*pieces, result.logits]
+                result = model(piece, **with_cache(cache))
+                cache, pieces = cache_of(result), [*pieces, result.logits]
             torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 

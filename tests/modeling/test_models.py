@@ -16,6 +16,7 @@ from architectures import (
     LENGTH,
     VARIANTS,
 )
+from fixtures.checkpointing import checkpoint_layers
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
@@ -174,7 +175,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         result = model(**batch, use_cache=False)
         (result.loss if "loss" in result else result.last_hidden_state.sum()).backward()
         attentions = [module for _, _, module in model.named_attentions()]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, token_ids
+from fixtures.caches import cache_of, with_cache
 from relatives import ENCODER_DECODERS, ENCODERS
 from transformers import StaticCache
 
@@ -110,9 +111,9 @@ def test_positions_follow_the_cache(architecture, fields):
             for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
                 seen = {name: each[:, :end] for name, each in given.items()}
                 result = model(
-                    **batch, decoder_input_ids=ids[:, begin:end], **seen, past_key_values=cache, use_cache=True
+                    **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
                 )
-                cache, steps = result.past_key_values, [*steps, result.logits]
+                cache, steps = cache_of(result), [*steps, result.logits]
         torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], whole[:, 2:], atol=1e-5, rtol=0)
 
 
@@ -130,7 +131,7 @@ def test_generation_with_a_cache_is_that_without(architecture):
     ids = token_ids()
     with torch.no_grad():
         whole = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
-        steps = [model.decoder(input_ids=part, past_key_values=static)[0] for part in ids.split([5, 1, 1, 2], 1)]
+        steps = [model.decoder(input_ids=part, **with_cache(static))[0] for part in ids.split([5, 1, 1, 2], 1)]
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
 
 

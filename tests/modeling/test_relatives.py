@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from architectures import LENGTH, token_ids
+from fixtures.caches import cache_of, with_cache
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
@@ -121,7 +122,7 @@ def test_tokens_are_upstreams(architecture, search, padding, tmp_path):
         result = ours.generate(**batch, **options, return_dict_in_generate=True)
         assert torch.equal(result.sequences, expected)
         sentences = len(batch["input_ids"])
-        cross = result.past_key_values.cross_attention_cache.layers
+        cross = cache_of(result).cross_attention_cache.layers
         kept = {layer.keys.untyped_storage().data_ptr() for layer in cross}
         assert {layer.keys.shape[0] for layer in cross} == {sentences}  # once for all beams of a sentence
         assert len(kept) == (1 if fields else 2)
@@ -139,8 +140,8 @@ def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
         whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
         cache, steps = None, []
         for step in range(LENGTH):
-            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-            cache, steps = result.past_key_values, [*steps, result.logits]
+            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
+            cache, steps = cache_of(result), [*steps, result.logits]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, padding_mask, text_inputs, token_ids
+from fixtures.caches import cache_of, with_cache
+from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -162,9 +164,9 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
                 **inputs,
                 decoder_input_ids=target[:, start:end],
                 decoder_attention_mask=mask[:, :end],
-                past_key_values=cache,
+                **with_cache(cache),
             )
-            cache, start = piece.past_key_values, end
+            cache, start = cache_of(piece), end
             pieces.append(piece.logits)
     kept = mask.bool()
     torch.testing.assert_close(torch.cat(pieces, dim=1)[kept], full[kept], atol=1e-5, rtol=0)
@@ -189,7 +191,7 @@ def test_static_cache(variant):
     with torch.no_grad():
         full = model(**batch, decoder_input_ids=target, use_cache=False).logits
         pieces = [
-            model(**batch, decoder_input_ids=piece, past_key_values=cache).logits
+            model(**batch, decoder_input_ids=piece, **with_cache(cache)).logits
             for piece in (target[:, :4], target[:, 4:5], target[:, 5:])
         ]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
@@ -218,7 +220,7 @@ def test_beams_leave_their_shared_memory_where_it_is():
     model = T5.model("T5ForConditionalGeneration", "mqa")
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with torch.no_grad():
-        model(**T5.batch("T5ForConditionalGeneration"), past_key_values=cache)
+        model(**T5.batch("T5ForConditionalGeneration"), **with_cache(cache))
     own, shared = cache.self_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].keys
     moved = model._reorder_cache(cache, torch.tensor([2, 0, 0]))
     assert moved.self_attention_cache.layers[0].keys.equal(own[[2, 0, 0]])
@@ -248,7 +250,7 @@ def test_memory_side_dynamic_projections_keep_no_cache(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
     for found in (model, type(model).from_pretrained(tmp_path)):
         assert found.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
-        assert found(**text_inputs(), labels=token_ids()).past_key_values is None
+        assert cache_of(found(**text_inputs(), labels=token_ids())) is None
 
 
 def test_query_side_dynamic_projections_work_with_a_cache():
@@ -273,7 +275,7 @@ def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
     for checkpointing in (False, True):
         model = T5.model("T5Model", variant, dropout_rate=0.0).train()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
         model(**T5.batch("T5Model"), use_cache=False).last_hidden_state.square().mean().backward()
         gradients.append(model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad)

@@ -186,7 +186,7 @@ def test_versions_are_compared_by_minor():
 @pytest.fixture
 def newer(monkeypatch):
     """As if the installed transformers had not been run yet."""
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(host_trial.transformers, "__version__", "5.99.0")
     monkeypatch.setattr(host_trial, "_tried", set())
 
 

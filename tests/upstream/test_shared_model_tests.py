@@ -7,76 +7,41 @@ Those tests are not part of the installed package; these are their ideas, as far
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, LENGTH, VOCABULARY, token_ids
-from relatives import RELATIVES
+from architectures import LENGTH, VOCABULARY, token_ids
+from fixtures.checkpointing import checkpoint_layers
+from fixtures.hosts import (
+    EVERY_HEAD,
+    EVERY_HOST,
+    EVERY_VARIANT,
+    GENERATES,
+    HOSTS,
+    PAIRS,
+    SOME_HEADS,
+    TEXT_HOSTS,
+    TOLERANCE,
+    assert_same,
+    fields_of,
+    fresh,
+    make,
+    second_head,
+    tensors,
+    without_dropout,
+)
 from torch import nn
 from transformers import initialization
 
 import hf_attn_variants
-
-HOSTS = (*ARCHITECTURES, *RELATIVES)
-VARIANTS = ("gqa", "latent")
-EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
-TEXT_HOSTS = [row for row in HOSTS if row.name != "whisper"]
-PAIRS = [row for row in TEXT_HOSTS if hasattr(row.config_class, "encoder_decoder_layers")]
-GENERATES = pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
-
-
-def heads_of(chosen):
-    pairs = [(row, head) for row in HOSTS for head in chosen(list(row.heads))]
-    return pytest.mark.parametrize(("host", "head"), pairs, ids=[head for _, head in pairs])
-
-
-EVERY_HEAD = heads_of(list)
-# The base model, what generates or reads words, and one of the others.
-SOME_HEADS = heads_of(lambda heads: dict.fromkeys([*heads[:2], heads[-1]]))
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
-
-
-def fields_of(host, variant):
-    if variant == "gqa":
-        return {"num_key_value_heads": 4}
-    return dict.fromkeys(host.config_class.rank_fields(), 16)
-
-
-def make(host, head, variant, **fields):
-    return host.model(head, **fields_of(host, variant), **fields)
-
-
-def fresh(host, head, variant):
-    """A new model, as it is drawn."""
-    torch.manual_seed(0)
-    return getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, **fields_of(host, variant))).eval()
-
-
-def second_head(host):
-    """The head that generates, of a pair of stacks; of an encoder one that reads words."""
-    return list(host.heads)[1]
-
-
-def tensors(output):
-    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
-
-
-def assert_same(one, other, **tolerance):
-    assert one.keys() == other.keys() and one
-    for name, value in one.items():
-        torch.testing.assert_close(
-            other[name], value, **(tolerance or TOLERANCE), msg=lambda text, at=name: f"{at}: {text}"
-        )
 
 
 @EVERY_HEAD
 def test_training_gives_every_parameter_a_gradient(host, head):
     """Upstream's `test_training`, with checkpointed layers too (`test_training_gradient_checkpointing`)."""
     batch, found = host.batch(head, labels=True), []
-    model = make(host, head, "latent", **{name: 0.0 for name in dropouts(host)}).train()
+    model = make(host, head, "latent", **without_dropout(host)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
         if on:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_layers(model)
         model.zero_grad()
         torch.manual_seed(3)
         output = model(**batch)
@@ -93,10 +58,6 @@ def test_training_gives_every_parameter_a_gradient(host, head):
     assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
     if len(found) == 2:
         assert_same(*({name: grad for name, grad in each.items() if grad is not None} for each in found))
-
-
-def dropouts(host):
-    return [name for name, value in host.config().to_dict().items() if "drop" in name and isinstance(value, float)]
 
 
 @pytest.fixture

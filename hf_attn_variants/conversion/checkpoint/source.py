@@ -15,9 +15,11 @@ from ...files import (
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
+    REFRESH_PREFIX,
     RESULT_FILES,
     SENTENCE_MODULES_NAME,
     TRACKER_FOLDERS,
+    UNFINISHED_REFRESH,
     WEIGHTS_NAME,
     load_json,
 )
@@ -112,7 +114,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}: not a transformers checkpoint.")
-    config = load_json(path, "utf-8-sig")
+    try:
+        config = load_json(path, "utf-8-sig")
+    except ValueError as error:
+        if not (folder / UNFINISHED_REFRESH).is_dir():
+            raise
+        raise ValueError(
+            f"{folder}: its refresh was interrupted; `attn-variants refresh {folder}` ends it."
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} has no `model_type`: not a transformers checkpoint.")
     architectures = config.get("architectures")
@@ -149,7 +158,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
         found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
-        found = sorted(name for name in found if name not in IGNORED_FOLDERS)
+        found = sorted(name for name in found if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
         skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
         subfolders[:] = [name for name in found if name not in skipped]
         left_out += [f"{name}/" for name in skipped]

@@ -1,0 +1,44 @@
+"""The maker of tests/golden's archives: which hosts take which mechanism, and that it still makes them."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+from fixtures import golden_conversions, golden_repositories, golden_trainings
+from fixtures.golden import folders_in, load_expected, unpack
+
+ROOT = Path(__file__).resolve().parents[2]
+PAIRS = [(host, mechanism) for host in golden_repositories.HOSTS for mechanism in golden_repositories.MECHANISMS]
+
+
+@pytest.mark.parametrize(
+    ("host", "mechanism"), [pair for pair in PAIRS if not golden_repositories.takes(*pair)], ids=str
+)
+def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
+    row, head = golden_repositories.HOSTS[host]
+    with pytest.raises(
+        ValueError, match=r"is of the encoder of T5|must be|cannot stand beside|is of encoders|needs a"
+    ):
+        row.config(head=head, **golden_repositories.fields_of(host, mechanism))
+
+
+def test_archives_are_made(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    maker = importlib.import_module("golden_artefacts")
+    monkeypatch.setattr(golden_repositories, "HOSTS", {"bart": golden_repositories.HOSTS["bart"]})
+    monkeypatch.setattr(golden_repositories, "MECHANISMS", {"gqa": {"num_key_value_heads": 4}})
+    monkeypatch.setattr(golden_conversions, "CONVERSIONS", {"t5-mean": golden_conversions.CONVERSIONS["t5-mean"]})
+    monkeypatch.setattr(golden_trainings, "TRAININGS", {"ner": golden_trainings.TRAININGS["ner"]})
+    out = tmp_path / "out"
+    maker.main(argparse.Namespace(parts=["models", "trainings"], output_dir=out, work_dir=tmp_path / "work"))
+    assert folders_in(out / "models.tar.xz") == {"converted": ["t5-mean"], "repositories": ["bart-gqa"]}
+    unpack(out / "models.tar.xz", tmp_path / "models")
+    inputs, expected = load_expected(tmp_path / "models/repositories/bart-gqa")
+    assert inputs.keys() == {"input_ids", "attention_mask", "decoder_input_ids"}
+    assert expected["logits"].shape == (3, 9, 9) and expected["tokens"].shape == (3, 7)
+    assert (tmp_path / "models/repositories/bart-gqa/modeling_attn_variant_bart.py").is_file()
+    assert folders_in(out / "trainings.tar.xz") == {"ner": ["model", "out"]}
+    with pytest.raises(ValueError, match="bytes; at most 9 are wanted"):
+        monkeypatch.setattr(maker, "MOST_BYTES", 9)
+        maker.main(argparse.Namespace(parts=["trainings"], output_dir=out, work_dir=tmp_path / "work"))

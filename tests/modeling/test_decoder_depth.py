@@ -1,0 +1,88 @@
+"""Stacks of unequal depth: upstream's caches of a T5 with a deeper decoder have too few layers to generate."""
+
+import pytest
+import torch
+from architectures import T5
+from fixtures.caches import cache_of
+from relatives import ENCODER_DECODERS, UMT5
+
+BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
+HOSTS = {"t5": (T5, "num_layers", "num_decoder_layers"), "umt5": (UMT5, "num_layers", "num_decoder_layers")}
+HOSTS["bart"] = (BART, "encoder_layers", "decoder_layers")
+VARIANTS = {
+    "mha": {},
+    "mqa": {"num_key_value_heads": 1},
+    "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
+    "cross latent": {"num_key_value_heads": 4, "cross_kv_lora_rank": 24},
+    "exact": {"cross_kv_lora_rank": "hidden_size"},
+    "by layer": {"per_layer_values": {"num_key_value_heads": [12, 4, 1, 12, 4]}},
+    "talking": {"talking_heads": "both", "talking_heads_init": "random"},
+    "elu": {"attention_kernel": "elu", "position_embedding_type": "sinusoidal"},
+    "hybrid": {"attention_kernel": "hybrid", "attention_window": 4, "position_embedding_type": "sinusoidal"},
+}
+SEARCHES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+    "static beams": {"cache_implementation": "static", "num_beams": 2},
+}
+HEAD, DEEP = "ForConditionalGeneration", 5
+OPTIONS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+
+
+def head_of(row):
+    return next(name for name in row.heads if name.endswith(HEAD))
+
+
+def model_of(host, encoder, decoder, **fields):
+    row, *names = HOSTS[host]
+    if "talking_heads" in fields and host == "bart":
+        fields["encoder_attention_heads"] = 12
+    if fields.get("cross_kv_lora_rank") == "hidden_size":
+        fields["cross_kv_lora_rank"] = row.tiny["d_model"]
+    if "attention_kernel" in fields and host == "bart":
+        del fields["position_embedding_type"]
+    return row.model(head_of(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
+
+
+def source_of(host):
+    row = HOSTS[host][0]
+    return {name: value for name, value in row.batch(head_of(row)).items() if name != "decoder_input_ids"}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.cross_product
+def test_a_deeper_decoder_generates_what_it_generates_without_a_cache(host, variant, search):
+    if "static" in search and variant in ("elu", "hybrid"):
+        pytest.skip("a kernel's sums have no static cache")
+    model, options = model_of(host, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
+    found = model.generate(**source_of(host), **options)
+    plain = {name: value for name, value in options.items() if name != "cache_implementation"}
+    expected = model.generate(**source_of(host), **plain, use_cache=False)
+    assert torch.equal(found.sequences, expected.sequences)
+    pair = cache_of(found)
+    assert [len(each.layers) for each in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
+
+
+@pytest.mark.parametrize("search", ["greedy", "beams"])
+@pytest.mark.parametrize("depths", [(1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("host", ["t5", "umt5"])
+def test_unequal_stacks_generate_upstreams_tokens(host, depths, search):
+    row, *names = HOSTS[host]
+    upstream = row.upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
+    model = model_of(host, *depths)
+    model.load_state_dict(upstream.state_dict())
+    options = OPTIONS | SEARCHES[search]
+    # Its cache is as deep as its encoder, and the layers of a deeper decoder find no place in it.
+    expected = upstream.generate(**source_of(host), **options, use_cache=depths[0] > depths[1])
+    assert torch.equal(model.generate(**source_of(host), **options).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_decoders_configuration_has_its_layers(host):
+    config = model_of(host, 1, 3).config
+    assert config.get_text_config(decoder=True).num_hidden_layers == 3
+    assert config.get_text_config(encoder=True).num_hidden_layers == 1
+    assert config.get_text_config() is config and config.num_hidden_layers == 1

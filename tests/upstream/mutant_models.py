@@ -1,0 +1,243 @@
+"""Tiny models of every host and what is measured of them, inside one mutant of transformers.
+
+Nothing here is imported before the mutant's import hook is in place: upstream's classes are looked up when asked for.
+"""
+
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# So that a model in training computes what it computes in evaluation.
+_DROPS_NOTHING = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "dropout", "attention_dropout"), 0.0
+)
+VOCABULARY, BATCH, LENGTH, WIDTH = 24, 2, 5, 16
+NEW_TOKENS = 3
+CACHE_NAMES = ("cache", "past_key_values")  # of the newest releases, and of those before 5.24
+
+_BERT = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+    "max_position_embeddings": 24,
+    "pad_token_id": 1,
+}
+_T5 = {
+    "d_model": WIDTH,
+    "d_kv": 4,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "decoder_start_token_id": 0,
+}
+_BART = {
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20,
+    "max_position_embeddings": 24,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+_WHISPER = {name: value for name, value in _BART.items() if name not in ("max_position_embeddings",)} | {
+    "num_mel_bins": 4,
+    "max_source_positions": 8,
+    "max_target_positions": 24,
+    "begin_suppress_tokens": None,
+    "suppress_tokens": None,
+}
+_DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 20, "max_position_embeddings": 24}
+_DECODER = {"is_decoder": True, "add_cross_attention": True}
+_LATENT, _CROSS = {"kv_lora_rank": WIDTH}, {"encoder_kv_lora_rank": WIDTH, "cross_kv_lora_rank": WIDTH}
+_SINES = {"position_embedding_type": "sinusoidal"}
+_WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
+_WINDOWS = _WINDOW | {f"encoder_{name}": value for name, value in _WINDOW.items()}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One upstream head, how it is configured and used, and our variants of it."""
+
+    head: str
+    config: dict[str, Any]
+    use: str  # "encoder", "decoder", "encoder-decoder" or "speech"
+    exact: dict[str, Any] = field(default_factory=dict)  # other fields, the same outputs
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields that upstream has no model of
+
+
+def _encoder(head: str, config: dict[str, Any]) -> Model:
+    return Model(head, config, "encoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW})
+
+
+def _decoder(head: str) -> Model:
+    return Model(
+        head, _BERT | _DECODER, "decoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW}
+    )
+
+
+def _encoder_decoder(head: str, config: dict[str, Any], use: str = "encoder-decoder") -> Model:
+    ranks = {"kv_lora_rank": 8, "encoder_kv_lora_rank": 8, "cross_kv_lora_rank": 8}
+    sines = _SINES if "d_kv" in config else {}
+    return Model(head, config, use, _LATENT | _CROSS, {"sines": ranks | sines, "windows": _WINDOWS})
+
+
+MODELS: dict[str, tuple[Model, ...]] = {
+    "bert": (_encoder("BertForMaskedLM", _BERT), _decoder("BertLMHeadModel")),
+    "albert": (_encoder("AlbertForMaskedLM", _BERT | {"embedding_size": 12}),),
+    "t5": (_encoder_decoder("T5ForConditionalGeneration", _T5),),
+    "umt5": (_encoder_decoder("UMT5ForConditionalGeneration", _T5),),
+    "bart": (_encoder_decoder("BartForConditionalGeneration", _BART),),
+    "mbart": (_encoder_decoder("MBartForConditionalGeneration", _BART),),
+    "marian": (_encoder_decoder("MarianMTModel", _BART),),
+    "m2m_100": (_encoder_decoder("M2M100ForConditionalGeneration", _BART),),
+    "pegasus": (_encoder_decoder("PegasusForConditionalGeneration", _BART),),
+    "whisper": (_encoder_decoder("WhisperForConditionalGeneration", _WHISPER, "speech"),),
+    "roberta": (_encoder("RobertaForMaskedLM", _BERT), _decoder("RobertaForCausalLM")),
+    "distilbert": (_encoder("DistilBertForMaskedLM", _DISTILBERT),),
+    "electra": (_encoder("ElectraForMaskedLM", _BERT), _decoder("ElectraForCausalLM")),
+}
+
+
+def upstream_class(host: str, model: Model) -> type:
+    """Return the mutant's own class."""
+    return getattr(importlib.import_module(f"transformers.models.{host}.modeling_{host}"), model.head)
+
+
+def our_class(host: str, model: Model) -> type:
+    """Return our class, made in the mutant."""
+    module = importlib.import_module(f"hf_attn_variants.modeling.modeling_attn_variant_{host}")
+    return getattr(module, f"AttnVariant{model.head}")
+
+
+def build(model_class: type, config: dict[str, Any]) -> Any:
+    """Return a model in evaluation mode, every weight drawn far from upstream's small first values."""
+    torch.manual_seed(0)
+    known = inspect.signature(model_class.config_class.__init__).parameters
+    drops = {name: value for name, value in _DROPS_NOTHING.items() if name in known}
+    model = model_class(model_class.config_class(vocab_size=VOCABULARY, **drops, **config)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:  # tables of sinusoids stay
+                weight.add_(torch.randn_like(weight), alpha=0.4)
+    model.tie_weights()
+    return model
+
+
+def take(model: Any, tensors: list[torch.Tensor]) -> Any:
+    """Give a model the weights of another that has the same ones in the same order, whatever they are called."""
+    names = list(model.state_dict())
+    if len(names) != len(tensors):
+        raise RuntimeError(f"{len(names)} weights in place of {len(tensors)}")
+    model.load_state_dict(dict(zip(names, tensors, strict=True)))
+    return model
+
+
+def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
+    """Save a model and read it again."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return read(folder).eval()
+
+
+@torch.no_grad()
+def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Tensor]:
+    """Return what a model computes, by name."""
+    torch.manual_seed(1)
+    ids = torch.randint(5, VOCABULARY, (BATCH, LENGTH))
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    if use == "encoder":
+        return _of_encoder(model, ids, mask)
+    others = torch.randint(5, VOCABULARY, (BATCH, LENGTH + 1))
+    if use == "decoder":
+        memory = {"encoder_hidden_states": torch.randn(BATCH, LENGTH, WIDTH), "encoder_attention_mask": mask}
+        made = {"padded": model(input_ids=ids, attention_mask=mask, **memory).logits[0]}
+        made |= _of_decoder(model, others, "input_ids", memory)
+        given = {"input_ids": others[:, :2], "attention_mask": torch.ones_like(others[:, :2]), **memory}
+    elif use == "speech":
+        source = {"input_features": torch.randn(BATCH, 4, 16)}
+        made, given = _of_both(model, source, {}, others), source
+    else:
+        given = {"input_ids": ids, "attention_mask": mask}
+        made = _of_both(model, {"input_ids": ids}, {"attention_mask": mask}, others)
+    return made | (_generated(model, given, use == "decoder") if generates else {})
+
+
+def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    known = inspect.signature(model.forward).parameters
+    places = {"position_ids": torch.arange(LENGTH).flip(0)[None]}
+    types = {"token_type_ids": (ids % 2)} if "token_type_ids" in known else {}
+    embedded = model.get_input_embeddings()(ids)
+    return {
+        "trained": model.train()(input_ids=ids, attention_mask=mask).logits[:, : LENGTH - 2],
+        "logits": model.eval()(input_ids=ids, attention_mask=mask).logits[:, : LENGTH - 2],
+        "typed": model(input_ids=ids, attention_mask=mask, **types).logits[:, : LENGTH - 2],
+        "embedded": model(inputs_embeds=embedded, **(places if "position_ids" in known else {}), **types).logits,
+    }
+
+
+def _of_both(
+    model: Any, source: dict[str, Any], mask: dict[str, Any], targets: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    made = {"trained": model.train()(**source, **mask, decoder_input_ids=targets).logits}
+    made |= {"logits": model.eval()(**source, **mask, decoder_input_ids=targets).logits}
+    encoded = model(**source, **mask, decoder_input_ids=targets[:, :1])
+    states = (encoded.encoder_last_hidden_state,)
+    return made | _of_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
+
+
+def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    cache_name, steps, cache = _cache_name(model), [], None
+    for step in range(ids.shape[1]):
+        part = {name: ids[:, step : step + 1], cache_name: cache}
+        output = model(**part, use_cache=True, **memory)
+        cache = getattr(output, cache_name)
+        steps.append(output.logits)
+    return {"whole": model(**{name: ids}, use_cache=False, **memory).logits, "steps": torch.cat(steps, 1)}
+
+
+def _cache_name(model: Any) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    return next(each for each in CACHE_NAMES if each in parameters)
+
+
+def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    made = {}
+    for beams in (1, 2):
+        if brings_cache:
+            # For a decoder alone, `generate` makes a cache without a place for the memory, at which upstream stops.
+            caches = vars(importlib.import_module("transformers.cache_utils"))
+            pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
+            options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())
+        made[f"{beams} beams"] = model.generate(**given, **options, num_beams=beams)
+    return made
+
+
+def first_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+    """Return the name of the first measurement that differs by more than rounding, if any does."""
+    for name, want in expected.items():
+        got = found.get(name)
+        if got is None:
+            continue
+        if got.shape != want.shape:
+            return f"{name}: {tuple(got.shape)} in place of {tuple(want.shape)}"
+        if not torch.allclose(got.float(), want.float(), rtol=1e-3, atol=1e-3):
+            return f"{name}: off by {(got.float() - want.float()).abs().max():.2g}"
+    if "steps" in found and not torch.allclose(found["steps"], found["whole"], rtol=1e-3, atol=1e-3):
+        return "steps: not the whole"
+    return None

@@ -1,0 +1,282 @@
+"""Runs mutants of transformers: a process that has loaded what no mutant changes, and a fork of it for each mutant.
+
+Reads lines of JSON, {"op": ..., "hosts": [...], "names": [...]}, and answers each host with a line of JSON.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import json
+import linecache
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from upstream import mutant_models, rewriting  # noqa: E402
+
+SECONDS = 60  # of one host in one mutant
+GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.integrations.sdpa_attention")
+
+
+class Rewriting(importlib.abc.MetaPathFinder):
+    """Loads transformers' modules as a mutation rewrites them, in memory; what it leaves alone loads as ever."""
+
+    def __init__(self, mutation: dict[str, Any], seen: set[str]) -> None:
+        self.mutation, self.seen = mutation, seen
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Return the rewritten module's spec, or None."""
+        if not name.startswith("transformers."):
+            return None
+        home = rewriting.home_of_moved(name)
+        spec = importlib.machinery.PathFinder.find_spec(home, path)
+        if spec is None or spec.submodule_search_locations is not None or not str(spec.origin).endswith(".py"):
+            return None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        rewritten = rewriting.rewrite(self.mutation, name, source)
+        if rewritten is None:
+            return None
+        self.seen.add(name)
+        loader = _Loader(name, rewritten, spec.origin)
+        return importlib.util.spec_from_loader(name, loader, origin=spec.origin, is_package=False)
+
+
+class _Loader(importlib.abc.InspectLoader):
+    def __init__(self, name: str, source: str, origin: str) -> None:
+        self.source, self.path, self.origin = source, f"<mutant {name}>", origin
+
+    def get_source(self, fullname: str) -> str:
+        return self.source
+
+    def exec_module(self, module: Any) -> None:
+        for path in (self.path, self.origin):  # whoever asks for source gets the mutant's
+            linecache.cache[path] = (len(self.source), None, self.source.splitlines(keepends=True), path)
+        module.__file__ = self.origin
+        exec(compile(self.source, self.path, "exec"), vars(module))
+
+
+def prepare() -> None:
+    """Load what no mutant of a host's modeling file changes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    import transformers.utils
+
+    # It writes docstrings, and wants to know a file's path.
+    transformers.utils.auto_docstring = _as_it_is
+    for name in (*GENERAL, "transformers.modeling_layers", "transformers.models.auto.modeling_auto"):
+        importlib.import_module(name)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    import attn_variants
+
+    attn_variants.is_command = True  # the package registers nothing at its import
+    import hf_attn_variants  # noqa: F401
+
+
+def _as_it_is(item: Any = None, **_: Any) -> Any:
+    return (lambda each: each) if item is None else item
+
+
+def purge(modules: list[str]) -> None:
+    """Forget modules of transformers and those that import them, so that they are loaded again."""
+    gone = rewriting.importers(
+        modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")}
+    )
+    for name in gone:
+        module = sys.modules.pop(name)
+        parent, _, last = name.rpartition(".")
+        vars(sys.modules.get(parent, module)).pop(last, None)
+    for module in [each for name, each in sys.modules.items() if name.split(".")[0] == "transformers"]:
+        cached = [name for name, value in vars(module).items() if getattr(value, "__module__", None) in gone]
+        if type(module).__name__ == "_LazyModule":
+            for name in cached:
+                vars(module).pop(name)
+
+
+def baseline(host: str) -> dict[str, Any]:
+    """Return weights and results of each model of a host in transformers as it is."""
+    made = {}
+    for model in mutant_models.MODELS[host]:
+        upstream = mutant_models.build(mutant_models.upstream_class(host, model), model.config)
+        kept = {"upstream": _results(upstream, model)}
+        for name, fields in model.own.items():
+            ours = mutant_models.our_class(host, model)
+            try:
+                kept[name] = _results(mutant_models.build(ours, model.config | fields), model)
+            except Exception as error:
+                kept[name] = f"{type(error).__name__}: {error}"
+        made[model.head] = kept
+    return made
+
+
+def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
+    return [each.clone() for each in built.state_dict().values()], mutant_models.measure(built, model.use)
+
+
+def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
+    """Return the outcome of one host in a mutant, and what was seen."""
+    worst = ("equal", "")
+    for model in mutant_models.MODELS[host]:
+        kept = before[model.head]
+        try:
+            weights, expected = kept["upstream"]
+            config = model.config
+            upstream = mutant_models.build(mutant_models.upstream_class(host, model), config)
+            mutant_models.take(upstream, weights)
+            wanted = mutant_models.measure(upstream, model.use)
+            difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
+        except Exception:
+            return "invalid", _last_lines()
+        if difference:
+            return "invalid", f"upstream's own model differs: {difference}"
+        for name, run in _ours(host, model, upstream, wanted, kept, mutation):
+            outcome, note = _outcome(run, mutation["names"])
+            if ORDER.index(outcome) > ORDER.index(worst[0]):
+                worst = outcome, f"{model.head} {name}: {note}"
+            if outcome in ("raw", "silent"):
+                return worst
+    return worst
+
+
+ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
+
+
+def _ours(host: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
+    """Yield each variant's name and a function that runs it and returns how it differs."""
+
+    def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
+        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | fields)
+        ours.load_state_dict(upstream.state_dict())
+        return mutant_models.first_difference(mutant_models.measure(ours, model.use, generates), wanted)
+
+    def talking() -> str | None:
+        def read(folder: str) -> Any:
+            return mutant_models.our_class(host, model).from_pretrained(folder, talking_heads="both")
+
+        ours = mutant_models.in_folder(upstream, read)
+        return mutant_models.first_difference(mutant_models.measure(ours, model.use), wanted)
+
+    def own(name: str) -> str | None:
+        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | model.own[name])
+        if isinstance(kept[name], str):  # it failed before the mutation
+            return mutant_models.first_difference(mutant_models.measure(ours, model.use), {})
+        weights, expected = kept[name]
+        made = mutant_models.measure(mutant_models.take(ours, weights), model.use)
+        return mutant_models.first_difference(made, {} if mutation.get("changes") else expected)
+
+    yield "multi-head", lambda: loaded({})
+    yield "exact latents", lambda: loaded(model.exact)
+    yield "talking", talking
+    for name in model.own:
+        yield name, lambda name=name: own(name)
+
+
+def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
+    try:
+        difference = run()
+    except Exception as error:
+        chain = [error]
+        while (chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(chain[-1].__cause__ or chain[-1].__context__)
+        for each in chain:
+            if type(each).__name__ == "UpstreamChanged" or _is_our_value_error(each):
+                named = any(name in str(each) for name in names)
+                return "refused" if named else "refused without its name", f"{type(each).__name__}: {each}"[:400]
+        return "raw", _last_lines()
+    return ("silent", difference) if difference else ("equal", "")
+
+
+def _is_our_value_error(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    is_first = error.__cause__ is None and error.__context__ is None
+    return type(error) is ValueError and is_first and bool(frames) and "hf_attn_variants" in frames[-1].filename
+
+
+def _last_lines() -> str:
+    error, frames = sys.exc_info()[1], traceback.extract_tb(sys.exc_info()[2])
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}"
+    return f"{type(error).__name__}: {error}"[:300] + f" ({where})"
+
+
+def in_fork(work: Any) -> bytes:
+    """Return what a function writes, run in a fork of this process; b"" where that dies or takes too long."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                found = work()
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(found)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
+    """Return a line of JSON for each host of a mutation; runs in a fork."""
+    seen: set[str] = set()
+    sys.meta_path.insert(0, Rewriting(mutation, seen))
+    failed = None
+    if mutation["op"].get("modules"):
+        try:
+            purge(mutation["op"]["modules"])
+            for name in GENERAL:
+                importlib.import_module(name)
+        except Exception:
+            failed = "invalid", _last_lines()
+
+    def one(host: str) -> bytes:
+        signal.alarm(SECONDS)
+        begun = time.process_time()
+        outcome, note = failed or judge(host, mutation, before[host])
+        if not seen and mutation["op"]["op"] != "nothing":
+            outcome, note = "invalid", "nothing was rewritten"
+        row = {"host": host, "outcome": outcome, "note": note, "seconds": round(time.process_time() - begun, 2)}
+        return (json.dumps(row) + "\n").encode()
+
+    rows = []
+    for host in mutation["hosts"]:
+        lost = {"host": host, "outcome": "raw", "note": f"died, or more than {SECONDS} s", "seconds": 0.0}
+        rows.append(in_fork(lambda host=host: one(host)) or (json.dumps(lost) + "\n").encode())
+    return b"".join(rows)
+
+
+def main() -> None:
+    """Answer mutations until there are none."""
+    prepare()
+    before: dict[str, Any] = {}
+    for line in sys.stdin:
+        mutation = json.loads(line)
+        for host in mutation["hosts"]:
+            if host not in before:
+                before[host] = pickle.loads(in_fork(lambda host=host: _try(host)))
+        sys.stdout.write(in_fork(lambda mutation=mutation: run(mutation, before)).decode())
+        sys.stdout.flush()
+
+
+def _try(host: str) -> bytes:
+    return pickle.dumps(baseline(host))
+
+
+if __name__ == "__main__":
+    main()

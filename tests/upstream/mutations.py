@@ -1,0 +1,261 @@
+"""Mutants of the installed transformers, and what our models do in each: `python tests/upstream/mutations.py --help`.
+
+A mutant is transformers with one thing changed that our code touches, and all of transformers that uses it changed
+with it. In it our models must give what the mutant's own models give, or say the name of what has changed.
+"""
+
+import argparse
+import ast
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from upstream.general_mutations import general_mutations
+from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+
+OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
+BAD = ("refused without its name", "raw", "silent")
+# What new names are made of: none of transformers' names has it.
+NEW = "renamed_{}"
+# Attributes that our code reads or writes, by the role of the class whose they are; `True`: anybody's but `config`'s.
+ATTRIBUTES = {
+    "attention": {
+        "q": False, "k": False, "v": False, "o": False, "query": False, "key": False, "value": False, "dense": False,
+        "q_proj": False, "k_proj": False, "v_proj": False, "out_proj": False, "q_lin": False, "k_lin": False,
+        "v_lin": False, "out_lin": False, "layer_idx": False, "scaling": False, "dropout": False,
+        "has_relative_attention_bias": False, "relative_attention_bias": False, "key_value_proj_dim": False,
+        "is_decoder": False, "attention_dropout": False, "output_dropout": False, "LayerNorm": False, "n_heads": False,
+        "compute_bias": False,
+    },
+    "embeddings": {
+        "position_embeddings": False, "padding_idx": False, "token_type_embeddings": False, "word_embeddings": True,
+    },
+    "stack": {"embed_tokens": True, "is_decoder": False, "block": True, "layers": True},
+}  # fmt: skip
+PATHS = (
+    "SelfAttention", "EncDecAttention", "self_attn", "encoder_attn", "crossattention", "albert_layer_groups",
+    "albert_layers",
+)  # fmt: skip
+# Without them a model can still run: what upstream's own forward does with its default is what our models must do.
+DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
+
+
+def host_mutations(host: str) -> Iterator[dict[str, Any]]:
+    """Yield the mutations of one host's modeling file."""
+    tree = tree_of(host)
+    found = classes(tree)
+    kinds = ("attention", "embeddings", "stack", *(() if host in ("t5", "umt5") else ("base",)))
+    for kind in kinds:
+        groups = _groups(tree, role(tree, kind))
+        for names in groups:
+            forwards = [each for name in names if (each := method(found[name], "forward"))]
+            yield from _of_method(host, kind, names, forwards, tree)
+    attentions = role(tree, "attention")
+    for how in ("more", "fewer", "between", "swapped"):
+        op = {"op": "change_tuple", "names": attentions, "method_name": "forward", "how": how}
+        yield _mutation(host, "tuple", f"{'+'.join(attentions)}.forward returns {how}", op, ["forward"])
+    for kind, attributes in ATTRIBUTES.items():
+        yield from _of_attributes(host, tree, role(tree, kind), attributes)
+    yield from _of_attributes(host, tree, list(found), dict.fromkeys(PATHS, True))
+    for name in {each for kind in ("attention", "embeddings", "stack") for each in role(tree, kind)}:
+        op = {"op": "rename_names", "old": name, "new": f"Renamed{name}"}
+        yield _mutation(host, "class", f"{name} is called Renamed{name}", op, [name])
+        yield _mutation(host, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
+    op = {"op": "attend_to_halves", "names": attentions}
+    yield _mutation(host, "meaning", "attention reads half of its inputs", op, [*attentions], changes=True)
+    yield _mutation(host, "nothing", "nothing", {"op": "nothing"}, [])
+
+
+def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
+    """Return classes in groups that are called at the same places, and so change together."""
+    groups: list[list[str]] = []
+    for name in names:
+        mine = {id(call) for call in calls(tree, {name})}
+        for group in groups:
+            if mine & {id(call) for call in calls(tree, set(group))}:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module) -> Any:
+    if not forwards or not list(calls(tree, set(names))):
+        return
+    title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
+    orders = [parameters(each) for each in forwards]
+    # Upstream's decorators hand over `use_cache` by its name.
+    known = list(dict.fromkeys(name for order in orders for name in order if name != "use_cache"))
+    called_by_name = {key.arg for call in calls(tree, set(names)) for key in call.keywords}
+    for old in known:
+        new = NEW.format(old)
+        op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, kind, old, new)}
+        yield _mutation(host, "rename", f"{title}: {old} is called {new}", op, [old, new])
+        needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
+        if old in DROPPABLE and old in called_by_name and not needed:
+            op = {"op": "drop_parameter", **common, "old": old}
+            yield _mutation(host, "drop", f"{title} without {old}", op, [old], changes=True)
+    same = all(order == orders[0] for order in orders)
+    for first, second in zip(orders[0][1:], orders[0][2:], strict=False) if kind != "base" else ():
+        if not all(first in order and second in order for order in orders):
+            continue
+        for by_place in (False, True) if same and kind in ("attention", "embeddings") else (False,):
+            op = {"op": "reorder", **common, "old": first, "new": second, "by_place": by_place}
+            note = " and callers go by place" if by_place else ""
+            yield _mutation(host, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second])
+    for uses in (False, True) if kind != "base" else (False,):
+        op = {"op": "require", **common, "new": "new_thing", "uses": uses, "after": _adapter(host, kind, "new_thing")}
+        what = "takes" if uses else "takes and ignores"
+        yield _mutation(host, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)
+
+
+def _adapter(host: str, kind: str, old: str, new: str = "") -> str:
+    """Return what has generation, which calls an encoder by the names of its inputs, follow a change of them."""
+    if kind != "stack" or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
+        return ""
+    return f"""
+def _renamed(made):
+    def prepare(self, inputs_tensor, model_kwargs, model_input_name, **rest):
+        name = model_input_name or self.main_input_name
+        names = {{'{old}': '{new or old}'}}
+        kept = {{'new_thing': 1.25}} if {not new} else {{}}
+        kept |= {{names.get(key, key): value for key, value in model_kwargs.items()}}
+        found = made(self, inputs_tensor, kept, names.get(name, name), **rest)
+        return model_kwargs | {{'encoder_outputs': found['encoder_outputs']}}
+    return prepare
+import transformers.generation.utils as _generation
+_name = '_prepare_text_encoder_decoder_kwargs_for_generation'
+if not hasattr(_generation.GenerationMixin, _name):
+    _name = '_prepare_encoder_decoder_kwargs_for_generation'
+for _each in list(globals().values()):
+    if isinstance(_each, type) and issubclass(_each, _generation.GenerationMixin) and '_is_stateful' in dir(_each):
+        if _each.__module__ == __name__:
+            setattr(_each, _name, _renamed(getattr(_generation.GenerationMixin, _name)))
+"""
+
+
+def _of_attributes(host: str, tree: ast.Module, names: list[str], attributes: dict[str, bool]) -> Any:
+    written = {
+        target.attr
+        for name in names
+        for each in ast.walk(classes(tree)[name])
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    } | {each.name for name in names for each in classes(tree)[name].body if isinstance(each, ast.FunctionDef)}
+    for old, anywhere in attributes.items():
+        if old in written:
+            new = NEW.format(old)
+            if old == "compute_bias":
+                op = {"op": "rename_names", "old": old, "new": new}
+            else:
+                op = {"op": "rename_attribute", "names": names, "old": old, "new": new, "anywhere": anywhere}
+            title = "+".join(names) if len(names) < 4 else host
+            yield _mutation(host, "attribute", f"{title}: self.{old} is called {new}", op, [old, new])
+
+
+def _mutation(host: str, kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "title": title, "op": op | {"host": host}, "hosts": [host], "names": names, **more}
+
+
+def all_mutations(hosts: Iterable[str] = HOSTS) -> list[dict[str, Any]]:
+    """Return every mutation, one host each of those that hosts share."""
+    hosts = list(hosts)
+    return [each for host in hosts for each in host_mutations(host)] + [
+        each | {"hosts": [host for host in hosts if host not in each.get("but", ())]} for each in general_mutations()
+    ]
+
+
+def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[str, Any]]:
+    """Return some of the mutations, a host each: as many of each host and of each kind as can be."""
+    single = [each | {"hosts": [host]} for each in mutations for host in each["hosts"]]
+    random.Random(seed).shuffle(single)
+    count: Counter[str] = Counter()
+    chosen = []
+    while single and len(chosen) < cases:
+        place = min(range(len(single)), key=lambda i: count[single[i]["kind"]] + count[single[i]["hosts"][0]])
+        chosen.append(single.pop(place))
+        count.update([chosen[-1]["kind"], chosen[-1]["hosts"][0]])
+    return chosen
+
+
+def run(mutations: list[dict[str, Any]], show: bool = False) -> list[dict[str, Any]]:
+    """Return a row for each host of each mutation: kind, title, host, outcome, note."""
+    worker = Path(__file__).with_name("mutant_worker.py")
+    command = [sys.executable, "-W", "ignore", str(worker)]
+    rows: list[dict[str, Any]] = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for mutation in mutations:
+            process.stdin.write(json.dumps(mutation) + "\n")
+            process.stdin.flush()
+            for _ in mutation["hosts"]:
+                line = process.stdout.readline()
+                if not line:
+                    raise RuntimeError(f"the worker ended at {mutation['title']}")
+                rows.append({"kind": mutation["kind"], "title": mutation["title"], **json.loads(line)})
+                if show and (show == "all" or rows[-1]["outcome"] not in ("equal", "refused")):
+                    print(line_of(rows[-1]), flush=True)
+        process.stdin.close()
+    return rows
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
+    return f"{row['outcome']:8} {row['host']:10} {row['kind']:9} {row['title']} | {row['note']}"
+
+
+def table(rows: list[dict[str, Any]], key: str) -> str:
+    """Return counts of outcomes by host or by kind."""
+    counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _values(rows, key)}
+    counts["all"] = Counter(row["outcome"] for row in rows)
+    lines = [f"{key:14}" + "".join(f"{name[:9]:>10}" for name in OUTCOMES)]
+    lines += [f"{value:14}" + "".join(f"{count[name]:10}" for name in OUTCOMES) for value, count in counts.items()]
+    return "\n".join(lines)
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def main() -> None:
+    """Run mutations from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", nargs="*", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument("--kind", nargs="*", help="rename, drop, reorder, require, tuple, attribute, class, ...")
+    parser.add_argument("--title", help="only mutations whose title has this in it")
+    parser.add_argument("--of", choices=("host", "all"), nargs="*", help="of a host's modeling file, or of all hosts'")
+    parser.add_argument("--sample", type=int, help="so many cases, chosen by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write all rows there")
+    parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
+    parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
+    args = parser.parse_args()
+    mutations = [each for each in all_mutations(args.host) if not args.kind or each["kind"] in args.kind]
+    mutations = [each for each in mutations if not args.title or args.title in each["title"]]
+    if args.of:
+        mutations = [each for each in mutations if ("host" if "host" in each["op"] else "all") in args.of]
+    if args.sample:
+        mutations = sample(mutations, args.seed, args.sample)
+    if args.list:
+        print("\n".join(f"{each['kind']:9} {'+'.join(each['hosts'])} {each['title']}" for each in mutations))
+        return
+    begun = time.monotonic()
+    rows = run(mutations, "all" if args.all else True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(table(rows, "host"), table(rows, "kind"), sep="\n\n")
+    print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Rewrites the source of transformers' modules: each mutation as a change of their syntax trees.
+
+A mutation's "op" is a dictionary: "op", the name of a function here or in `rewriting_general`, its arguments, "host"
+where a host's modeling file is rewritten and "modules" where modules are that hosts share.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from upstream import rewriting_general
+from upstream.source_of_hosts import calls, classes, method, parameters
+
+MOVED = "_moved_away"  # what the name of a module ends with that a class has moved to
+
+
+def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
+    """Return the source of a module as a mutation has it; None where it leaves it alone."""
+    op = mutation["op"]
+    host = f"transformers.models.{op.get('host')}.modeling_{op.get('host')}"
+    name = op["op"]
+    if name == "move_class":
+        return move_class(module, host, source, op["name"])
+    if name in HOST_OPS:
+        if module != host:
+            return None
+        tree = ast.parse(source)
+        HOST_OPS[name](tree, **{key: value for key, value in op.items() if key not in ("op", "host", "modules")})
+        text = ast.unparse(ast.fix_missing_locations(tree)) + op.get("after", "")
+        return text
+    if name == "nothing":
+        return None
+    return rewriting_general.rewrite(op, module, source)
+
+
+def home_of_moved(name: str) -> str:
+    """Return the file's module that a moved class's module is made from."""
+    return name.removesuffix(MOVED)
+
+
+def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
+    """Return modules and all loaded ones that import them at their top, directly or through others."""
+    imports = {name: _imported(name, module) for name, module in modules.items()}
+    gone = {name for name in names if name in modules}
+    while more := {name for name, found in imports.items() if found & gone} - gone:
+        gone |= more
+    # Tools, which use models inside functions; the worker has changed one of them.
+    return {name for name in gone if not re.match(r"transformers(\.utils\b.*|\.dependency_.*)?$", name)}
+
+
+def _imported(name: str, module: Any) -> set[str]:
+    path = getattr(module, "__file__", None)
+    if not path or not Path(path).exists() or type(module).__name__ == "_LazyModule":
+        return set()
+    is_package = Path(path).name == "__init__.py"
+    package = name.split(".") if is_package else name.split(".")[:-1]
+    found = set()
+    for dots, base, _ in re.findall(r"^(?:    )?from (\.*)([\w.]*) import (.)", Path(path).read_text("utf-8"), re.M):
+        above = package[: len(package) - len(dots) + 1] if dots else []
+        found.add(".".join([*above, *([base] if base else [])]))
+    return found
+
+
+def _functions(tree: ast.Module, names: list[str], method_name: str) -> list[ast.FunctionDef]:
+    found = classes(tree)
+    return [each for name in names if name in found and (each := method(found[name], method_name))]
+
+
+def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == old:
+            node.id = new
+        elif isinstance(node, ast.arg) and node.arg == old:
+            node.arg = new
+
+
+def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
+    """Upstream's `@deprecate_kwarg("past_key_values", ..., new_name="cache")` leads to the new name, or goes."""
+    kept = []
+    for each in function.decorator_list:
+        target = [key for key in getattr(each, "keywords", []) if key.arg == "new_name"]
+        if target and getattr(target[0].value, "value", None) == old:
+            if new is None:
+                continue
+            target[0].value = ast.Constant(new)
+        kept.append(each)
+    function.decorator_list = kept
+
+
+def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, new: str, **_: Any) -> None:
+    """Rename a method's parameter, and the keyword in all calls of these classes."""
+    for function in _functions(tree, names, method_name):
+        _rename_names(function, old, new)
+        _fix_deprecations(function, old, new)
+    for call in calls(tree, set(names)):
+        for keyword in call.keywords:
+            keyword.arg = new if keyword.arg == old else keyword.arg
+
+
+def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, **_: Any) -> None:
+    """Take a parameter away: nobody hands it over, the method goes on with its default."""
+    orders = {}
+    for function in _functions(tree, names, method_name):
+        arguments = function.args
+        place = [each.arg for each in arguments.args].index(old)
+        orders = parameters(function)
+        defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+        arguments.args.pop(place)
+        default = defaults.pop(place) or ast.Constant(None)
+        arguments.defaults = [each for each in defaults if each is not None]
+        function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
+        _fix_deprecations(function, old, None)
+    for call in calls(tree, set(names)):
+        call.keywords = [each for each in call.keywords if each.arg != old]
+        place = orders.index(old)
+        if len(call.args) > place:
+            call.args.pop(place)
+
+
+def reorder(
+    tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
+) -> None:
+    """Swap two parameters; callers follow, and hand all over by their places where asked for."""
+    for function in _functions(tree, names, method_name):
+        before, found = parameters(function), function.args.args
+        first, second = ([each.arg for each in found].index(name) for name in (old, new))
+        found[first], found[second] = found[second], found[first]
+        if len(function.args.defaults) < len(found) - 1:
+            # What has no default stands before what has.
+            function.args.defaults = [ast.Constant(None)] * (len(found) - 2)
+        after = parameters(function)
+    for call in calls(tree, set(names)):
+        if any(isinstance(each, ast.Starred) for each in call.args):
+            continue
+        given = dict(zip(before, call.args, strict=False))
+        given |= {each.arg: each.value for each in call.keywords if each.arg in before}
+        rest = [each for each in call.keywords if each.arg not in before]
+        places = max((after.index(name) for name in given), default=-1) + 1 if by_place else 1
+        call.args = [given.pop(name, ast.Constant(None)) for name in after[:places]]
+        call.keywords = [ast.keyword(name, value) for name, value in given.items()] + rest
+
+
+def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
+    """Give a method one more argument that all callers hand over; where it is used, it multiplies what is read."""
+    for function in _functions(tree, names, method_name):
+        order = parameters(function)
+        function.args.args.insert(2, ast.arg(new))
+        places = len(function.args.args)
+        if places - len(function.args.defaults) < 3:
+            function.args.defaults = function.args.defaults[-(places - 3) :]
+        if uses:
+            _use(function, new)
+    for call in calls(tree, set(names)):
+        if any(isinstance(each, ast.Starred) for each in call.args):
+            continue
+        for place, value in enumerate(call.args[1:], 1):
+            call.keywords.insert(place - 1, ast.keyword(order[place], value))
+        del call.args[1:]
+        call.keywords.insert(0, ast.keyword(new, ast.Constant(1.25)))
+
+
+def _use(function: ast.FunctionDef, new: str) -> None:
+    scaled = "hidden_states = hidden_states * {new}"
+    if "hidden_states" in parameters(function):
+        function.body.insert(0, ast.parse(scaled.format(new=new)).body[0])
+        return
+    for place, each in enumerate(function.body):
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) in ("hidden_states", "embeddings"):
+            name = ast.unparse(each.targets[0])
+            function.body.insert(place + 1, ast.parse(f"{name} = {name} * {new}").body[0])
+            return
+    raise ValueError(f"no place to use {new}")
+
+
+# How callers get the old tuple back.
+TUPLES = {
+    "more": ("({0}, None)", "(lambda each: each[:-1])({0})"),
+    "fewer": ("({0},)[:-1]", "(lambda each: (*each, None))({0})"),
+    "between": ("({0})", "(lambda each: (each[0], *each[2:]))({0})"),
+    "swapped": ("({0})", "(lambda each: each[::-1])({0})"),
+}
+
+
+def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str, **_: Any) -> None:
+    """Change what a method returns, and have its callers change it back."""
+    found = list(calls(tree, set(names)))
+    for function in _functions(tree, names, method_name):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+                parts = node.value.elts
+                parts = {
+                    "more": [*parts, ast.Constant(None)],
+                    "fewer": parts[:-1],
+                    "between": [parts[0], ast.Constant(None), *parts[1:]],
+                    "swapped": parts[::-1],
+                }[how]
+                node.value = ast.Tuple(parts, ast.Load())
+
+    class Unpacking(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            self.generic_visit(node)
+            if not any(node is each for each in found):
+                return node
+            return ast.parse(TUPLES[how][1].format(ast.unparse(node)), mode="eval").body
+
+    Unpacking().visit(tree)
+
+
+def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
+    """Rename an attribute of some classes' instances; `anywhere`: of whatever is no configuration."""
+    found = classes(tree)
+    for name, node in found.items():
+        mine = name in names or any(ast.unparse(base) in names for base in node.bases)
+        for each in ast.walk(node):
+            if not (isinstance(each, ast.Attribute) and each.attr == old):
+                continue
+            owner = ast.unparse(each.value)
+            if (owner == "self" and mine) or (anywhere and not re.search(r"config|torch|functional", owner)):
+                each.attr = new
+            elif owner == "module":  # a model's rules for first weights
+                each.attr = new
+        for each in ast.walk(node):
+            is_asked = isinstance(each, ast.Call) and ast.unparse(each.func) in ("hasattr", "getattr")
+            if is_asked and getattr(each.args[1], "value", None) == old and (anywhere or mine):
+                each.args[1] = ast.Constant(new)
+        if anywhere:
+            _rename_in_paths(node, old, new)
+
+
+def _rename_in_paths(node: ast.ClassDef, old: str, new: str) -> None:
+    for statement in node.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            for each in ast.walk(statement.value):
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    each.value = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, each.value)
+
+
+def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
+    """Rename a class or a method everywhere in the file."""
+    rewriting_general.rename_identifier(tree, old, new)
+
+
+def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
+    """Have calls of the attention read half of the inputs' numbers: another meaning, the same names."""
+    for name in names:
+        text = (
+            "def __call__(self, hidden_states, *args, **kwargs):\n"
+            "    half = torch.arange(hidden_states.shape[-1]) < hidden_states.shape[-1] // 2\n"
+            "    return super().__call__(hidden_states * half, *args, **kwargs)\n"
+        )
+        classes(tree)[name].body += ast.parse(text).body
+
+
+def move_class(module: str, host: str, source: str, name: str) -> str | None:
+    """Move a class into a module of its own beside the host's file, which goes on to use it from there."""
+    if module == host + MOVED:
+        return source
+    if module != host:
+        return None
+    return (
+        f"from transformers.models.{host.split('.')[2]} import __name__ as _package\nimport importlib\n"
+        f"_moved = importlib.import_module('{host + MOVED}')\n"
+        f"globals().update({{k: v for k, v in vars(_moved).items() if not k.startswith('__') and k != '{name}'}})\n"
+    )
+
+
+HOST_OPS = {
+    each.__name__: each
+    for each in (
+        rename_parameter,
+        drop_parameter,
+        reorder,
+        require,
+        change_tuple,
+        rename_attribute,
+        rename_names,
+        attend_to_halves,
+    )
+}

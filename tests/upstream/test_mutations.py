@@ -1,0 +1,145 @@
+"""In a changed transformers our models give what its own models give, or say what has changed: some of the mutants.
+
+All of them: `python -m pytest -m slow tests/upstream/test_mutations.py`, or `python tests/upstream/mutations.py`.
+"""
+
+import ast
+
+import pytest
+from upstream import mutations, rewriting, rewriting_general
+from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+
+CASES, SEED = 60, 0
+# Meanings under the same names: no signature says them.
+UNSEEN = {"meaning"}
+
+
+def bad(rows):
+    return [mutations.line_of(row) for row in rows if row["outcome"] in mutations.BAD and row["kind"] not in UNSEEN]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """What becomes of a sample of the mutants, and of mutants that change nothing."""
+    every = mutations.all_mutations()
+    nothing = [each for each in every if each["kind"] == "nothing"]
+    others = [each for each in every if each["kind"] != "nothing"]
+    return mutations.run(nothing + mutations.sample(others, SEED, CASES))
+
+
+@pytest.fixture
+def sampled(rows):
+    return [row for row in rows if row["kind"] != "nothing"]
+
+
+def test_a_mutant_that_changes_nothing_is_equal(rows):
+    unchanged = [row for row in rows if row["kind"] == "nothing"]
+    assert [row["host"] for row in unchanged] == list(HOSTS)
+    assert not [mutations.line_of(row) for row in unchanged if row["outcome"] != "equal"]
+
+
+def test_a_sample_is_equal_or_refused_by_name(sampled):
+    assert not bad(sampled), "\n".join(bad(sampled))
+
+
+def test_the_sample_meets_every_host_and_kind(sampled):
+    kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing"}
+    assert {row["host"] for row in sampled} == set(HOSTS) and {row["kind"] for row in sampled} == kinds
+    assert sum(row["outcome"] == "invalid" for row in sampled) <= len(sampled) // 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_mutant_is_equal_or_refused_by_name(host):
+    rows = mutations.run(mutations.all_mutations([host]))
+    assert not bad(rows), "\n".join(bad(rows))
+    invalid = [mutations.line_of(row) for row in rows if row["outcome"] == "invalid"]
+    assert len(invalid) <= len(rows) // 20, "\n".join(invalid)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_each_host_has_what_mutations_are_made_of(host):
+    tree = tree_of(host)
+    for kind in ("attention", "embeddings" if host in BERTS else "stack"):
+        names = role(tree, kind)
+        assert names and list(calls(tree, set(names))), kind
+    titles = [each["title"] for each in mutations.host_mutations(host)]
+    assert len(titles) == len(set(titles)) and len(titles) > 30
+
+
+BERTS = ("bert", "albert", "roberta", "distilbert", "electra")
+
+SMALL = """
+class Attention(nn.Module):
+    def __init__(self):
+        self.q, self.k, self.v = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, states, mask=None, bias=None, **kwargs):
+        return states * mask, self.q(bias)
+
+class Layer(nn.Module):
+    def __init__(self):
+        self.attention = Attention()
+
+    def forward(self, states, mask=None):
+        found, _ = self.attention(states, mask, bias=1, other=2)
+        return found
+"""
+
+
+def changed(op, **arguments):
+    tree = ast.parse(SMALL)
+    rewriting.HOST_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def test_a_parameter_is_renamed_where_it_is_read_and_handed_over():
+    text = changed("rename_parameter", old="bias", new="shift")
+    assert "def forward(self, states, mask=None, shift=None, **kwargs)" in text and "self.q(shift)" in text
+    assert "self.attention(states, mask, shift=1, other=2)" in text
+
+
+def test_a_parameter_is_dropped_with_its_argument():
+    text = changed("drop_parameter", old="mask")
+    assert "def forward(self, states, bias=None, **kwargs):\n        mask = None" in text
+    assert "self.attention(states, bias=1, other=2)" in text
+
+
+def test_parameters_are_swapped():
+    text = changed("reorder", old="mask", new="bias", by_place=True)
+    assert "def forward(self, states, bias=None, mask=None, **kwargs)" in text
+    assert "self.attention(states, 1, mask, other=2)" in text
+    assert "self.attention(states, mask=mask, bias=1, other=2)" in changed(
+        "reorder", old="mask", new="bias", by_place=False
+    )
+
+
+def test_an_argument_more_is_handed_over():
+    text = changed("require", new="more", uses=False)
+    assert "def forward(self, states, more, mask=None, bias=None, **kwargs)" in text
+    assert "self.attention(states, more=1.25, mask=mask, bias=1, other=2)" in text
+
+
+def test_a_tuple_is_changed_and_changed_back():
+    assert "return (states * mask, self.q(bias), None)" in changed("change_tuple", how="more")
+    assert "(lambda each: each[:-1])(self.attention(states, mask, bias=1, other=2))" in changed(
+        "change_tuple", how="more"
+    )
+
+
+def test_members_of_caches_are_told_from_others():
+    tree = ast.parse("class DynamicCache:\n    def update(self): self.update()\ncache.update()\nnames.update()\n")
+    rewriting_general.rename_cache_member(tree, "update", "put")
+    assert ast.unparse(tree).split("\n")[1:] == [
+        "",
+        "    def put(self):",
+        "        self.put()",
+        "cache.put()",
+        "names.update()",
+    ]
+
+
+def test_a_method_of_a_file_is_found():
+    found = classes(ast.parse(SMALL))
+    assert parameters(method(found["Attention"], "forward")) == ["states", "mask", "bias"]
+    assert method(found["Layer"], "update") is None
