@@ -62,9 +62,9 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
     def work() -> None:
         _check_surroundings()
         module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
+        _check_unicode(sys.argv[1:] if argv is None else argv)
         # The commands' parsers take their name from here (`command_line.program_name`).
         called, sys.argv[0] = sys.argv[0], program or sys.argv[0]
-        _check_unicode(sys.argv[1:] if argv is None else argv)
         try:
             args = module.parse_args(argv)
         finally:

@@ -83,7 +83,6 @@ def main(args: argparse.Namespace) -> Any:
     from ..errors import as_value_error
     from ..inspection.checkpoint_config import read_checkpoint_config
     from ..inspection.speed import measure_speed
-    from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
@@ -111,7 +110,14 @@ def main(args: argparse.Namespace) -> Any:
         )
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
-        return table
+    else:
+        _print(table, args.rounds)
+    return table
+
+
+def _print(table: Any, rounds: int) -> None:
+    from ..inspection.tables import print_table, print_text
+
     of, measured = f"{table.length:,} tokens", "batch"
     if table.work == "generate":
         search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
@@ -129,10 +135,9 @@ def main(args: argparse.Namespace) -> Any:
     print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
     threads, load = table.machine["threads"], table.machine["load_average"]
     ended = f", load {load[0]:.1f} at the end" if load else ""
-    print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
+    print_text(f"Medians of {rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
     if table.break_even is not None:
         print_text(_break_even(table))
-    return table
 
 
 def _break_even(table: Any) -> str:

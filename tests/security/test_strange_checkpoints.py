@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.speech import recordings, whisper_checkpoint
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
@@ -336,6 +337,7 @@ def test_what_is_counted_is_said(sources, tmp_path, capsys):
 def test_the_report_of_missing_tensors_names_the_folder(bert, sources, tmp_path, caplog):
     tensors = {name: each for name, each in load_file(bert / "model.safetensors").items() if "pooler" not in name}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
+    transformers.logging.set_verbosity_warning()
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:

@@ -144,15 +144,11 @@ def measure_frontier(
         text = held_out_text(source, calibration.tokenizer, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
-    settings |= {"targets": calibration.target_texts is not None, "max_length": calibration.length, "seed": seed}
-    about = (checkpoint, type(source).__name__, text.measure, len(losses), settings, length, source_length)
+    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
+    about += (length, source_length)
     _check_loss(losses, checkpoint, known)
     measured = _Measured(text.losses, losses, _timer(source, length, source_length, known), lengths)
-    # Those that change most attentions first: one conversion then makes those of several options.
-    width = source.config.hidden_size
-    order = sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
-    order = [fields for fields in order if all(dict(fields) != row.fields for row in known[1:])]
+    order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)
     conversions = 0
     rows = [*known] or [measured.row(source, {}, 0.0)]
     frontier = Frontier(*about, _in_order(rows))
@@ -169,6 +165,21 @@ def measure_frontier(
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
     return frontier
+
+
+def _in_turn(options: Sequence[Mapping[str, Any]], source: PreTrainedModel) -> list[Mapping[str, Any]]:
+    """Return those that change most attentions first: one conversion then makes those of several options."""
+    width = source.config.hidden_size
+    return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
+
+
+def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
+    settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
+    return settings | {
+        "targets": calibration.target_texts is not None,
+        "max_length": calibration.length,
+        "seed": seed,
+    }
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
