@@ -151,17 +151,15 @@ def measure_frontier(
     order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)
     conversions = 0
     rows = [*known] or [measured.row(source, {}, 0.0)]
-    frontier = Frontier(*about, _in_order(rows))
     keep = on_row or (lambda frontier, left: None)
-    keep(frontier, len(order))
+    keep(frontier := Frontier(*about, _in_order(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
             name = variant_name(pieces.config(fields), kv_heads_field(type(source), source.config))
             conversions += not pieces.is_at_hand(fields)
             bar.set_description(f"trying {name}", refresh=is_watched())
             rows.append(measured.row(pieces.model(fields), dict(fields), pieces.attention_error(fields)))
-            frontier = Frontier(*about, _in_order(rows))
-            keep(frontier, len(order) - number)
+            keep(frontier := Frontier(*about, _in_order(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
     return frontier
