@@ -43,5 +43,5 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
                 "give `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
     return load_tokenizer_of(
-        folder, "a calibration needs one: put its files there, or give `Calibration(..., tokenizer=tokenizer)`."
+        folder, ", and a calibration needs them: put them there, or give `Calibration(..., tokenizer=tokenizer)`."
     )

@@ -111,7 +111,7 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     Args:
         tokenizer: as transformers loaded it.
         source: from where.
-        advice: what to do, the end of the message.
+        advice: what to do, the end of the message, with what divides it from the rest.
 
     Raises:
         OSError: if it was not; the message says which files there are.
@@ -123,9 +123,9 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     if found := [name for name in names if name.endswith(TOKENIZER_FILES)]:
         raise FileNotFoundError(
             f"{os.fspath(source)} has {', '.join(found)}, and AutoTokenizer reads no word from it: a "
-            f"{type(tokenizer).__name__} needs other files, or these are of another tokenizer; {advice}"
+            f"{type(tokenizer).__name__} needs other files, or these are of another tokenizer{advice}"
         )
-    raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files; {advice}")
+    raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
 def model_of_tensors(

@@ -43,7 +43,7 @@ def load_source(
         model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         checked_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
-    return model, load_tokenizer_of(folder, "its text needs one.")
+    return model, load_tokenizer_of(folder, ", which its text needs.")
 
 
 def variants_to_try(model: PreTrainedModel, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def load_tokenizer(
         if words and _needs_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(found, **options)
-    check_learned_tokens(tokenizer, source, "give a folder or Hub id that has them with --tokenizer_name")
+    check_learned_tokens(tokenizer, source, "; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
     if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:
