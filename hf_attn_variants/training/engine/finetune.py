@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...files import RESULTS_NAME, atomic_write
+from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
 from .dataloaders import prepare_train_dataloader
@@ -22,7 +22,6 @@ from .models import model_name
 from .optimization import prepare_training
 from .session import open_session, start_run
 from .settings import FineTuningSettings
-from .tracking import save_results
 
 __all__ = ["Evaluator", "FineTuningTask", "fine_tune", "shown_metrics"]
 
@@ -127,7 +126,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         """Save the model."""
-        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings.output_dir, history)
+        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: Evaluator) -> None:
         """Evaluate the weights that training ended with, unless that was done."""
@@ -215,15 +214,10 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
         results |= {**task.dev_results(evaluator), "eval_runtime": round(evaluator.seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
     _write(task, results, task.predictions(evaluator) if evaluator is not None else {})
-    try:
-        found, files = task.predict()  # whatever ends this, the dev scores are written
-        results |= found
-        if found or files:
-            _write(task, results, files)
-    finally:
-        if accelerator.is_main_process:  # last, for a picture is the least of it
-            title = f"{task.name}: {model_name(settings)}"
-            outputs.draw_curves(settings, shown_metrics(task, results), title)
+    found, files = task.predict()  # whatever ends this, the dev scores are written
+    results |= found
+    if found or files:
+        _write(task, results, files)
     if accelerator.is_main_process:
         steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
         print(f"{task.summary(results)}{steps}")
@@ -236,4 +230,5 @@ def _write(task: FineTuningTask, results: dict[str, Any], predictions: dict[str,
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
         atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
-    save_results(folder / RESULTS_NAME, results, task.settings)
+    title = f"{task.name}: {model_name(task.settings)}"
+    outputs.write_results(task.settings, results, shown_metrics(task, results), title)

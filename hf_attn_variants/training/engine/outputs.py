@@ -29,7 +29,7 @@ from .checkpoints import NAME_PATTERN
 from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
-__all__ = ["draw_curves", "remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
+__all__ = ["remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
 
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
@@ -137,15 +137,7 @@ def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: 
     Raises:
         OSError: if a file could not be written.
     """
-    save_results(Path(settings.output_dir) / RESULTS_NAME, results, settings)
-    draw_curves(settings, metrics, title)
-
-
-def draw_curves(settings: TrainingSettings, metrics: list[str], title: str) -> None:
-    """Write `training_curves.png`; what cannot be drawn is a warning.
-
-    Raises:
-        OSError: if the file could not be written.
-    """
     folder = Path(settings.output_dir)
+    save_results(folder / RESULTS_NAME, results, settings)
+    # Last, and a picture that cannot be drawn is a warning.
     plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {settings.seed}")
