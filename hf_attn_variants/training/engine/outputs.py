@@ -3,8 +3,9 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +15,41 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...files import (
-    BEST_MODEL_FILE,
-    CARD_NAME,
-    CONFIG_NAME,
-    CURVES_FILE,
-    HISTORY_NAME,
-    LOG_FILE,
-    REPORT_NAME,
-    RESULTS_NAME,
-)
+from ...files import BEST_MODEL_FILE, CONFIG_NAME, CURVES_FILE, HISTORY_NAME, LOG_FILE, REPORT_NAME, RESULTS_NAME
+from ...model_folder import RESULTS, STAGE, replace_model
 from ...model_history import ModelHistory, write_history
 from .checkpoints import NAME_PATTERN
 from .settings import TrainingSettings
 from .tracking import plot_curves, read_log, save_results
 
-__all__ = ["remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
+__all__ = ["is_own_source", "remove_earlier_run", "save_bad_batch", "save_model", "write_results"]
 
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
 # What an earlier run of ours leaves in its output folder and a new one must not mistake for its own.
 STALE_PATTERN = re.compile(
-    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{re.escape(PREDICTIONS_PREFIX)}.*\.(tsv|json|jsonl|txt)|{BAD_BATCH_PREFIX}.*\.pt|"
-    + "|".join(
-        re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE, CURVES_FILE, RESULTS_NAME, REPORT_NAME, HISTORY_NAME)
-    )
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
+    + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE))
 )
 
 
-def remove_earlier_run(output_dir: str | Path, is_source: bool) -> None:
-    """Remove an earlier run's checkpoints, log, best weights and reports, but not its final model.
+def is_own_source(settings: TrainingSettings) -> bool:
+    """Say whether a run begins with the model that lies in its own output folder."""
+    source = settings.model_name_or_path
+    return source is not None and Path(source).expanduser().resolve() == Path(settings.output_dir).resolve()
 
-    Of a model that the new run begins with (`is_source`), its history and the report of its conversion stay. The
-    README.md of another one, with its licence, is removed: the new model's card would take both from it.
+
+def remove_earlier_run(output_dir: str | Path) -> None:
+    """Remove an earlier run's checkpoints, log and best weights; its model and what tells of it stay until the end.
 
     Raises:
         OSError: if something could not be removed.
     """
-    folder, kept = Path(output_dir), {HISTORY_NAME, REPORT_NAME} if is_source else set()
-    # Without a model beside it, a README.md may be of anything.
-    gone = {CARD_NAME} if not is_source and (folder / CONFIG_NAME).is_file() else set()
+    folder = Path(output_dir)
+    # Without a model that they tell of, results are of nobody.
+    results = () if (folder / CONFIG_NAME).exists() else (*RESULTS, REPORT_NAME, HISTORY_NAME)
     for entry in list(folder.iterdir()):
-        if entry.name in gone or (entry.name not in kept and STALE_PATTERN.fullmatch(entry.name)):
+        if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, each) for each in results):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
@@ -63,39 +57,42 @@ def save_model(
     accelerator: Accelerator,
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    output_dir: str | Path,
+    settings: TrainingSettings,
     history: ModelHistory,
     carried: dict[str, torch.Tensor] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save model, tokenizer and history into a folder, each file whole: written elsewhere and moved into place.
+    """Save model, tokenizer and history into the output folder, whole, in the place of what an earlier run left.
 
-    Called on every process; only the main one writes. `carried` goes into the weights' file beside the model's.
+    Called on every process; only the main one writes. `carried` goes into the weights' file beside the model's, and
+    `add_files` is called with the folder in which the model is made, to put more beside it.
 
     Raises:
         OSError: if the folder cannot be written; what was in it stays.
     """
-    weights = accelerator.get_state_dict(model)
+    folder, weights = Path(settings.output_dir), accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         if accelerator.is_fsdp2:  # gathered, tied weights are tensors of their own
             own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: tensor for name, tensor in weights.items() if name in own}
-        temporary = Path(output_dir) / ".tmp-model"
-        shutil.rmtree(temporary, ignore_errors=True)
+        stage = folder / STAGE
+        shutil.rmtree(stage, ignore_errors=True)
         try:
             with _as_own_class(accelerator.unwrap_model(model)) as unwrapped:
-                unwrapped.save_pretrained(temporary, state_dict=weights | (carried or {}))
-            tokenizer.save_pretrained(temporary)
-            write_history(temporary, history)
+                unwrapped.save_pretrained(stage, state_dict=weights | (carried or {}))
+            tokenizer.save_pretrained(stage)
+            write_history(stage, history)
+            if add_files is not None:
+                add_files(stage)
+            umask = os.umask(0)
+            os.umask(umask)
+            for path in stage.iterdir():
+                if path.is_file():
+                    path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
         except Exception as error:  # safetensors has its own error for a full disk
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(f"could not write the model to {output_dir} ({type(error).__name__}: {error})") from error
-        # The config last: a folder with a config but without weights would look like a checkpoint.
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in sorted(temporary.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name)):
-            path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
-            os.replace(path, Path(output_dir) / path.name)
-        temporary.rmdir()
+            shutil.rmtree(stage, ignore_errors=True)
+            raise OSError(f"could not write the model to {folder} ({type(error).__name__}: {error})") from error
+        replace_model(stage, folder, is_own_source(settings) or bool(settings.resume_from_checkpoint))
     accelerator.wait_for_everyone()
 
 
@@ -139,5 +136,4 @@ def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: 
     """
     folder = Path(settings.output_dir)
     save_results(folder / RESULTS_NAME, results, settings)
-    # Last, and a picture that cannot be drawn is a warning.
     plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {settings.seed}")
