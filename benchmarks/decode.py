@@ -5,7 +5,8 @@ cross-attention from a latent of them.
 
 Random weights: speed does not depend on them. `generate` is given the encoder's output, so what is timed is decoding
 (the keys and values of the source included); the encoder's own time, which the decoder's key/value heads do not touch,
-stands beside it. Every figure is the median over the repeats.
+stands beside it. Every figure is the median over the repeats; all is timed twice, with glibc's allocator as it is and
+with memory kept (`kept_memory.py`).
 
 Example:
     python benchmarks/decode.py --shape t5-small --batch_size 32 --source_length 1024 --threads 2
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 import transformers
+from kept_memory import NOT_SHOWN, add_memory_argument, run
 from machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.inspection.timing import FirstToken
 from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
 from hf_attn_variants.modeling.upstream import cache_of
@@ -82,6 +85,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--skip_encoder", action="store_true", help="do not time the encoder")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
     parser.add_argument("--run_name", help="the files' name; default: made of the settings")
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
@@ -108,8 +112,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for batch_size, source_length in itertools.product(args.batch_size, args.source_length):
         rows += measure(models, args, batch_size, source_length)
-    arguments = {key: str(value) for key, value in vars(args).items() if key != "output_dir"}
-    results = {"arguments": arguments, "machine": machine(args.device), "rows": rows}
+    arguments = {key: str(value) for key, value in vars(args).items() if key not in NOT_SHOWN}
+    results = {"arguments": arguments, "machine": machine(args.device), "memory": memory_now(), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = [f"batch{'-'.join(map(str, args.batch_size))}", f"source{'-'.join(map(str, args.source_length))}"]
     search = [f"beams{args.num_beams}", args.cache] + (["compiled"] if args.compile else [])
@@ -185,10 +189,13 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
     states, mask = source_of(next(iter(models.values())), args, batch_size, source_length)
     parts = {name: kv_cache_parts(decode(model, states, mask, args)[0], model, args) for name, model in models.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    usages: dict[str, list[Usage]] = {name: [] for name in models}
     for repeat in range(args.repeats):
         # In turn, and each round from another one on: what else the machine does hits all alike.
         for name in rotated(list(models), repeat):
-            times[name].append(decode(models[name], states, mask, args)[1:])
+            with Watch() as watch:
+                times[name].append(decode(models[name], states, mask, args)[1:])
+            usages[name].append(watch.usage)
     first_model = next(iter(models.values()))
     encoder = None if args.skip_encoder else encoder_seconds(first_model, batch_size, source_length, args)
     bandwidth, arithmetic = read_bandwidth(args.device), arithmetic_rate(args.device, getattr(torch, args.dtype))
@@ -213,6 +220,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
             "memory_bytes_per_second": bandwidth,
             "flops_per_second": arithmetic,
             **parts[name],
+            "usage": summary(usages[name]),
         }
         upstream = rows[0] if rows else row
         row["speedup"] = upstream["decode_seconds"] / total
@@ -325,11 +333,17 @@ def row_text(row: dict[str, Any]) -> str:
         f"{row['tokens_per_second']:8.1f} tokens/s {row['speedup']:5.2f}x | "
         f"first {row['first_token_seconds']:6.3f} s | "
         f"step {row['step_milliseconds']:7.2f} ms {row['step_speedup']:5.2f}x | "
+        f"{usage_text(row['usage'])} | "
         f"cache {row['cache_bytes'] / 2**20:7.1f} MiB {row['cache_bytes_ratio']:.4f} | "
         f"cross-attention {row['cross_attention_milliseconds']:7.2f} ms, "
         f"{row['cross_attention_over_memory_limit']:.1f}x its reading, "
         f"{row['cross_attention_over_arithmetic_limit']:.1f}x its arithmetic"
     )
+
+
+def alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two rows are of one model at one batch size and source length."""
+    return all(row[name] == other[name] for name in ("model", "batch_size", "source_length"))
 
 
 def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
@@ -339,6 +353,7 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    kept_rows = (results.get("kept") or {"rows": []})["rows"]
     sizes = sorted({(row["batch_size"], row["source_length"]) for row in results["rows"]})
     figure, panels = plt.subplots(
         1, len(sizes), figsize=(1 + 5 * len(sizes), 4.5), layout="constrained", squeeze=False
@@ -350,6 +365,8 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
                 style = {"color": "k", "marker": "x"} if name == UPSTREAM else {"color": "C1" if latent else "C0"}
                 point = (row["cache_bytes"] / 2**20, row["tokens_per_second"])
                 axes.scatter(*point, **style)
+                kept = [other for other in kept_rows if alike(row, other)]
+                axes.scatter([point[0]] * len(kept), [other["tokens_per_second"] for other in kept], s=12, color="C2")
                 axes.annotate(name, point, xytext=(5, 5), textcoords="offset points", fontsize=8)
         axes.set_xscale("log")
         axes.margins(x=0.2)
@@ -361,10 +378,11 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
     where = results["machine"]["device"]
     where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where
+    where += ", small dots: memory kept" if kept_rows else ""
     figure.suptitle(f"{args.shape}, {args.max_new_tokens} new tokens, {search}, {args.dtype}, {where}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args, lambda report, path, args: plot(report, path.with_suffix(".png"), args))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from decode import SHAPES
+from kept_memory import NOT_SHOWN, add_memory_argument, run
 from machine import machine
 from talking_heads_peers import interleaved
 from tqdm import tqdm
@@ -25,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
 from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
@@ -49,6 +51,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--num_threads", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -95,19 +98,19 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each length, print the figures; returns the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
-    arguments = {name: str(value) for name, value in vars(args).items() if name != "output_dir"}
-    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "steps": []}
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "steps": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path, models = args.output_dir / "decoder_state_cpu.json", make_models()
     for length in tqdm(args.lengths, desc="lengths"):
         found = {name: after(model, length, args.batch_size) for name, model in models.items()}
-        times = interleaved({name: step for name, (step, _) in found.items()}, "cpu", args.rounds)
+        times, usage = interleaved({name: step for name, (step, _) in found.items()}, "cpu", args.rounds)
         kept = {name: size for name, (_, size) in found.items()}
-        report["steps"].append({"length": length, "step_ms": times, "bytes": kept})
+        report["steps"].append({"length": length, "step_ms": times, "bytes": kept, "usage": {"step_ms": usage}})
         atomic_write(path, json.dumps(report, indent=1) + "\n")
         tqdm.write(json.dumps(report["steps"][-1]))
     return report
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args)

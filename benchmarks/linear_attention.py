@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept_memory import NOT_SHOWN, add_memory_argument, run
 from machine import machine
 from sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
 from talking_heads_memory import cpu_memory, cuda_memory
@@ -29,6 +30,7 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.attention_kernels import KERNELS
 from hf_attn_variants.modeling.attention_variants import fused_attention
 from hf_attn_variants.modeling.kernel_parameters import init_kernel
@@ -36,6 +38,8 @@ from hf_attn_variants.modeling.linear_attention import attend_by_kernel, key_fea
 from hf_attn_variants.reference_linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
+# What a part is called in the report, where that is not its own name.
+REPORTED = {"memory": "peak_memory"}
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
 # Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
 OTHERS = ["hybrid", "linformer"]
@@ -58,6 +62,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -65,10 +70,10 @@ def measure_attention(length: int, option: str, args: argparse.Namespace) -> dic
     """Return milliseconds of a softmax and of kernels: {"forward" | "training": {peer: ms}}."""
     inputs = make_inputs((1, args.heads, length, HEAD_DIM), option, args.device, getattr(torch, args.dtype))
     names = [name for name in args.peers if not (option == "causal" and name == "linformer")]
-    peers, row = make_peers(args.device, names), {"length": length}
+    peers, row = make_peers(args.device, names), {"length": length, "usage": {}}
     for mode in MODES:
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
-        row[mode] = interleaved(steps, args.device, args.rounds)
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
     return row
 
 
@@ -93,7 +98,8 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
         _, state = attend_by_kernel(module, keys, keys, values, None, scaling)
         kept[name] = sum(each.nbytes for each in state if each is not None)
         steps[name] = lambda module=module, state=state: attend_by_kernel(module, *token, None, scaling, state)
-    return {"length": length, "step": interleaved(steps, args.device, args.rounds), "bytes": kept}
+    times, usage = interleaved(steps, args.device, args.rounds)
+    return {"length": length, "step": times, "bytes": kept, "usage": {"step": usage}}
 
 
 @torch.no_grad()
@@ -112,7 +118,8 @@ def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(1000, (1, length), device=args.device)
     models = {name: model.eval().to(args.device, getattr(torch, args.dtype)) for name, model in models.items()}
     steps = {name: torch.no_grad()(lambda model=model: model(tokens)) for name, model in models.items()}
-    return {"length": length, "pass": interleaved(steps, args.device, args.rounds)}
+    times, usage = interleaved(steps, args.device, args.rounds)
+    return {"length": length, "pass": times, "usage": {"pass": usage}}
 
 
 @torch.no_grad()
@@ -159,16 +166,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each length, print the figures; returns the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
-    arguments = {name: str(value) for name, value in vars(args).items() if name != "output_dir"}
-    report = {"arguments": arguments, "machine": machine(args.device), "heads": args.heads}
-    report |= {part: [] for part in PARTS}
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report = {"arguments": arguments, "machine": machine(args.device), "heads": args.heads, "memory": memory_now()}
+    report |= {REPORTED.get(part, part): [] for part in PARTS}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"linear_attention_{args.device}.json"
-    if "memory" in args.parts:
+    if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
         on_cpu = args.device == "cpu"
         peers = args.peers if on_cpu else make_peers(args.device, args.peers)
         others = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)
-        report["memory"] = (cpu_memory if on_cpu else cuda_memory)(peers, args.heads, HEAD_DIM, args.lengths, *others)
+        report["peak_memory"] = (cpu_memory if on_cpu else cuda_memory)(
+            peers, args.heads, HEAD_DIM, args.lengths, *others
+        )
     if "estimates" in args.parts:
         report["estimates"] = measure_estimates()
     for length in tqdm(args.lengths, desc="lengths"):
@@ -186,7 +195,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     report["targets"] = targets(report)
     atomic_write(path, json.dumps(report, indent=1) + "\n")
     for part in PARTS:
-        for row in report[part]:
+        for row in report[REPORTED.get(part, part)]:
             print(part, json.dumps(row))
     for each in report["targets"]:
         print(
@@ -197,4 +206,4 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args)

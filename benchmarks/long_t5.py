@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from conversion_subjects import Translator
 from decode import SHAPES
+from kept_memory import add_memory_argument, run
 from machine import machine
 from run_records import check_data_dir, write_rows
 from talking_heads_peers import interleaved
@@ -31,6 +32,7 @@ from transformers import LongT5Config, LongT5EncoderModel, PreTrainedModel, T5Co
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.commands import uptrain as uptrain_command
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = ("encoder", "steps")
@@ -50,6 +52,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 # Upstream's encoders that read the same in a pass; they read 127 tokens on each side, as a window of 254 does.
 RADIUS = 127
 UPSTREAM = {"everything": "T5", "windows": "LongT5, local", SUMMARIES: "LongT5, transient global"}
+OF_PASSES = ("lengths", "rounds", "num_threads")
 MOST_FULL = 8_192  # tokens of full attention: T5's bias and logits have their square for each head
 
 
@@ -99,8 +102,11 @@ def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
             for name, model in encoders.items()
             if length <= MOST_FULL or name not in full
         }
-        rows.append({"tokens": length, "milliseconds": interleaved(steps, "cpu", args.rounds)})
-        report = {"machine": machine("cpu"), "rounds": args.rounds, "runs": rows}
+        times, usage = interleaved(steps, "cpu", args.rounds)
+        rows.append({"tokens": length, "milliseconds": times, "usage": {"milliseconds": usage}})
+        arguments = {"parts": "['passes']"} | {name: str(getattr(args, name)) for name in OF_PASSES}
+        report = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "rounds": args.rounds}
+        report |= {"runs": rows}
         atomic_write(args.output.with_name("long_t5_passes.json"), json.dumps(report, indent=1) + "\n")
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -145,8 +151,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/long_t5.json")
+    add_memory_argument(parser)
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    given = parse_args()
+    if "quality" in given.parts:
+        main(argparse.Namespace(**vars(given) | {"parts": ["quality"]}))
+    if "passes" in given.parts:
+        run(main, parse_args, output="--output", more=["--parts", "passes"])

@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from kept_memory import add_memory_argument, run
+from machine import machine
 from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_stream_dataloader,
@@ -69,6 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="Steps of a turn.")
     parser.add_argument("--turns", type=int, default=10, help="Turns of each loop.")
     parser.add_argument("--output", default=str(ROOT / "benchmarks/results/loop_overhead.json"))
+    add_memory_argument(parser)
     return parser.parse_args(argv)
 
 
@@ -99,6 +103,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()
     rows = [measure(args, accelerator, task) for task in TASKS]
     result = {
+        "machine": machine("cpu"),
+        "memory": memory_now(),
         "model": Path(args.model_name_or_path).name,
         "batch_size": args.batch_size,
         "length": args.length,
@@ -131,20 +137,23 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     models["loop"], optimizers["loop"] = accelerator.prepare(models["loop"], optimizers["loop"])
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     clock: dict[str, list[float]] = {name: [] for name in loops}
+    usages: dict[str, list[Usage]] = {name: [] for name in loops}
     waits: list[float] = []
     losses: dict[str, float] = {}
     for turn in range(args.turns + 1):  # the first one warms up
         for name in list(loops)[:: 1 if turn % 2 else -1]:
             batches = TimedBatches(loader)
             torch.manual_seed(turn)  # of dropout
-            start = time.process_time(), time.perf_counter()
-            losses[name] = loops[name](
-                accelerator, models[name], optimizers[name], batches, objectives[name], args.steps
-            )
-            used, elapsed = time.process_time() - start[0], time.perf_counter() - start[1]
+            start = time.process_time()
+            with Watch() as watch:
+                losses[name] = loops[name](
+                    accelerator, models[name], optimizers[name], batches, objectives[name], args.steps
+                )
+            used = time.process_time() - start
             if turn:
                 cpu[name].append(used / args.steps)
-                clock[name].append(elapsed / args.steps)
+                clock[name].append(watch.usage.seconds / args.steps)
+                usages[name].append(watch.usage)
             if turn and name == "loop":
                 waits.append(100 * batches.seconds / used)
         if not math.isclose(losses["bare"], losses["loop"], rel_tol=1e-4):
@@ -162,6 +171,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
         "bare_seconds_per_step": statistics.median(clock["bare"]),
         "loop_seconds_per_step": statistics.median(clock["loop"]),
         "last_loss": losses["loop"],
+        "usage": {name: summary(found) for name, found in usages.items()},
     }
 
 
@@ -256,4 +266,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args, output="--output")

@@ -13,6 +13,9 @@ import transformers
 
 import hf_attn_variants
 
+# Of a processor's instructions those that decide how fast matrices are multiplied.
+INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
+
 
 def read_bandwidth(device: str) -> float:
     """Return the bytes a second that a sum over 512 MiB reads, far more than a processor's cache holds."""
@@ -46,14 +49,14 @@ def synchronize(device: str) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return what ran this and in which versions."""
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    """Return what ran this and in which versions; nothing that names the machine or a folder of it."""
+    known = cpu_info()
     on_cuda = device.startswith("cuda")
     return {
-        "cpu": cpu,
+        "cpu": known.get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "instructions": [flag for flag in known.get("flags", "").split() if flag.startswith(INSTRUCTIONS)],
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
@@ -62,3 +65,11 @@ def machine(device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_attn_variants": hf_attn_variants.__version__,
     }
+
+
+def cpu_info() -> dict[str, str]:
+    """Return what Linux says of the first processor; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    first = path.read_text(encoding="utf-8").split("\n\n")[0] if path.exists() else ""
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}

@@ -16,18 +16,17 @@ Example:
 import argparse
 import importlib.util
 import json
-import os
-import platform
 import statistics
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import machine as machines
 import numpy as np
 import onnxruntime
 import torch
 import transformers
+from kept_memory import NOT_SHOWN, add_memory_argument, run
 from torch import nn
 from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache
@@ -35,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_attn_variants
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
@@ -98,6 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="a tiny T5 and the smallest sizes, to see that it runs")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
     return parser.parse_args()
 
 
@@ -106,8 +107,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     rows = [*measure_encoders(args), *measure_decoding(args)]
-    arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}
-    results = {"arguments": arguments, "machine": machine(), "rows": rows}
+    arguments = {name: value for name, value in vars(args).items() if name not in (*NOT_SHOWN, "model_name_or_path")}
+    results = {"arguments": arguments, "machine": machine(), "memory": memory_now(), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "onnx_latency.json"
     atomic_write(path, json.dumps(results, indent=2) + "\n")
@@ -222,12 +223,14 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
             found = sessions[name].run(None, feeds[name])[0]
             errors[name] = float((torch.from_numpy(found) - expected).abs().max())
         times: dict[Any, list[float]] = {name: [] for name in contestants}
+        usages: dict[Any, list[Usage]] = {name: [] for name in contestants}
         for turn in range(args.rounds):
             names = list(contestants)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                start = time.perf_counter()
-                sessions[name].run(None, feeds[name])
-                times[name].append((time.perf_counter() - start) * 1e3)
+                with Watch() as watch:
+                    sessions[name].run(None, feeds[name])
+                usages[name].append(watch.usage)
+                times[name].append(watch.usage.seconds * 1e3)
         for (k, opset), (_, program) in contestants.items():
             row = {
                 "part": part,
@@ -238,6 +241,7 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
                 "milliseconds": statistics.median(times[k, opset]),
                 "milliseconds_fastest": min(times[k, opset]),
                 "largest_error": errors[k, opset],
+                "usage": summary(usages[k, opset]),
             }
             rows.append(row)
             print(
@@ -262,14 +266,9 @@ def demo_model() -> Path:
 
 def machine() -> dict[str, Any]:
     """Return what ran this, in which versions, and how busy it was."""
-    packages = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "hf_attn_variants")
-    return {
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
+    packages = ("onnx", "onnxruntime", "onnxscript")
+    return machines.machine("cpu") | {name: version(name) for name in packages}
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 
 __all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
 
@@ -20,6 +21,8 @@ IGNORED = ("output_dir", "overwrite_output_dir", "disable_tqdm")
 
 def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]], key: Sequence[str]) -> None:
     """Write `head` and rows; rows that the file has under other keys stay, and dicts in its head are added to.
+
+    A new file says how the process held memory.
 
     Args:
         path: the JSON, {..., "runs": rows}.
@@ -33,6 +36,7 @@ def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]],
     merged = {key_of(row): row for row in [*found.pop("runs", []), *rows]}
     for name, value in head.items():
         found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
+    found.setdefault("memory", memory_now())
     atomic_write(path, json.dumps(found | {"runs": list(merged.values())}, indent=1) + "\n")
 
 

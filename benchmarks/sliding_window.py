@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from kept_memory import NOT_SHOWN, add_memory_argument, run
 from machine import machine
 from talking_heads_memory import cpu_memory, cuda_memory
 from talking_heads_peers import GLOBAL_TOKENS, WINDOW, interleaved, make_inputs, make_peers, make_step, step_of
@@ -28,6 +29,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 import hf_attn_variants
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling import sliding_window_attention
 
 HEADS, HEAD_DIM = 12, 64
@@ -53,6 +55,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden_size", type=int, default=HEADS * HEAD_DIM, help="of the layers; heads of 64")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if min(args.lengths) % WINDOW or args.hidden_size % HEAD_DIM:
         parser.error(f"--lengths must be multiples of {WINDOW}, as Longformer's layer asks, and --hidden_size of 64")
@@ -62,15 +65,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of full attention and of windows: {"forward" | "training": {peer: ms}}."""
     inputs = make_inputs((1, heads, length, HEAD_DIM), "plain", args.device, getattr(torch, args.dtype))
-    peers, row = make_peers(args.device, PEERS), {"length": length}
-    return row | {
-        mode: interleaved(
-            {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()},
-            args.device,
-            args.rounds,
-        )
-        for mode in MODES
-    }
+    peers, row = make_peers(args.device, PEERS), {"length": length, "usage": {}}
+    for mode in MODES:
+        steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+    return row
 
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
@@ -133,12 +132,12 @@ class Longformer(nn.Module):
 
 def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of whole layers: {"forward" | "training": {layer: ms}}."""
-    dtype, row = getattr(torch, args.dtype), {"length": length}
+    dtype, row = getattr(torch, args.dtype), {"length": length, "usage": {}}
     states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
     layers = {name: each.to(args.device, dtype) for name, each in make_layers(args.hidden_size, length).items()}
     for mode in MODES:
         steps = {name: layer_step(layer, states, mode == "training") for name, layer in layers.items()}
-        row[mode] = interleaved(steps, args.device, args.rounds)
+        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
     return row
 
 
@@ -177,7 +176,7 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
             ratio = row[mode][LONGFORMER] / row[mode][OURS]
             found.append({"what": f"times Longformer's speed, {mode}", "least": GOALS["longformer"]})
             found[-1] |= {"measured": ratio, "met": ratio >= GOALS["longformer"]}
-    for row in report["memory"]:
+    for row in report["peak_memory"]:
         for mode in MODES:
             if row["shape"][2] >= GOAL_LENGTH and row[mode]["sdpa"]:
                 ratio = row[mode]["window"] / row[mode]["sdpa"]
@@ -194,16 +193,17 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.num_threads)
     transformers.logging.set_verbosity_error()
     heads = args.hidden_size // HEAD_DIM
-    arguments = {name: str(value) for name, value in vars(args).items() if name != "output_dir"}
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
     report = {"arguments": arguments, "machine": machine(args.device), "window": WINDOW, "heads": heads}
-    report |= {"attention": [], "layers": [], "memory": [], "rows": []}
+    report["memory"] = memory_now()
+    report |= {"attention": [], "layers": [], "peak_memory": [], "rows": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"sliding_window_{args.device}.json"
-    if "memory" in args.parts and not args.rows:
+    if "memory" in args.parts and not args.rows and args.memory != "kept":  # of peaks, which kept memory hides
         measured = cpu_memory if args.device == "cpu" else cuda_memory
         peers = PEERS if args.device == "cpu" else make_peers(args.device, PEERS)
         others = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)
-        report["memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *others)
+        report["peak_memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *others)
     report["rows"] = measure_rows(args, heads)
     for length in tqdm([] if args.rows else args.lengths, desc="lengths"):
         if "attention" in args.parts:
@@ -214,7 +214,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     report["growth"] = {f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in PEERS for mode in MODES}
     report["targets"] = targets(report)
     atomic_write(path, json.dumps(report, indent=1) + "\n")
-    for row in (*report["rows"], *report["attention"], *report["layers"], *report["memory"]):
+    for row in (*report["rows"], *report["attention"], *report["layers"], *report["peak_memory"]):
         print(json.dumps(row))
     for each in report["targets"]:
         bound = f"at least {each['least']}" if "least" in each else f"at most {each['most']}"
@@ -224,4 +224,4 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args)

@@ -23,6 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from kept_memory import NOT_SHOWN, add_memory_argument, run
+from machine import machine
 from talking_heads_layers import measure_layers, measure_training_steps, peer_version
 from talking_heads_memory import cpu_memory, cuda_memory
 from talking_heads_peers import interleaved, make_inputs, make_peers, make_step
@@ -30,6 +32,7 @@ from talking_heads_report import plot, tables, targets
 from tqdm import tqdm
 
 from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling import talking_heads_triton
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,11 +67,11 @@ PARTS = ("errors", "times", "layers", "training_steps", "memory")
 
 def measure_times(peers: dict[str, Callable], shape, option: str, device: str, dtype, rounds: int) -> dict:
     """Median milliseconds of each peer: {"forward" | "training": {peer: ms}}; None where it ran out of memory."""
-    times = {}
+    times: dict = {"usage": {}}
     for mode in ("forward", "training"):
         inputs = make_inputs(shape, option, device, dtype)
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
-        times[mode] = interleaved(steps, device, rounds)
+        times[mode], times["usage"][mode] = interleaved(steps, device, rounds)
     return times
 
 
@@ -111,15 +114,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -134,6 +128,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_shapes", type=int, help="only the first so many")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see the script work")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
+    add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
@@ -166,15 +161,15 @@ def measure_parts(args: argparse.Namespace, report: dict) -> None:
         _write(args, report)
     if "training_steps" in args.parts:
         training = TRAINING[sizes]
-        found = measure_training_steps(**training, device=args.device, dtype=dtype, rounds=args.rounds)
-        report["training_steps"] = training | {"milliseconds": found}
+        found, usage = measure_training_steps(**training, device=args.device, dtype=dtype, rounds=args.rounds)
+        report["training_steps"] = training | {"milliseconds": found, "usage": {"milliseconds": usage}}
         _write(args, report)
-    if "memory" in args.parts:
+    if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
         heads, lengths = MEMORY_HEADS[sizes], MEMORY_LENGTHS[sizes]
         if args.device == "cpu":
-            report["memory"] = cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
+            report["peak_memory"] = cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
         else:
-            report["memory"] = cuda_memory(peers, *heads, lengths, args.dtype)
+            report["peak_memory"] = cuda_memory(peers, *heads, lengths, args.dtype)
         _write(args, report)
 
 
@@ -188,10 +183,13 @@ def main(args: argparse.Namespace) -> dict:
     """Measure, write the JSON and the plot, print the tables; returns the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
-    on_cuda = args.device == "cuda"
+    on_cuda, here = args.device == "cuda", machine(args.device)
     report = {
+        "arguments": {name: value for name, value in vars(args).items() if name not in NOT_SHOWN},
+        "machine": here,
+        "memory": memory_now(),
         "device": args.device,
-        "device_name": torch.cuda.get_device_name() if on_cuda else f"{_processor()}, threads: {args.num_threads}",
+        "device_name": torch.cuda.get_device_name() if on_cuda else f"{here['cpu']}, threads: {args.num_threads}",
         "dtype": args.dtype,
         "versions": _versions(),
         "load_before": None if on_cuda else os.getloadavg()[0],
@@ -204,7 +202,7 @@ def main(args: argparse.Namespace) -> dict:
         "times": [],
         "layers": [],
         "training_steps": {},
-        "memory": [],
+        "peak_memory": [],
     }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     measure_parts(args, report)
@@ -220,4 +218,4 @@ def main(args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args, lambda report, path, args: plot(report, path.with_suffix(".png")))

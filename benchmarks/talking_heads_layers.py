@@ -69,7 +69,7 @@ def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: s
     layers = make_layers(make_peers(device, peers), h, d)
     for layer in layers.values():
         layer.to(device, dtype)
-    times = {}
+    times: dict = {"usage": {}}
     for mode in ("forward", "training"):
         steps = {
             name: step_of(
@@ -80,13 +80,13 @@ def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: s
             )
             for name, layer in layers.items()
         }
-        times[mode] = interleaved(steps, device, rounds)
+        times[mode], times["usage"][mode] = interleaved(steps, device, rounds)
     return times
 
 
 def measure_training_steps(
     layers: int, batch: int, length: int, device: str, dtype, rounds: int, **config_fields: int
-) -> dict:
+) -> tuple[dict, dict]:
     """Median milliseconds of a training step (forward, backward, AdamW) of BERT-base-shaped encoders, dropout 0.
 
     Without a language-model head and with a small vocabulary: what is left is what every layer costs, so that the

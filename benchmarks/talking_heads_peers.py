@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_attn_variants.inspection.page_faults import Usage, Watch, summary
 from hf_attn_variants.modeling.attention_kernels import KERNELS, AttentionKernel
 from hf_attn_variants.modeling.attention_patterns import Reach
 from hf_attn_variants.modeling.attention_sites import AttentionHeads
@@ -151,19 +152,30 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
     return events[0].elapsed_time(events[1]) / repeats
 
 
-def interleaved(steps: Mapping[str, Callable], device: str, rounds: int) -> dict[str, float | None]:
-    """Median milliseconds of each step, which take turns within each round; None where one ran out of memory."""
+def interleaved(
+    steps: Mapping[str, Callable], device: str, rounds: int
+) -> tuple[dict[str, float | None], dict[str, dict]]:
+    """Time steps, which take turns within each round.
+
+    Returns:
+        Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
+        (`page_faults.summary`).
+    """
     steps = dict(steps)
     samples: dict[str, list[float]] = {name: [] for name in steps}
+    usages: dict[str, list[Usage]] = {name: [] for name in steps}
     for number in range(rounds + WARM_UP_ROUNDS):
         for name in list(steps):
             try:
-                sample = milliseconds(steps[name], device)
+                with Watch() as watch:
+                    sample = milliseconds(steps[name], device)
             except torch.OutOfMemoryError:
                 del steps[name]
-                samples[name] = []
+                samples[name] = usages[name] = []
                 torch.cuda.empty_cache()
                 continue
             if number >= WARM_UP_ROUNDS:
                 samples[name].append(sample)
-    return {name: statistics.median(found) if found else None for name, found in samples.items()}
+                usages[name].append(watch.usage)
+    times = {name: statistics.median(found) if found else None for name, found in samples.items()}
+    return times, {name: summary(found) for name, found in usages.items() if found}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kept_memory import claimed
 from talking_heads_layers import PEER
 
 # (b, h, n, d): what the blocked path's time may be at most, as a multiple of SDPA's, forward and training.
@@ -35,7 +36,7 @@ def _targets(report: dict) -> Iterator[dict]:
         if PEER in forward and "blocked" in forward and row["shape"][2] == 512:
             name = f"{tuple(row['shape'])} forward, whole layer: x-transformers / blocked"
             yield _target(name, forward[PEER] / forward["blocked"], at_least=SPEED_UP)
-    for row in report["memory"]:
+    for row in report["peak_memory"]:
         if row["shape"][2] == 4096:
             for mode in ("forward", "training"):
                 if not {"blocked", "naive"} <= row[mode].keys():
@@ -64,8 +65,8 @@ def tables(report: dict) -> str:
         parts.append(
             _table("whole attention layer (ms; in brackets times the SDPA layer's)", report["layers"], "sdpa")
         )
-    if report["memory"]:
-        parts.append(_table("peak memory added (MiB)", report["memory"], None))
+    if report["peak_memory"]:
+        parts.append(_table("peak memory added (MiB)", report["peak_memory"], None))
     if report["training_steps"]:
         steps = report["training_steps"]
         cells = [f"{name} {ms:.0f} ms" for name, ms in steps["milliseconds"].items()]
@@ -107,19 +108,35 @@ def plot(report: dict, path: Path) -> None:
     figure = Figure(figsize=(17, 10), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3).flatten()
-    plain = [row for row in report["times"] if row["option"] == "plain"] or report["times"]
+    every, layers = _with_kept(report, "times"), _with_kept(report, "layers")
+    plain = [row for row in every if row["option"] == "plain"] or every
     colours = _colours(report)
     for axis, mode in zip(axes, ("forward", "training"), strict=False):
         _draw_ratios(axis, plain, mode, f"attention, {mode}: time / SDPA multi-head attention", colours)
-    others = [row for row in report["times"] if row["option"] not in ("plain", "causal")]
+    others = [row for row in every if row["option"] not in ("plain", "causal")]
     _draw_ratios(axes[2], others, "training", "attention, training, with dropout or a trained bias", colours)
-    _draw_ratios(axes[3], report["layers"], "forward", "whole layer, forward: time / SDPA layer", colours)
-    _draw_memory(axes[4], report["memory"], colours)
+    _draw_ratios(axes[3], layers, "forward", "whole layer, forward: time / SDPA layer", colours)
+    _draw_memory(axes[4], report["peak_memory"], colours)
     _draw_steps(axes[5], report["training_steps"])
     figure.suptitle(f"Talking-heads attention, {report['device_name']}, {report['dtype']}", fontsize=14)
     temporary = path.with_name(f".tmp-{path.name}")
     figure.savefig(temporary, format="png", dpi=110)
     temporary.replace(path)
+
+
+def _with_kept(report: dict, part: str) -> list[dict]:
+    """Return a part's rows, each with the same of the run that kept memory, if there is one."""
+    kept = (report.get("kept") or {}).get(part) or [None] * len(report[part])
+    return [row | {"kept": other} for row, other in zip(report[part], kept, strict=True)]
+
+
+def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
+    """Return how many times SDPA's time a peer takes, as it may be claimed; as it is where memory was not kept."""
+    if not row[mode].get(peer):
+        return float("nan")
+    ratios = [each[mode][peer] / each[mode]["sdpa"] for each in (row, row["kept"]) if each]
+    claim = claimed(ratios[0], ratios[1] if len(ratios) > 1 else None, is_cost=True)
+    return ratios[0] if claim.ratio is None else claim.ratio
 
 
 def _colours(report: dict) -> dict[str, str]:
@@ -136,7 +153,7 @@ def _draw_ratios(axis, rows: list[dict], mode: str, title: str, colours: dict[st
         return
     width = 0.8 / len(peers)
     for number, peer in enumerate(peers):
-        ratios = [(row[mode].get(peer) or float("nan")) / row[mode]["sdpa"] for row in rows]
+        ratios = [_drawn_ratio(row, mode, peer) for row in rows]
         places = [place + width * (number + 0.5) for place in range(len(rows))]
         bars = axis.bar(places, ratios, 0.92 * width, label=peer, color=colours.get(peer))
         axis.bar_label(bars, fmt="%.1f", fontsize=8)

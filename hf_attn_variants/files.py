@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .open_files import read_file
+
 __all__ = [
     "BEST_MODEL_FILE",
     "CARD_NAME",
@@ -20,6 +22,7 @@ __all__ = [
     "GENERATED_CARD",
     "HISTORY_NAME",
     "INDEX_NAME",
+    "LOGS",
     "LOG_FILE",
     "PICKLE_INDEX_NAME",
     "PICKLE_SUFFIXES",
@@ -70,7 +73,9 @@ UNFINISHED_REFRESH = f"{REFRESH_PREFIX}unfinished"
 STATE_FILE = "train_state.json"
 # What a training run leaves beside its model that is for the one who trained it alone, and its trackers' folders.
 TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
-TRACKER_FOLDERS = ("hf_attn_variants", "runs")
+# Of whoever ran it: they name machines, users and folders.
+LOGS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
+TRACKER_FOLDERS = ("hf_attn_variants", "runs", "wandb", "mlruns")
 # What transformers' Trainer, its example scripts and DeepSpeed leave, beside pickles.
 TRAINER_FILES = (
     "trainer_state.json",
@@ -90,6 +95,7 @@ RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFT
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
 MOST_NESTED = 200
 
+MOST_JSON_BYTES = 2**28
 # Beyond the tensors: configuration, code, file-system overhead.
 SPARE_BYTES = 16 * 2**20
 
@@ -102,7 +108,7 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         ValueError: if it is not JSON.
     """
     try:
-        return parse_json(path.read_text(encoding=encoding))
+        return parse_json(read_file(path, MOST_JSON_BYTES).decode(encoding))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 

@@ -1,15 +1,17 @@
 """The lines of a file of text, plain or .gz, and what is blank."""
 
 import gzip
+import io
 import string
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from .open_files import COMPRESSED_SUFFIX, open_file
+
 __all__ = ["BLANKS", "is_blank", "is_unicode", "lines_of", "suffix_of", "whole_lines"]
 
-COMPRESSED_SUFFIX = ".gz"
 # Any other white space, a no-break space as well, is text: somebody wrote it into a cell.
 BLANKS = string.whitespace
 
@@ -65,5 +67,4 @@ def _open_text(path: Path) -> TextIO:
         raise OSError(f"{path} is a folder, not a file")
     if not path.exists():
         raise OSError(f"{path}: no such file")
-    opened = gzip.open if path.suffix == COMPRESSED_SUFFIX else open
-    return opened(path, "rt", encoding="utf-8-sig", newline="\n")
+    return io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="\n")

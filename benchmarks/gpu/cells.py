@@ -2,6 +2,9 @@
 
 What a cell returns is its result; what it raises is its result too, and the next one goes on. A cell that was begun
 and never ended (it hung, or took the process with it) is tried once more, then left.
+
+A part says how its process held memory, and each cell its page faults in all. It is not run both ways: torch keeps a
+GPU's memory itself, and these pages are the CPU's.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import transformers
 from machine import machine
 
 from hf_attn_variants.files import atomic_write, load_json
+from hf_attn_variants.inspection.page_faults import Watch, memory_now
 
 # A part's exit status: all cells have a result; time is up; the device must be opened anew, by a new process.
 COMPLETE, UNFINISHED, DEVICE_LOST = 0, 3, 4
@@ -64,9 +68,10 @@ def run_cells(args: argparse.Namespace, cells: Cells) -> int:
         found[name] = {"status": "begun", "tries": cell["tries"] + 1}
         _write(args, report)
         torch.manual_seed(0)
-        start = time.perf_counter()
-        result, lost = _measured(measure)
-        found[name] |= {"seconds": round(time.perf_counter() - start, 2)} | result
+        with Watch() as watch:
+            result, lost = _measured(measure)
+        found[name] |= {"seconds": round(watch.usage.seconds, 2)} | result
+        found[name] |= {"minor_faults": watch.usage.minor_faults, "system_seconds": watch.usage.system_seconds}
         _write(args, report)
         print(f"{name}: {_line(found[name])}", flush=True)
         if lost:
@@ -102,7 +107,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     made = {"device": args.device, "tiny": args.tiny}
     made |= {"device_name": here["device"]} | {name: here[name] for name in ("torch", "hf_attn_variants")}
     if not args.output.exists():
-        return {"part": args.output.stem, "made": made, "machine": here, "cells": {}}
+        return {"part": args.output.stem, "made": made, "machine": here, "memory": memory_now(), "cells": {}}
     report = load_json(args.output)
     if report["made"] != made:
         sys.exit(f"error: {args.output} was measured with {report['made']}, this is {made}: give another --output_dir")

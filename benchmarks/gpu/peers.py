@@ -18,7 +18,7 @@ def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: di
         peers: by name; one that fails has its error in "failures" and no time.
         device: where they run.
     """
-    row: dict[str, Any] = {"failures": {}}
+    row: dict[str, Any] = {"failures": {}, "usage": {}}
     for mode in MODES:
         steps = {}
         for name, peer in peers.items():
@@ -32,7 +32,7 @@ def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: di
                 if "CUDA error" in str(error):
                     raise
                 row["failures"].setdefault(mode, {})[name] = f"{type(error).__name__}: {error}"[:500]
-        row[mode] = interleaved(steps, device, rounds=1 if device == "cpu" else 5)
+        row[mode], row["usage"][mode] = interleaved(steps, device, rounds=1 if device == "cpu" else 5)
     return row
 
 

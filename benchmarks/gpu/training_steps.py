@@ -77,7 +77,7 @@ def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
     steps = {name: training_step(model, batch, number_format) for name, model in models.items()}
-    times = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
+    times, _ = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
     peak = matmul_flops_per_second(torch.device(args.device), number_format)
     rows = {}
     for name, model in models.items():

@@ -65,6 +65,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--keep_memory",
+        action="store_true",
+        help="start anew with memory kept, as jemalloc does, where glibc gives large blocks back and gets them anew",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
@@ -77,12 +82,15 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: for a checkpoint that cannot be read, or numbers that do not fit it.
     """
+    from ..inspection.page_faults import KEEPING, keep_memory
+
+    if args.keep_memory:
+        keep_memory()
     import torch
     import transformers
 
-    from ..errors import as_value_error
     from ..inspection.checkpoint_config import read_checkpoint_config
-    from ..inspection.speed import measure_speed
+    from ..inspection.tables import print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
@@ -90,8 +98,54 @@ def main(args: argparse.Namespace) -> Any:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1; got {args.threads}.")
         torch.set_num_threads(args.threads)
+    table = _measured(args, config)
+    if args.json:
+        print(json.dumps(table.to_dict(), indent=2))
+        return table
+    _print_rows(table)
+    threads, load = table.machine["threads"], table.machine["load_average"]
+    ended = f", load {load[0]:.1f} at the end" if load else ""
+    print_text(f"Medians of {args.rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
+    if "kept" not in table.memory and any(row.usage["few_faults"] is False for row in table.rows):
+        variables = " ".join(f"{name}={value}" for name, value in KEEPING.items())
+        print_text(f"Many page faults: memory is given back and got anew. With it kept: --keep_memory, or {variables}")
+    if table.break_even is not None:
+        print_text(_break_even(table))
+    return table
+
+
+def _print_rows(table: Any) -> None:
+    from ..inspection.tables import print_table
+
+    of, measured = f"{table.length:,} tokens", "batch"
+    if table.work == "generate":
+        search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
+        of, measured = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}", "generation"
+    what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}"
+    rows = [
+        [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
+        for row in table.rows
+    ]
+    header = ["variant", f"ms a {measured}", "tokens/s", "speed"]
+    if table.rows[0].step_milliseconds is not None:
+        header += ["ms to the first token", "ms a further one"]
+        for cells, row in zip(rows, table.rows, strict=True):
+            cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
+    header += ["page faults", "system ms"]
+    for cells, row in zip(rows, table.rows, strict=True):
+        faults, system = row.usage["minor_faults"], row.usage["system_seconds"]
+        cells += ["", ""] if faults is None else [f"{faults:,.0f}", f"{1e3 * system:,.1f}"]
+    print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
+
+
+def _measured(args: argparse.Namespace, config: Any) -> Any:
+    import torch
+
+    from ..errors import as_value_error
+    from ..inspection.speed import measure_speed
+
     with as_value_error(f"{args.model_name_or_path} cannot be built and run: its configuration is wrong"):
-        table = measure_speed(
+        return measure_speed(
             config,
             checkpoint=args.model_name_or_path,
             kv_heads=args.num_key_value_heads,
@@ -108,36 +162,6 @@ def main(args: argparse.Namespace) -> Any:
             dtype=args.dtype,
             device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )
-    if args.json:
-        print(json.dumps(table.to_dict(), indent=2))
-    else:
-        _print(table, args.rounds)
-    return table
-
-
-def _print(table: Any, rounds: int) -> None:
-    from ..inspection.tables import print_table, print_text
-
-    of, measured = f"{table.length:,} tokens", "batch"
-    if table.work == "generate":
-        search = "greedy" if table.num_beams == 1 else f"{table.num_beams} beams"
-        of, measured = f"source {table.length:,}, {table.max_new_tokens} new tokens, {search}", "generation"
-    what = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}"
-    rows = [
-        [row.name, f"{row.milliseconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.speedup:.2f}x"]
-        for row in table.rows
-    ]
-    header = ["variant", f"ms a {measured}", "tokens/s", "speed"]
-    if table.rows[0].step_milliseconds is not None:
-        header += ["ms to the first token", "ms a further one"]
-        for cells, row in zip(rows, table.rows, strict=True):
-            cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
-    print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
-    threads, load = table.machine["threads"], table.machine["load_average"]
-    ended = f", load {load[0]:.1f} at the end" if load else ""
-    print_text(f"Medians of {rounds} rounds; {threads} thread{'s' * (threads != 1)}{ended}.")
-    if table.break_even is not None:
-        print_text(_break_even(table))
 
 
 def _break_even(table: Any) -> str:

@@ -16,6 +16,7 @@ example (--dry_run lists what would go up, and shows the card):
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
 
+MOST_TEXT_BYTES = 2**24  # of a card, or notes for one
 # The fields of `CardOptions`: what a generated card says.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
@@ -103,7 +104,14 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_text(path: str | None) -> str | None:
-    return None if path is None else Path(path).expanduser().read_text(encoding="utf-8").strip() + "\n"
+    from ..open_files import read_file
+
+    if path is None:
+        return None
+    try:
+        return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _read_evaluations(path: str | None) -> list[dict[str, Any]]:
@@ -112,7 +120,7 @@ def _read_evaluations(path: str | None) -> list[dict[str, Any]]:
     from ..files import parse_json
 
     try:
-        values = parse_json(Path(path).expanduser().read_text(encoding="utf-8"))
+        values = parse_json(_read_text(path))
     except ValueError as error:
         raise ValueError(f"--evaluations {path} is not JSON: {error}") from error
     if not isinstance(values, list):

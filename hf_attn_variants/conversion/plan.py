@@ -14,6 +14,7 @@ from ..errors import as_value_error
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.field_checks import nearest
+from ..modeling.given_fields import quietly, wrong_name
 from ..modeling.variant_mixins import projection_std
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
@@ -187,7 +188,8 @@ def make_plan(
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype; got {config.get('dtype')!r}.")
     with as_value_error(wrong):
-        new_config = _converted_config(config_class, source_config, dict(config), given)
+        with quietly():  # of the source, which was read above
+            new_config = _converted_config(config_class, source_config, dict(config), given)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
             new_config.dtype = dtype
@@ -268,6 +270,8 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
         if name not in config_class.variant_fields():
             field = nearest(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{each}`" for each in kv_fields)
+            if field is None and (reason := wrong_name(config_class, name)) is not None:
+                raise ValueError(reason)
             raise ValueError(
                 f"`{name}` is not a field of {config['model_type']!r} checkpoints"
                 + (f": did you mean `{field}`?" if field else f", whose key/value heads are {kv_names}.")

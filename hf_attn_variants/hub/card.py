@@ -7,7 +7,7 @@ those, `model_history.json` say how it was made; the README.md of the source giv
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from ..inspection.costs import cost_table, used_fields, values_by_layer, variant
 from ..model_history import CARD_NAME, REPORT_NAME, ModelHistory, read_front_matter, read_history
 from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
+from .card_escapes import plain
 from .card_steps import Step, data_name, hub_source, last_training, step_lines, step_sections, task_of
 from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
 from .heads_diagram import heads_diagram
-from .local_paths import is_local_path, without_local_paths
+from .local_paths import without_local_paths
 
 __all__ = ["CardOptions", "eval_results", "is_untouched", "model_card", "refreshed_card"]
 
@@ -47,6 +48,7 @@ OWN_TAGS = (
     "multi-head-latent-attention",
     "talking-heads-attention",
 )
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HELD_OUT = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
 # Tags of a source that are not true of what is made of it: formats of its files, and what else the Hub can do with it.
 FORMAT_TAGS = re.compile(
@@ -104,6 +106,8 @@ def model_card(
     if options.license is None:
         read_front_matter(folder / CARD_NAME)  # a licence must not be lost without a word
     history = history or read_history(folder)
+    metadata = history.metadata | {"base_model": _hub_ids(history.metadata.get("base_model"))}
+    history = replace(history, metadata=without_local_paths(metadata))
     # What the first step began with: a later one may have begun with the model that this one pushed.
     origin = options.base_model or hub_source(history.steps[:1])
     steps = without_local_paths(history.steps)
@@ -133,7 +137,7 @@ def model_card(
         code=code_paragraph(repo_id) if config.get("auto_map") else None,
         steps=step_lines(steps, origin),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),
-        metrics=scores,
+        metrics=[{name: plain(value) for name, value in vars(row).items() if value is not None} for row in scores],
         limits=limits(variant, table, steps),
         licence=licence_text(data.license, terms),
         papers=papers(variant, fields),
@@ -163,6 +167,13 @@ def _origins(options: CardOptions, history: ModelHistory, terms: Mapping[str, An
         "license_name": terms.get("license_name"),
         "license_link": terms.get("license_link"),
     }
+
+
+def _hub_ids(given: Any) -> list[str] | str | None:
+    """Return those names that can be repositories: a folder's would mean nothing to others."""
+    if isinstance(given, list):
+        return [name for name in given if HUB_ID.fullmatch(name)] or None
+    return given if isinstance(given, str) and HUB_ID.fullmatch(given) else None
 
 
 def _signed(text: str) -> str:
@@ -257,7 +268,7 @@ def _datasets(steps: Sequence[Step]) -> list[str] | None:
             named = data_name(step, ())
             is_task = named is not None and named["dataset_type"] == "nyu-mll/glue"
             name = "nyu-mll/glue" if is_task else step["arguments"].get("dataset_name")
-            if name and not is_local_path(name) and not Path(name).exists():
+            if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
                 found.append(name)
     return list(dict.fromkeys(found)) or None
 

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..glue_tasks import TASKS, GlueTask
+from .card_escapes import code, plain
 
 __all__ = ["chain_sentence", "data_name", "hub_source", "last_training", "step_lines", "step_sections", "task_of"]
 
@@ -95,7 +96,8 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
         title += f" (step {index + 1})" if titles.count(title) > 1 else ""
         is_conversion = step["kind"] == "conversion"
         made = _conversion(step, _source_name(step, index, base_model)) if is_conversion else _training(step)
-        sections.append({"kind": step["kind"], "title": title, "versions": _versions(step), **made})
+        made["rows"] = [tuple(map(plain, row)) for row in made["rows"]]
+        sections.append({"kind": step["kind"], "title": title, "versions": plain(_versions(step)), **made})
     conversions = [section for section in sections if section["kind"] == "conversion"]
     for section in conversions[-1:]:
         section["in_report"] = has_report
@@ -105,14 +107,14 @@ def step_sections(steps: Sequence[Step], base_model: str | None, has_report: boo
 def _conversion(step: Step, source: str) -> dict[str, Any]:
     """Return a sentence, rows of before and after, the mean errors."""
     method, seed = step.get("method", "a method that is not recorded"), step.get("seed", "not recorded")
-    sentence = f"`{source}` was converted by `--method {method}`, seed {seed}."
+    sentence = f"{code(source)} was converted by {code(f'--method {method}')}, seed {seed}."
     if calibration := step.get("calibration"):
         targets = " with their targets" if calibration["targets"] else ""
         passages = ""
         if length := calibration.get("passage_length"):
             passages = f", half of them continued to passages of at most {length}"
         sentence += (
-            f" Calibration: {calibration['count']:,} {calibration['kind']}{targets}, cut at "
+            f" Calibration: {calibration['count']:,} {plain(calibration['kind'])}{targets}, cut at "
             f"{calibration['max_length']} tokens{passages}."
         )
     fits = [layer["details"] for layer in step.get("layers", [])]
@@ -168,12 +170,12 @@ def _training(step: Step) -> dict[str, Any]:
 def _line(step: Step, source: str) -> str:
     if step["kind"] == "conversion":
         calibration = step.get("calibration")
-        text = f", calibrated on {calibration['count']:,} {calibration['kind']}" if calibration else ""
-        return f"`{source}` was converted by `--method {step.get('method', 'not recorded')}`{text}."
+        text = f", calibrated on {calibration['count']:,} {plain(calibration['kind'])}" if calibration else ""
+        return f"{code(source)} was converted by {code('--method ' + step.get('method', 'not recorded'))}{text}."
     line, data = _verb(step).capitalize(), data_name(step, TRAINING_FILES)
     if teacher := step["arguments"].get("teacher"):
-        line += f" with the teacher `{teacher}`"
-    line += f" on {data['dataset_name']}" if data else ""
+        line += f" with the teacher {code(teacher)}"
+    line += f" on {plain(data['dataset_name'])}" if data else ""
     units = (("steps", "steps"), ("train_samples", "examples"))
     counts = [f"{step[name]:,} {unit}" for name, unit in units if step.get(name)]
     return f"{line}: {', '.join(counts)}." if counts else f"{line}."

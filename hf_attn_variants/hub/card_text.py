@@ -8,6 +8,7 @@ from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
+from .card_escapes import code, plain
 from .card_steps import Step, chain_sentence, last_training
 
 __all__ = [
@@ -117,10 +118,10 @@ def summary(
     if base_model:
         made = f"[{base_model}](https://huggingface.co/{base_model})"
     elif steps and steps[0].get("source"):
-        made = f"`{steps[0]['source']}`"
+        made = code(steps[0]["source"])
     if variant is None:
-        return f"{made}, as `{architecture}`."
-    text = f"{made} with {_attention(variant, fields)}, as `{architecture}`."
+        return f"{made}, as {code(architecture)}."
+    text = f"{made} with {_attention(variant, fields)}, as {code(architecture)}."
     return text + chain_sentence(steps) + " Made with hf_attn_variants."
 
 
@@ -265,14 +266,15 @@ def licence_text(license_id: str | list[str] | None, source: Mapping[str, Any]) 
         license_id: its id on the Hub, or several; "other" for one that has none.
         source: the metadata of what the model was made from; none where another licence replaces its terms.
     """
-    code = " The code files are Apache-2.0."
+    of_code = " The code files are Apache-2.0."
     if license_id == "other":
         own_terms = source.get("license_link") or source.get("license_name")
-        return f"{own_terms or 'One that is not on the list of the Hub: ask those who made this checkpoint'}.{code}"
+        asked = "One that is not on the list of the Hub: ask those who made this checkpoint"
+        return f"{plain(own_terms or asked)}.{of_code}"
     if license_id:
         names = license_id if isinstance(license_id, str) else ", ".join(license_id)
-        return f"{names}{', as the model it was made from' if source.get('license') else ''}.{code}"
-    return f"Not stated by those who made this checkpoint: ask them before you use it.{code}"
+        return f"{plain(names)}{', as the model it was made from' if source.get('license') else ''}.{of_code}"
+    return f"Not stated by those who made this checkpoint: ask them before you use it.{of_code}"
 
 
 def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,14 +1,40 @@
-"""What names a place on the machine that a run was made on, and is shortened before it leaves that."""
+"""What names a place on the machine that a run was made on, or lets somebody in, taken out before it leaves that."""
 
+import json
 import re
-from pathlib import PurePath, PureWindowsPath
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
-__all__ = ["is_local_path", "without_local_paths"]
+from ..files import load_json
 
-LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\)")
+__all__ = ["holds_secret", "is_local_path", "names_places", "shared_content", "without_local_paths"]
+
+LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that name a file or folder however it is written.
 PATH_ARGUMENT = re.compile(r".*_(file|files|dir)")
+PART = r"""[^\s/\\"'`<>|;,()\[\]{}]"""
+# In the middle of a text: from the root or the home, of two parts at least; of Windows; of a server.
+PATH_IN_TEXT = re.compile(
+    rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
+    rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
+)
+HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
+# User and password of an address, tokens of the Hub, and what addresses that were signed end in.
+SECRETS = (
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
+    (
+        re.compile(
+            r"([?&][\w.-]*(?:token|key|secret|password|passwd|signature|sig|credential)[\w.-]*=)[^&\s\"'#]+",
+            re.IGNORECASE,
+        ),
+        r"\1...",
+    ),
+)
+# Of a model's JSON files: words of vocabularies and labels may look like anything and stay.
+WORDS = re.compile(r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map")
+WORD_FILES = ("tokenizer.json", "vocab*.json", "added_tokens.json", "*.index.json")
 
 
 def is_local_path(value: Any) -> bool:
@@ -16,8 +42,18 @@ def is_local_path(value: Any) -> bool:
     return isinstance(value, str) and LOCAL_PATH.match(value) is not None
 
 
+def names_places(text: str) -> bool:
+    """Whether a text names folders of some machine."""
+    return PATH_IN_TEXT.search(text) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a text holds a token, or an address with a password."""
+    return any(pattern.search(text) for pattern, _ in SECRETS)
+
+
 def without_local_paths(value: Any, name: str = "") -> Any:
-    """Return JSON values with each path shortened to its last part.
+    """Return JSON values with each path shortened to its last part, and without passwords and tokens.
 
     Args:
         value: the values.
@@ -27,8 +63,59 @@ def without_local_paths(value: Any, name: str = "") -> Any:
         return {key: without_local_paths(each, str(key)) for key, each in value.items()}
     if isinstance(value, list):
         return [without_local_paths(each, name) for each in value]
-    if is_local_path(value) or (isinstance(value, str) and PATH_ARGUMENT.fullmatch(name)):
-        # A Windows path splits at both kinds of slash; on other systems a backslash is a letter like any other.
-        path = PureWindowsPath(value) if re.match(r"[A-Za-z]:|\\\\", value) else PurePath(value)
-        return path.name
-    return value
+    if not isinstance(value, str):
+        return value
+    if is_local_path(value) or PATH_ARGUMENT.fullmatch(name):
+        return _last_part(_without_secrets(value))
+    return _without_paths(value)
+
+
+def shared_content(path: Path, is_report: bool) -> bytes | None:
+    """Return what of a JSON file goes to the Hub, if that is not the file as it is.
+
+    Args:
+        path: the file.
+        is_report: of this package, in which every text that begins like a path is one.
+
+    Raises:
+        OSError, ValueError: if it cannot be read.
+    """
+    if not path.name.endswith(".json") or any(fnmatchcase(path.name, pattern) for pattern in WORD_FILES):
+        return None
+    value = load_json(path)
+    if is_report and not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; got {type(value).__name__}.")
+    shared = without_local_paths(value) if is_report else _without_own_paths(value)
+    return None if shared == value else f"{json.dumps(shared, indent=2, ensure_ascii=False)}\n".encode()
+
+
+def _without_own_paths(value: Any, name: str = "") -> Any:
+    """Do as `without_local_paths` with what configurations hold: a text is a path where it can be nothing else."""
+    if WORDS.fullmatch(name):
+        return value
+    if isinstance(value, dict):
+        return {key: _without_own_paths(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_own_paths(each, name) for each in value]
+    if not isinstance(value, str):
+        return value
+    is_path = PATH_ARGUMENT.fullmatch(name) or name.endswith("path")
+    return _last_part(_without_secrets(value)) if is_path and is_local_path(value) else _without_paths(value)
+
+
+def _without_secrets(text: str) -> str:
+    for pattern, instead in SECRETS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def _without_paths(text: str) -> str:
+    return PATH_IN_TEXT.sub(lambda found: _last_part(found[0]), _without_secrets(text))
+
+
+def _last_part(path: str) -> str:
+    if HOME.fullmatch(path):
+        return "~"  # whose it is is a name too
+    # A Windows path splits at both kinds of slash; on other systems a backslash is a letter like any other.
+    windows = re.match(r"[A-Za-z]:|\\\\", path)
+    return (PureWindowsPath(path) if windows else PurePath(path)).name

@@ -1,6 +1,5 @@
 """A checkpoint to the Hub in one commit: all of it or nothing."""
 
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,12 +20,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from ..conversion.checkpoint.folder_checks import check_files, check_whole_model, why_not_read
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config
-from ..files import BEST_MODEL_FILE, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
-from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history, read_json
+from ..files import BEST_MODEL_FILE, LOGS, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
+from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history
 from .card import CardOptions, is_untouched, model_card
-from .local_paths import without_local_paths
+from .local_paths import holds_secret, names_places, shared_content
 
 __all__ = [
     "PushPlan",
@@ -43,6 +43,9 @@ __all__ = [
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # They name folders of the machine they were written on.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
+# Text that is uploaded as it is, if it is shorter: whoever wrote it may have written more than is meant for others.
+NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
+MOST_NOTES_BYTES = 2**20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 # What to do about an answer of the Hub.
 ADVICE = {
@@ -132,6 +135,8 @@ def plan_push(
         raise ValueError(f"{repo_id!r} cannot be a repository's name: {' '.join(str(error).split())}") from error
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
+    check_files(folder)
+    check_whole_model(folder, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle):
         pass  # headers and sizes of all weight files are right
@@ -140,6 +145,8 @@ def plan_push(
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "the model card takes its place; --card uploads it"
     warnings = [] if any(name in files for name in TOKENIZER_FILES) else ["the folder has no tokenizer"]
+    notes = [name for name in files if not name.startswith(("vocab", "merges")) and names_places(_note(folder / name))]
+    warnings += [f"{name} names folders of a machine, and goes up as it is" for name in notes]
     if card is None:
         history = read_history(folder)
         card = str(model_card(folder, repo_id, card_options, history))
@@ -159,17 +166,24 @@ def folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, in
         if any(part.startswith(".") or part == "__pycache__" for part in name.split("/")):
             if "/" not in name:
                 left_out[name] = "hidden"
+        elif any(name.startswith(f"{each}/") for each in left_out):
+            continue
+        elif reason := why_not_read(path, folder):
+            left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
             left_out[first] = "of the training run"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
             left_out[name] = "a pickle; --allow_pickle uploads it"
-        elif path.is_file() and name in WITHOUT_PATHS:
+        elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOGS):
+            left_out[name] = "a log"
+        elif path.is_file() and holds_secret(_note(path)):
+            left_out[name] = "it holds a token, or an address with a password"
+        elif path.is_file() and name != CARD_NAME:
             try:
-                files[name] = len(_shared_content(path))
+                content = shared_content(path, name in WITHOUT_PATHS)
+                files[name] = path.stat().st_size if content is None else len(content)
             except (ValueError, OSError, RecursionError):  # folders of this machine cannot be taken out of it
                 left_out[name] = "cannot be read"
-        elif path.is_file() and name != CARD_NAME:
-            files[name] = path.stat().st_size
     return files, left_out
 
 
@@ -311,11 +325,14 @@ def _is_weight_file(name: str) -> bool:
 
 
 def _payload(folder: Path, name: str) -> str | bytes:
-    return _shared_content(folder / name) if name in WITHOUT_PATHS else str((folder / name).resolve())
+    return shared_content(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
-def _shared_content(path: Path) -> bytes:
-    return f"{json.dumps(without_local_paths(read_json(path)), indent=2)}\n".encode()
+def _note(path: Path) -> str:
+    """Return what a file of text says; nothing of another kind of file."""
+    if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager

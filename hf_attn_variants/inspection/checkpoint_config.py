@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
+from ..conversion.checkpoint.folder_checks import check_whole_model
 from ..conversion.checkpoint.source import local_folder, read_config
 from ..files import CONFIG_NAME
 
@@ -26,4 +27,5 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
             raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
     elif revision is not None:
         raise ValueError(f"`revision` is for Hub ids; {checkpoint!r} is a folder.")
+    check_whole_model(folder, allow_pickle=True)
     return read_config(folder)

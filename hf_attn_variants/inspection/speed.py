@@ -26,6 +26,7 @@ from .costs import (
     variant_name,
     variant_rows,
 )
+from .page_faults import Usage, Watch, memory_now, summary
 from .timing import Times, decoding_or_pass, run_times
 
 __all__ = ["BreakEven", "SpeedTable", "VariantSpeed", "measure_speed"]
@@ -50,6 +51,7 @@ class VariantSpeed:
         first_milliseconds: of an encoder-decoder, median until the first token is there, with what is made of the
             source for cross-attention.
         step_milliseconds: median of a further token; None where but one was generated.
+        usage: page faults and seconds in the kernel of one pass or generation, medians (`page_faults.summary`).
     """
 
     name: str
@@ -60,6 +62,7 @@ class VariantSpeed:
     speedup: float
     first_milliseconds: float | None = None
     step_milliseconds: float | None = None
+    usage: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class SpeedTable:
         machine: processor, threads, load and versions.
         rows: the variants, the baseline first.
         break_even: of the exact latent of cross-attention, where both were timed over two tokens or more.
+        memory: how the process held memory (`page_faults.memory_now`).
     """
 
     checkpoint: str
@@ -107,6 +111,7 @@ class SpeedTable:
     machine: dict[str, Any]
     rows: list[VariantSpeed]
     break_even: BreakEven | None = None
+    memory: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -167,11 +172,11 @@ def measure_speed(
     own += _windows_and_kernels(field, windows, kernels)
     contestants = dict(_contestants(config, current, auto_class, model_class, own))
     made = _checked(contestants, lambda: model_class(current), decodes, dtype, device).items()
-    times = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
-    rows = _rows(contestants, times, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
+    found = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
+    rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
         checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows),
+        *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
     )  # fmt: skip
 
 
@@ -199,7 +204,11 @@ def _auto_class(config: Mapping[str, Any], current: Any) -> str:
 
 
 def _rows(
-    contestants: Mapping[str, Any], times: dict[str, list[Times]], tokens: int, max_new_tokens: int | None
+    contestants: Mapping[str, Any],
+    times: dict[str, list[Times]],
+    usages: dict[str, list[Usage]],
+    tokens: int,
+    max_new_tokens: int | None,
 ) -> list[VariantSpeed]:
     made: list[VariantSpeed] = []
     for name, found in times.items():
@@ -210,11 +219,8 @@ def _rows(
         if max_new_tokens is not None and max_new_tokens > 1:
             step = statistics.median((end - begin) * 1e3 for begin, end in found) / (max_new_tokens - 1)
         baseline = made[0].milliseconds if made else median
-        made.append(
-            VariantSpeed(
-                name, contestants[name][0], median, each, tokens / median * 1e3, baseline / median, first, step
-            )
-        )
+        speed = (tokens / median * 1e3, baseline / median, first, step, summary(usages[name]))
+        made.append(VariantSpeed(name, contestants[name][0], median, each, *speed))
     return made
 
 
@@ -234,16 +240,21 @@ def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     return BreakEven(ours.name, multi_head.name, tokens)
 
 
-def _timed(runs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
-    """Return the times of each round of each contestant."""
+def _timed(
+    runs: dict[str, Callable[[], Any]], rounds: int, device: str
+) -> tuple[dict[str, list[Times]], dict[str, list[Usage]]]:
+    """Return the times of each round of each contestant, and what it took of the kernel."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
+    usages: dict[str, list[Usage]] = {name: [] for name in runs}
     names = list(runs)
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # the first warms up
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-            found = run_times(runs[name], device)
+            with Watch() as watch:
+                found = run_times(runs[name], device)
             if number >= 0:
                 times[name].append(found)
-    return times
+                usages[name].append(watch.usage)
+    return times, usages
 
 
 def _length(given: int | None, config: Any, auto_class: str) -> int:

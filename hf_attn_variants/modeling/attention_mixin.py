@@ -13,14 +13,8 @@ from .global_tokens import check_global_mask
 from .latent_attention import attend_to_latent, shared_latent
 from .loading_checks import check_implementation
 from .new_parameters import projection_shapes, projection_std
-from .upstream import (
-    CONFIG_ATTRIBUTES,
-    Arguments,
-    check_attention_function,
-    check_attributes,
-    known_imports,
-    upstream_class,
-)
+from .upstream import Arguments, check_attributes, known_imports, upstream_class
+from .upstream_checks import CONFIG_ATTRIBUTES, check_attention_function
 
 with known_imports():
     from transformers import initialization as init

@@ -19,11 +19,13 @@ from .flex_windows import attention_in_windows
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .linear_attention import kernel_attention_forward
 from .memory_compression import compressing
+from .padded_rows import from_first_token
 from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
 from .scattered_attention import attend_in_blocks, gathers
 from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_padding
 from .talking_heads import check_mask, talking_heads_attention
-from .upstream import check_mask_functions, known_imports, refuse_unknown
+from .upstream import known_imports, refuse_unknown
+from .upstream_checks import check_mask_functions
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -209,7 +211,7 @@ def eager_attention_forward(
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (reach := module.reach) is not None:
+    if (reach := kwargs.get("reach", module.reach)) is not None:  # of rows with padding it may be another
         call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
         attention_mask, position_bias = as_full_attention(*call)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
@@ -242,7 +244,7 @@ def sdpa_attention_forward(
         call = (module, query, key, value, attention_mask, scaling, asked)
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     with_weights = asked or module.score is not None
-    talking_heads, reach = bool(module.projection_names), module.reach
+    talking_heads, reach = bool(module.projection_names), kwargs.get("reach", module.reach)
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
     if not asked and is_global is None and gathers(reach, query, key, attention_mask):
@@ -384,7 +386,10 @@ def _mix_heads(
     return mixed
 
 
-OWN_FUNCTIONS = {EAGER: compressing(eager_attention_forward), SDPA: compressing(sdpa_attention_forward)}
+OWN_FUNCTIONS = {
+    name: from_first_token(compressing(function))
+    for name, function in ((EAGER, eager_attention_forward), (SDPA, sdpa_attention_forward))
+}
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 check_mask_functions(eager_mask, sdpa_mask)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .attention_patterns import MAX_SIZE
+from .query_folding import is_traced
 
-__all__ = ["BlockPattern"]
+__all__ = ["BlockPattern", "is_of_keys", "text_places"]
 
 # Draws are numbers of 32 bits, made from positions alone: a text has the same ones on every device.
 BITS = 0xFFFFFFFF
@@ -31,6 +32,8 @@ class BlockPattern(NamedTuple):
     heads: int = 0  # where the heads share a pattern's two parts out; 0: each has both
     global_tokens: int = 0
     is_causal: bool = False
+    first: torch.Tensor | None = None  # the place of each row's first token, [b]; None: 0
+    blocks: torch.Tensor | None = None  # the blocks of each row's text, [b]; None: all
 
     before = property(lambda self: MAX_SIZE)  # a cache keeps everything
 
@@ -56,6 +59,18 @@ class BlockPattern(NamedTuple):
             is_causal,
         )
 
+    def of_rows(self, mask: torch.Tensor | None) -> "BlockPattern":
+        """Return the pattern of rows that may be padded.
+
+        Args:
+            mask: of the keys alone, boolean [b, 1, 1 or n, m].
+        """
+        first, tokens = text_places(mask[:, 0, 0])
+        draws = self.kind == "random_blocks" and not self.is_causal  # among all blocks, not those before alone
+        if not (draws or is_traced() or first.any()):
+            return self
+        return self._replace(first=first, blocks=-(-tokens // self.block) if draws else None)
+
     def keys_read(self, memory: int) -> int:
         """Return about how many of `memory` keys a query reads, but for those of global tokens, which read all."""
         blocks = -(-memory // self.block)
@@ -73,15 +88,21 @@ class BlockPattern(NamedTuple):
         return memory <= self.block and not self.heads
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return which of the keys 0 .. m - 1 the queries at positions [n] read, [n, m] or, by head, [h, n, m]."""
-        distance = queries[:, None] - keys
-        first, second = getattr(self, f"_{self.kind}")(distance, queries[:, None], keys)
+        """Return which of the keys 0 .. m - 1 the queries at positions [n] read, [n, m] or, by head, [h, n, m].
+
+        Of rows that differ (`of_rows`) [b, 1 or h, n, m]; of padding anything may be said.
+        """
+        if self.first is not None:
+            queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
+        queries, keys = queries[..., None], keys[..., None, :]
+        distance = queries - keys
+        near, far = getattr(self, f"_{self.kind}")(distance, queries, keys)
         if self.heads:
-            parts = [first] * (self.heads - self.heads // 2) + [second | (distance == 0)] * (self.heads // 2)
-            allowed = torch.stack(parts)
+            parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
+            allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
         else:
-            allowed = first if second is None else first | second
-        allowed = allowed | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
+            allowed = near if far is None else near | far
+        allowed = allowed | (keys < self.global_tokens) | (queries < self.global_tokens)
         return allowed & (distance >= 0) if self.is_causal else allowed
 
     def _strided(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
@@ -95,16 +116,35 @@ class BlockPattern(NamedTuple):
         return queries // self.block == keys // self.block, None
 
     def _random_blocks(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        block, blocks = queries // self.block, torch.arange(-(-keys.shape[0] // self.block), device=keys.device)
+        block, blocks = queries // self.block, torch.arange(-(-keys.shape[-1] // self.block), device=keys.device)
         apart = block - blocks  # [n, blocks]
         others = apart > 1 if self.is_causal else apart.abs() > 1
+        if self.blocks is not None:
+            others = others & (blocks < self.blocks[:, None, None, None])
         # A draw for each pair of blocks; the smallest are read. So texts of any length have those of a longer one
         # among as many blocks, and where causal the same.
         draws = _mixed((_mixed((self.seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
         draws = torch.where(others, draws, NEVER)
-        last = draws.sort(-1).values[:, : self.random].amax(-1, keepdim=True)
+        last = draws.sort(-1).values[..., : self.random].amax(-1, keepdim=True)
         drawn = others & (draws <= last)
-        return apart[:, keys // self.block].abs() <= 1, drawn[:, keys // self.block]
+        of_keys = keys // self.block
+        index = of_keys.clamp(0, blocks.shape[0] - 1).expand_as(distance)
+        return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
+
+
+def is_of_keys(mask: torch.Tensor | None) -> bool:
+    """Say whether there is a mask, boolean, and of keys alone: [b, 1, 1, m], or the same for all queries."""
+    return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
+
+
+def text_places(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the place of each row's first token, and the tokens from it to the last one, [b].
+
+    Args:
+        real: where there is a token, [b, m]; a row without any is taken for one of tokens alone.
+    """
+    first = real.int().argmax(1)
+    return first, real.shape[1] - real.flip(1).int().argmax(1) - first
 
 
 def _mixed(number: Any) -> Any:

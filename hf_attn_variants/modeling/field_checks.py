@@ -23,6 +23,7 @@ __all__ = [
     "checked_rank",
     "checked_talking_heads",
     "nearest",
+    "without_prefix",
     "wrong_kinds_explained",
 ]
 
@@ -35,6 +36,8 @@ DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w"
 # Far above any model. Unbounded, a hostile configuration could keep whoever reads it busy for hours.
 MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
+# What names of one stack's fields, or of cross-attention's, begin with; and how many letters a name may be off.
+PREFIXES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
 # How other configurations write the words of our fields; a number and T5's sides may be said or left out.
 OTHER_WORDS = {"kv": "key_value", "groups": "heads", "group": "heads"}
 FREE_WORDS = {"num", "n", "encoder", "decoder"}
@@ -45,8 +48,16 @@ ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
 def nearest(name: str, fields: Iterable[str]) -> str | None:
     """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none.
 
-    A word that stands in no field makes it another name ("num_cls_heads").
+    It may have a stack's name before it (`PREFIXES`), be one or two letters off, or be made of the same words. A word
+    that stands in no field makes it another name ("num_cls_heads").
     """
+    fields = list(fields)
+    _, bare = without_prefix(name.lower(), fields)
+    for known in (("",), PREFIXES):  # a field first, then one with a stack's name before it
+        pairs = [(each, prefix + field) for prefix in known for field in fields for each in (name.lower(), bare)]
+        edits = [_edits(*pair) for pair in pairs]
+        if min(edits) <= MOST_EDITS:
+            return without_prefix(pairs[edits.index(min(edits))][1], fields)[1]
     found = {field: set(_spelled(field)) for field in fields}
     known = sorted(set().union(*found.values()))
     words = {_word(word, known) for word in _spelled(name) if word in known or word not in FREE_WORDS} - {"num"}
@@ -61,6 +72,28 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
     squashed = {field.replace("_", ""): field for field in found}
     typed = difflib.get_close_matches(name.lower().replace("_", ""), squashed, n=1, cutoff=ALIKE_NAME)
     return squashed[typed[0]] if typed else None
+
+
+def without_prefix(name: str, fields: Iterable[str]) -> tuple[str, str]:
+    """Return the prefixes before a name, as many as it takes for one of `fields`, else all; and what is behind."""
+    bare = name
+    while bare not in fields and (prefix := next((each for each in PREFIXES if bare.startswith(each)), None)):
+        bare = bare.removeprefix(prefix)
+    return name.removesuffix(bare), bare
+
+
+def _edits(name: str, field: str) -> int:
+    """Return how many letters must be put in, left out or changed to make one of the other; more than enough: 3."""
+    if abs(len(name) - len(field)) > MOST_EDITS:
+        return MOST_EDITS + 1
+    row = list(range(len(field) + 1))
+    for place, letter in enumerate(name, 1):
+        before, row = row, [place]
+        for index, other in enumerate(field, 1):
+            row.append(min(before[index] + 1, row[-1] + 1, before[index - 1] + (letter != other)))
+        if min(row) > MOST_EDITS:
+            return MOST_EDITS + 1
+    return row[-1]
 
 
 def _spelled(name: str) -> list[str]:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
-from .upstream import check_caches, known_imports
+from .upstream import known_imports
+from .upstream_checks import check_caches
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache

@@ -98,7 +98,7 @@ def beginning_of_talking_heads(config: Any) -> str:
     if config.talking_heads_init == "random":
         return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
     if config.talking_heads_dynamic:
-        return "they begin as the identity, plus small random terms of `talking_heads_dynamic` that change the outputs"
+        return "they begin as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"
     return "they begin as the identity, and no output changes"
 
 

@@ -7,7 +7,8 @@ import torch
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
-from .upstream import Arguments, check_attention_function, known_imports
+from .upstream import Arguments, known_imports
+from .upstream_checks import check_attention_function
 from .variant_mixins import AttnVariantModelMixin
 
 with known_imports():

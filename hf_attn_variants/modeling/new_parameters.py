@@ -39,8 +39,9 @@ def projection_shapes(
 def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
     """Return the standard deviation that a new talking-heads parameter is drawn with; None = it is the identity.
 
-    Fan-in scaling, as in the authors' code. A dynamic projection [input size, h_in, h_out] is always drawn, at
-    variance scale 0.01 / h_in; larger values made training hard.
+    Fan-in scaling, as in the authors' code. A dynamic projection [input size, h_in, h_out], which is added to another
+    one, begins as zeros beside an identity, so that no output changes; else it is drawn at variance scale 0.01 / h_in,
+    for larger values made training hard.
 
     Args:
         name: the parameter's name.
@@ -49,4 +50,4 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
     """
     if name in NO_WEIGHT_DECAY:
         return None if initialization == "identity" else shape[0] ** -0.5
-    return (1e-2 / shape[1] / shape[0]) ** 0.5
+    return 0.0 if initialization == "identity" else (1e-2 / shape[1] / shape[0]) ** 0.5

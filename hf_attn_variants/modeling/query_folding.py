@@ -5,7 +5,7 @@ Letters as in `attention_variants`; B beams of each of b sentences.
 
 import torch
 
-__all__ = ["QueryFold", "beams_of", "is_exporting", "repeated_for_beams"]
+__all__ = ["QueryFold", "beams_of", "is_exporting", "is_traced", "repeated_for_beams"]
 
 
 def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -21,6 +21,11 @@ def is_exporting() -> bool:
     # By the flag behind torch's function: torch 2.6 has neither, and in 2.7 to 2.11 every compiled graph takes the
     # function for true.
     return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
+def is_traced() -> bool:
+    """Whether a graph is being made, in which no number of a tensor may decide anything."""
+    return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()
 
 
 class QueryFold:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .block_patterns import BlockPattern
+from .block_patterns import BlockPattern, is_of_keys
 from .query_folding import is_exporting
 from .sliding_window_attention import relative_bias
 
@@ -28,7 +28,7 @@ def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Te
     # Keys before an encoder's queries, such as peft's prefixes, are refused where masks are made.
     if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == memory):
         return False
-    by_key = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
+    by_key = mask is None or is_of_keys(mask)
     return by_key and length > 1 and memory >= FEWEST_KEYS and not pattern.covers(length, memory)
 
 

@@ -59,6 +59,7 @@ class EmbeddingsMixin:
     """What a variant adds to the embeddings of BERT or of a relative; listed before them among the bases."""
 
     roles = ("ids", "embedded", "positions", "types", "cache_length")
+    upstream_attributes = ("position_embeddings",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,9 +67,9 @@ class EmbeddingsMixin:
 
     def install_positions(self, config: Any) -> None:
         """Put sinusoids in the place of the learned positions, where the configuration asks for them."""
-        check_attributes(self, ("position_embeddings",))
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
             width = self.position_embeddings.embedding_dim
+            check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
             first = self.padding_idx + 1 if config.positions_after_padding else 0
             self.position_embeddings = SinusoidalPositions(width, config.initializer_range, first)
 
@@ -94,6 +95,8 @@ class AddsSinusoids:
     A token's position counts the tokens before it that are no padding, as the bias by distance, in whose place this
     stands, does not change with padding on the left; those in a decoder's cache among them.
     """
+
+    upstream_attributes = ("embed_tokens", "is_decoder")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

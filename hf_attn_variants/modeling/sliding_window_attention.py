@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .attention_kernels import asks_for_padding_alone
 from .attention_patterns import Reach
 from .block_patterns import BlockPattern
-from .query_folding import is_exporting
+from .query_folding import is_exporting, is_traced
 from .upstream import known_imports
 
 with known_imports():
@@ -225,8 +225,7 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
             length, offset = options["kv_length"], options.get("kv_offset", 0)
             missing = max(0, length + offset - padding.shape[1])
             padding = nn.functional.pad(padding, (0, missing))[:, offset : offset + length]
-        is_traced = torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()
-        return None if not is_traced and padding.all() else padding.bool()[:, None, None]
+        return None if not is_traced() and padding.all() else padding.bool()[:, None, None]
 
     return mask
 

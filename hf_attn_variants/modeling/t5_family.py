@@ -11,7 +11,7 @@ from .attention_variants import attention_function
 from .latent_attention import attend_to_latent
 from .sinusoidal_positions import has_sinusoids
 from .transient_global import add_summary_parameters, attend_with_summaries, summary_table
-from .upstream import check_method, known_imports, upstream_class
+from .upstream import check_attributes, check_method, known_imports, upstream_class
 from .variant_mixins import AttentionVariantMixin
 
 with known_imports():
@@ -81,6 +81,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         With sinusoidal positions there is no bias.
         """
         super().install_variant(config, heads, query_dim, memory_dim)
+        check_attributes(self, ("relative_attention_bias",) if self.has_relative_attention_bias else ())
         if self.has_relative_attention_bias and has_sinusoids(config):
             self.has_relative_attention_bias = False
             del self.relative_attention_bias

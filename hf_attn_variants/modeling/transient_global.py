@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention_variants import attention_with_weights, fused_attention, wants_weights
+from .padded_rows import rolled_rows
 from .query_folding import is_exporting
 from .sliding_window_attention import relative_bias
 from .upstream import check_method, known_imports, refuse_unknown
@@ -115,6 +116,9 @@ def attend_with_summaries(
             f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
+    if (moved := rolled_rows(module, mask, length)) is not None:
+        states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
+        operands = tuple(moved.rolled(each, 2) for each in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
@@ -130,9 +134,10 @@ def attend_with_summaries(
         call = partial(_block, attend, module.reach.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
-    if asked:
-        return outputs[0]
-    return torch.cat(outputs, 1), None
+    output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
+    if moved is None:
+        return output, weights
+    return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
 
 
 def _attend(module: nn.Module, dropout: float, asked: bool) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ file is imported, attributes when a model is built, arguments in each call.
 
 import dis
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -26,13 +25,9 @@ __all__ = [
     "cache_name",
     "cache_of",
     "changed",
-    "check_attention_function",
     "check_attributes",
-    "check_caches",
     "check_called",
-    "check_mask_functions",
     "check_method",
-    "check_models",
     "known_imports",
     "refuse_two_caches",
     "refuse_unknown",
@@ -71,44 +66,7 @@ UNCHANGING = frozenset(
     }
 )
 # What our own code adds for the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "x2l", "x2w"})
-
-# Methods of upstream's that our classes override or call, and their first arguments behind `self`, in this order.
-MODEL_METHODS = {
-    "post_init": (),
-    "_init_weights": ("module",),
-    "_initialize_weights": ("module", "is_custom_code"),
-    "_can_set_attn_implementation": (),
-    "_check_and_adjust_attn_implementation": ("attn_implementation",),
-    "get_correct_attn_implementation": ("requested_attention", "is_init_check"),
-    "set_attn_implementation": ("attn_implementation",),
-    "from_pretrained": ("pretrained_model_name_or_path",),
-}
-LAYER_METHODS = {
-    "lazy_initialization": ("key_states", "value_states"),
-    "update": ("key_states", "value_states"),
-    "get_seq_length": (),
-    "get_mask_sizes": ("query_length",),
-    "reset": (),
-    "reorder_cache": ("beam_idx",),
-    "batch_repeat_interleave": ("repeats",),
-    "batch_select_indices": ("indices",),
-}
-CACHE_METHODS = {
-    "update": ("key_states", "value_states", "layer_idx"),
-    "get_seq_length": ("layer_idx",),
-    "reorder_cache": ("beam_idx",),
-}
-PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
-# Attributes that are read or set: of model classes, of configurations, of a cache's layers, of caches.
-MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
-CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
-LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
-CACHE_ATTRIBUTES = ("is_compileable", "layers")
-PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
-# The first arguments of an attention function, which a layer hands over by place, and those that a mask function gets.
-ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
-MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
+OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "reach", "x2l", "x2w"})
 
 
 class UpstreamChanged(ImportError):
@@ -167,10 +125,8 @@ class Arguments:
         )
         positions = {name: at for at, name in enumerate(self.order)}
         self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
-        found = _values_returned(getattr(owner, method)) if returns is not None else set()
-        if found and found != {returns}:
-            counts = " or ".join(str(count or "no tuple") for count in sorted(found))
-            raise changed(f"{place} returns {counts} values, where {returns} are known")
+        if returns is not None:
+            _check_returned(getattr(owner, method), returns, place)
 
     def current(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by this release's names, where they came by a former one; changes what it is given."""
@@ -240,66 +196,6 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
         raise changed(f"`{owner.__name__}.{method}` takes {taken}, where {', '.join(names) or 'nothing'} is known")
 
 
-def check_models() -> None:
-    """Check what every model here takes from upstream's; once a process.
-
-    Raises:
-        UpstreamChanged: where it is not as it is known.
-    """
-    with known_imports():
-        from transformers import PreTrainedModel
-    _check_methods(PreTrainedModel, MODEL_METHODS)
-    check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
-
-
-def check_caches() -> None:
-    """Check upstream's caches, their layers and the pair of caches of an encoder-decoder; once a process.
-
-    Raises:
-        UpstreamChanged: where one is not as it is known.
-    """
-    with known_imports():
-        from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
-    _check_methods(DynamicLayer, LAYER_METHODS)
-    _check_methods(Cache, CACHE_METHODS)
-    _check_methods(EncoderDecoderCache, PAIR_METHODS)
-    check_attributes(DynamicLayer(), LAYER_ATTRIBUTES)
-    check_attributes(DynamicCache(), CACHE_ATTRIBUTES)
-    check_attributes(EncoderDecoderCache(DynamicCache(), DynamicCache()), PAIR_ATTRIBUTES)
-
-
-def check_attention_function(owner: type) -> None:
-    """Check how upstream's layers of this class call an attention function: as they do its own eager one.
-
-    Raises:
-        UpstreamChanged: where that takes other arguments.
-    """
-    function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
-    if function is None:
-        raise changed(f"`{owner.__module__}` has no `eager_attention_forward`")
-    taken = tuple(inspect.signature(function).parameters)
-    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS:
-        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
-
-
-def check_mask_functions(*functions: Any) -> None:
-    """Check that upstream's mask functions are called by the names that ours read.
-
-    Raises:
-        UpstreamChanged: where one takes others.
-    """
-    for function in functions:
-        taken = inspect.signature(function).parameters
-        for name in MASK_ARGUMENTS:
-            if name not in taken:
-                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, and no {name}")
-
-
-def _check_methods(owner: type, methods: Mapping[str, tuple[str, ...]]) -> None:
-    for method, names in methods.items():
-        check_method(owner, method, names)
-
-
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
     """Check that one of upstream's objects has the attributes that our code reads.
 
@@ -352,12 +248,25 @@ def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
     raise changed(f"{place} takes {', '.join(parameters)}, and none of {', '.join(ROLES[role])}")
 
 
-def _values_returned(function: Any) -> set[int]:
-    """Return how many values a function returns, by its bytecode: of each `return` the size of its tuple, else 0."""
-    code = inspect.unwrap(function).__code__.co_code
-    steps = [step for step in zip(code[::2], code[1::2], strict=True) if step[0] not in _IDLE]
+def _check_returned(function: Any, returns: int, place: str) -> None:
+    """Check by its bytecode that each `return` of a function has so many values, the outputs first."""
+    code = inspect.unwrap(function).__code__
+    steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
     ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
-    return {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    found = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    if found != {returns}:
+        counts = " or ".join(str(count or "no tuple") for count in sorted(found))
+        raise changed(f"{place} returns {counts} values, where {returns} are known")
+    loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
+    names = [name for step in loads for name in _names_loaded(step)][-returns:]
+    if names and any(part in names[0] for part in ("weight", "bias", "prob")):
+        raise changed(f"{place} returns {', '.join(names)}, where outputs are first")
+
+
+def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
+    if not step.opname.startswith("LOAD_FAST"):
+        return ()
+    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # 3.13 loads two at once
 
 
 _IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}

@@ -26,14 +26,27 @@ from .field_checks import (
     checked_kv_heads,
     checked_rank,
     checked_talking_heads,
-    nearest,
     wrong_kinds_explained,
 )
-from .layer_values import LayerValue, checked_layer_values, from_per_layer_config, without_layer_values
+from .given_fields import (
+    UNSAID,
+    check_idle,
+    keeps_cache,
+    named_fields,
+    reading,
+    settled_format,
+    without_replaced,
+    without_repository,
+    wrong_name,
+)
+from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .peft_tables import tell_peft
+from .upstream_checks import check_configurations
 from .variant_names import CONFIG_FORMAT, EAGER, SDPA
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+check_configurations()
 
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
@@ -54,8 +67,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
         num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
             `num_softmax_heads` where only P_l stands between the two.
-        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention) or "random" (fan-in
-            variance scaling, the authors' default).
+        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention; input-dependent terms
+            begin as zeros) or "random" (fan-in variance scaling, the authors' default).
         talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
         attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
             encoder-decoder: the decoder's self-attention).
@@ -66,11 +79,12 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
             "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
         score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
-        attn_variants_format: the number of the format of these fields, for later releases that read them.
+        attn_variants_format: the number of the format of these fields. 1: what counts tokens (blocks, global tokens,
+            linformer's columns) counts from a padded row's beginning; 2: from its first token.
 
     Raises:
-        ValueError: for a value that breaks a rule, or a keyword that is nearly the name of one of these fields; the
-            message gives the rule, the field and the values.
+        ValueError: for a value that breaks a rule or does nothing, or a keyword that is nearly the name of one of
+            these fields; the message gives the rule, the field and the values.
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
@@ -135,14 +149,21 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
     )
 
-    attn_variants_format: int = CONFIG_FORMAT
+    attn_variants_format: int = UNSAID
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_format(self.attn_variants_format)
         # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
         # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
-        if kwargs.pop("model_type", None) is None:
-            self.check_names(kwargs)
+        model_type = kwargs.pop("model_type", None)
+        if self.attn_variants_format is UNSAID:
+            said = {name: value for name, value in vars(self).items() if name != "attn_variants_format"}
+            settled = settled_format(said, type(self).model_type) if model_type == type(self).model_type else {}
+            self.attn_variants_format = settled.get("attn_variants_format", CONFIG_FORMAT)
+        with reading(self, model_type is not None, kwargs.keys()):
+            self._finish(**kwargs)
+
+    def _finish(self, **kwargs: Any) -> None:
         by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
         if kwargs.get("num_labels") is not None:
             check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
@@ -184,6 +205,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         check_score_function(self)
         check_kernels(self)
+        check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
 
@@ -258,8 +280,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             ValueError: if there is one; the message names the field.
         """
         for name in names:
-            if not hasattr(cls, name) and (meant := nearest(name, cls.variant_fields())):
-                raise ValueError(f"`{name}` is not a field of {cls.__name__}: did you mean `{meant}`?")
+            if (reason := wrong_name(cls, name)) is not None:
+                raise ValueError(reason)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -271,15 +293,16 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
-        return values | {"model_type": cls.model_type} if is_upstreams else values
+        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        return values | own if is_upstreams else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
         cls.check_names(kwargs.keys() - config_dict.keys())
-        config_dict = {"model_type": cls.model_type} | config_dict
+        config_dict = settled_format({"model_type": cls.model_type} | config_dict, cls.model_type)
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
-        names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config"}
+        names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
         # Upstream would set them on the finished configuration, past its checks.
         fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in fields:
@@ -288,8 +311,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained():  # upstream shows the finished configuration in its log
-            return super().from_dict(_without_replaced(config_dict, fields) | fields, **kwargs)
+        with wrong_kinds_explained(), named_fields(fields):  # upstream shows the finished configuration in its log
+            return super().from_dict(without_replaced(config_dict, fields) | fields, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
@@ -299,14 +322,16 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             ValueError: if `config` belongs to another architecture.
         """
         cls.check_names(fields)
-        values = dict(config) if isinstance(config, dict) else config.to_dict()
+        values = settled_format(dict(config) if isinstance(config, dict) else config.to_dict(), cls.model_type)
+        values = dict(values)
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
             raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        return cls(**(_without_replaced(values, fields) | fields))
+        with named_fields(fields):
+            return cls(**(without_replaced(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of one query, key and value head where this field counts the key/value heads."""
@@ -356,7 +381,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         one of that class to which every word is unknown, and say nothing.
         """
         kept = {name: self.__dict__[name] for name in ("auto_map", "tokenizer_class") if name in self.__dict__}
-        self.auto_map = self._own_auto_map() | _without_repository(self.auto_map)
+        self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
         self.__dict__.pop("tokenizer_class", None)
         try:
             return super().save_pretrained(save_directory, *args, **kwargs)
@@ -370,23 +395,4 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
 
 def can_cache(config: Any) -> bool:
     """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
-    return _keeps_cache(getattr(config, "talking_heads_dynamic", None))
-
-
-def _keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
-    return not any(name[0] == "m" for name in dynamic or ())
-
-
-def _without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says, without what newly given fields make void."""
-    values = without_layer_values(values, fields)
-    # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
-    # default again.
-    if "talking_heads_dynamic" not in fields or _keeps_cache(values.get("talking_heads_dynamic")):
-        return values
-    return {name: value for name, value in values.items() if name != "use_cache"}
-
-
-def _without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
-    # A config read from the Hub says "repository--file.Class": right to load by, wrong once the files are saved anew.
-    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
+    return keeps_cache(getattr(config, "talking_heads_dynamic", None))

@@ -26,8 +26,10 @@ from .loading_checks import (
 )
 from .memory_compression import compression_of
 from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
+from .padded_rows import settle_padding
 from .sinusoidal_positions import EmbeddingsMixin
-from .upstream import changed, check_attributes, check_models, known_imports, refuse_two_caches
+from .upstream import changed, check_attributes, known_imports, refuse_two_caches
+from .upstream_checks import check_models, check_paths
 
 with known_imports():
     from transformers import initialization as init
@@ -197,6 +199,8 @@ class AttnVariantModelMixin:
 
 def _change_class(module: nn.Module, variant: type, config: Any) -> None:
     module.__class__ = variant
+    if not isinstance(module, AttentionVariantMixin):  # those are checked with their heads
+        check_attributes(module, getattr(variant, "upstream_attributes", ()))
     if isinstance(module, EmbeddingsMixin):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
@@ -217,14 +221,13 @@ def _check_installed(model: PreTrainedModel) -> None:
 
 def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel) -> None:
     """Give an attention its heads and new parameters, once: it may stand in a model inside another."""
-    check_attributes(module, (site.core,) if site.core else ())
+    check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
         raise changed(f"`{type(core).__name__}` stands at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
-    for attribute in site.projections.values():
-        check_attributes(module, (attribute.partition(".")[0],))
+    check_paths(module, site.projections.values())
     heads, width = site.heads(model.config, path), module.get_submodule(site.key).in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
@@ -244,6 +247,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
     install_kernel(core, site.kernel(model.config, path, is_causal), heads)
+    settle_padding(core, model.config)
 
 
 def _add_latent(root: nn.Module, path: str, width: int, rank: int) -> None:

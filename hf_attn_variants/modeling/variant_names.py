@@ -1,6 +1,15 @@
 """The version of this code, the names that it registers with transformers, and the transformers it was run with."""
 
-__all__ = ["ATTN_VARIANTS_VERSION", "CONFIG_FORMAT", "EAGER", "NEWEST_RUN", "OLDEST_RUN", "SDPA", "SOURCE"]
+__all__ = [
+    "ATTN_VARIANTS_VERSION",
+    "CONFIG_FORMAT",
+    "COUNTS_TOKENS",
+    "EAGER",
+    "NEWEST_RUN",
+    "OLDEST_RUN",
+    "SDPA",
+    "SOURCE",
+]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
 # Where newer code is to be had. The proposed address: nobody owns it yet (CONTRIBUTING.md).
@@ -10,7 +19,9 @@ OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 
 # Of a configuration's fields: by it a later release reads what they meant when they were saved. Files without a number
 # have the first.
-CONFIG_FORMAT = 1
+CONFIG_FORMAT = 2
+# From which on what counts tokens counts from a row's first one, and not from the padded row's beginning.
+COUNTS_TOKENS = 2
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")

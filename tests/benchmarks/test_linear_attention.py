@@ -23,7 +23,7 @@ def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     sizes += ["--peers", "sdpa", "hedgehog", "favor", "--num_layers", "3"]
     benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
     report = json.loads((tmp_path / "linear_attention_cpu.json").read_text())
-    for part in ("attention", "causal", "memory"):
+    for part in ("attention", "causal", "peak_memory"):
         for row in report[part]:
             assert all(set(row[mode]) == {"sdpa", "hedgehog", "favor"} for mode in benchmark.MODES)
     models = ["upstream", "hedgehog", "hedgehog in 1 layers", "favor", "favor in 1 layers"]

@@ -22,7 +22,7 @@ def test_every_part_runs(benchmark, tmp_path, capsys):
     benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
     report = json.loads((tmp_path / "sliding_window_cpu.json").read_text())
     assert [row["length"] for row in report["attention"]] == [256, 1024]
-    for row in (*report["attention"], *report["layers"], *report["memory"]):
+    for row in (*report["attention"], *report["layers"], *report["peak_memory"]):
         assert all(value >= 0 for mode in benchmark.MODES for value in row[mode].values())
     assert report["layers"][0]["forward"].keys() >= {benchmark.FULL, benchmark.LONGFORMER}
     assert [each["least"] for each in report["targets"]] == [1.0, 1.0]

@@ -28,7 +28,7 @@ def test_every_part_runs(load, tmp_path, capsys):
             assert all(value > 0 for value in row[mode].values())
     assert report["training_steps"]["milliseconds"].keys() == {"MHA", "talking heads", "talking heads, eager"}
     # The weights of 512 tokens alone are 4 MiB; what that measurement took does not hide in the next one, of 64.
-    large, small = (row["forward"]["naive"] for row in report["memory"])
+    large, small = (row["forward"]["naive"] for row in report["peak_memory"])
     assert large >= 4 > small >= 0
     assert all(error < 1e-5 for rows in report["errors"].values() for row in rows.values() for error in row.values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talking_heads_cpu.json", "talking_heads_cpu.png"]
@@ -49,7 +49,7 @@ def report_with(forward, training, naive=500.0, memory=40.0):
             for option, scale in (("plain", 1), ("dropout", 100))
         ],
         "layers": [],
-        "memory": [
+        "peak_memory": [
             {"shape": [1, 12, 4096, 64], **{m: {"naive": 1000.0, "blocked": memory} for m in ("forward", "training")}}
         ],
         "training_steps": {"length": 512, "milliseconds": {"MHA": 100.0, "talking heads": 114.0}},

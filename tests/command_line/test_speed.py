@@ -10,6 +10,7 @@ from relatives import RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
+from hf_attn_variants.inspection import page_faults
 from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
@@ -37,7 +38,7 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "AttnVariantBertModel" in lines[0] and lines[3].startswith("MHA") and lines[3].endswith("1.00x")
+    assert "AttnVariantBertModel" in lines[0] and lines[3].startswith("MHA") and "  1.00x  " in lines[3]
     assert not any("talking" in line or "upstream" in line for line in lines)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--num_key_value_heads", "2", "1"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:6]] == ["MHA", "GQA-2", "MQA"]
@@ -263,3 +264,49 @@ def test_a_device_that_is_not_here():
 def test_numbers_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         measure_speed(BERT.upstream_model("BertModel").config.to_dict(), **options)
+
+
+def test_page_faults_are_shown_and_how_to_keep_memory_where_they_are_many(tmp_path, capsys, monkeypatch):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path)
+    for name in (*page_faults.KEEPING, "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    command = ["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]
+    monkeypatch.setattr(page_faults, "FEW", 10**9)
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "page faults" in shown and "system ms" in shown and "MALLOC_" not in shown
+    monkeypatch.setattr(page_faults, "FEW", -1)
+    monkeypatch.setattr(page_faults, "FEW_A_SECOND", -1)
+    assert cli.main(command) == 0
+    advice = " ".join(capsys.readouterr().out.split())
+    assert "--keep_memory" in advice and all(
+        f"{name}={value}" in advice for name, value in page_faults.KEEPING.items()
+    )
+    for name, value in page_faults.KEEPING.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main([*command, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["memory"].keys() == {"kept"} and table["rows"][0]["usage"]["minor_faults"] >= 0
+
+
+def test_keep_memory_starts_the_command_anew_and_no_other_program(tmp_path, capsys, monkeypatch):
+    BERT.upstream_model("BertModel").save_pretrained(tmp_path)
+    for name in (*page_faults.KEEPING, "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    command = ["benchmark", str(tmp_path), *SMALL, "--keep_memory"]
+    started = []
+
+    def execve(program, argv, env):
+        started.append((argv, {name: env[name] for name in page_faults.KEEPING}))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(page_faults.os, "execve", execve)
+    monkeypatch.setattr(page_faults.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    assert cli.main(command) == 2 and not started  # this is pytest's process
+    assert "MALLOC_MMAP_THRESHOLD_=" in capsys.readouterr().err
+    monkeypatch.setattr(page_faults.sys, "orig_argv", ["python", "attn-variants", *command])
+    with pytest.raises(SystemExit):
+        cli.main(command)
+    assert started == [(["python", "attn-variants", *command], page_faults.KEEPING)]
+    monkeypatch.setattr(page_faults.platform, "libc_ver", lambda: ("", ""))
+    assert cli.main(command) == 2 and "jemalloc" in capsys.readouterr().err

@@ -108,13 +108,13 @@ def test_a_folder_holds_what_a_model_has(kernel, folder):
 
 def test_the_command_says_what_it_made(folder, capsys):
     command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "made")]
-    command += ["--attention_kernel", "hybrid", "--attention_kernel_features", "6", "--attention_kernel_seed", "2"]
+    command += ["--attention_kernel", "hybrid", "--attention_kernel_features", "26", "--attention_kernel_seed", "2"]
     command += ["--attention_window", "4"]
     assert cli.main([*command, "--method", "mean"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^  attention_kernel +none -> hybrid$", said, re.M) and "attention_window  " in said
     config = json.loads((folder / "made/config.json").read_text())
-    assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["hybrid", 6, 2]
+    assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["hybrid", 26, 2]
     assert config["attention_window"] == 4 and config["attention_pattern"] is None
 
 

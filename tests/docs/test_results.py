@@ -39,10 +39,6 @@ def found(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     return row
 
 
-def three_digits(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".")
-
-
 def spread(values: list[float], form: str) -> str:
     ends = [f"{end:{form}}" for end in (min(values), max(values))]
     return f"{mean(values):{form}}" + (f" ({' to '.join(ends)})" if len(values) > 1 else "")
@@ -67,53 +63,6 @@ def uptraining() -> Rows:
 
 
 @table("results.md")
-def decoding() -> Rows:
-    runs = {
-        "T5-small, batch 32, source 1024": "t5-small_cpu",
-        "the same, batch 8, 4 beams": "t5-small_cpu_beams4",
-        "16 heads of 64, d_model 1024, 4 + 4 layers, batch 32, source 2048, 32 tokens": "t5-large-attention_cpu",
-        "T5-small, batch 1, source 32 (9 repeats)": "t5-small_cpu_batch1",
-        "the same, static cache": "t5-small_cpu_batch1_static",
-        "the same, static cache and `torch.compile` (5 repeats)": "t5-small_cpu_batch1_static_compiled",
-        "T5-small, batch 8, source 4096, 32 tokens": "t5-small_cpu_sizes",
-    }
-    for label, name in runs.items():
-        rows = load(f"decode_{name}")["rows"]
-        last = (rows[-1]["batch_size"], rows[-1]["source_length"])
-        by_model = {r["model"]: r for r in rows if (r["batch_size"], r["source_length"]) == last}
-        speeds = [three_digits(by_model["upstream MHA"]["tokens_per_second"])]
-        for model in ("MHA", "GQA-4", "GQA-2", "MQA"):
-            row = by_model.get(model)
-            speeds.append(f"{three_digits(row['tokens_per_second'])} ({row['speedup']:.2f}x)" if row else "")
-        steps = [f"{by_model[m]['step_speedup']:.2f}x" if m in by_model else "" for m in ("GQA-2", "MQA")]
-        yield [label, *speeds, *steps]
-
-
-@table("results.md")
-def encoding() -> Rows:
-    rows = load("encode_minilm_cpu")["rows"]
-    upstream, *ours = (row["milliseconds"] for row in rows)
-    cells = [f"{time:.0f} ({upstream / time:.2f}x)" for time in ours]
-    yield ["MiniLM, ms a batch (lower is better)", f"{upstream:.0f}", *cells]
-
-
-@table("results.md")
-def windows() -> Rows:
-    measured = load("sliding_window_cpu")
-    memory = {row["shape"][2]: row for row in measured["memory"]}
-    for row, layer in zip(measured["attention"], measured["layers"], strict=True):
-        cells, length = [f"{row['length']:,}"], row["length"]
-        for mode in ("forward", "training"):
-            full, window = row[mode]["sdpa"], row[mode]["window"]
-            whole = layer[mode]["BERT layer"] / layer[mode]["BERT layer, window"]
-            peer = layer[mode]["Longformer's self-attention"] / layer[mode]["self-attention, window"]
-            used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
-            cells += [f"{milliseconds(full)}, {milliseconds(window)} ({full / window:.2f}x)"]
-            cells += [f"{whole:.2f}x, {peer:.2f}x, {used:.2f}"]
-        yield cells
-
-
-@table("results.md")
 def long_inputs() -> Rows:
     rows = load("long_inputs")["runs"]
     for row in rows:
@@ -132,33 +81,6 @@ def long_questions() -> Rows:
 def long_t5() -> Rows:
     for row in load("long_t5")["runs"]:
         yield [row["encoder"], row["steps"], f"{row['bleu']:.2f}", f"{row['loss']:.4f}"]
-
-
-@table("results.md")
-def encoder_passes() -> Rows:
-    for row in load("long_t5_passes")["runs"]:
-        by, cells = row["milliseconds"], []
-        for ours, theirs in (("everything", "T5"), ("windows", "LongT5, local"), ("transient global", None)):
-            theirs = theirs or "LongT5, transient global"
-            cells += [f"{by[ours]:,.0f}, {by[theirs]:,.0f} ({by[theirs] / by[ours]:.2f}x)"] if ours in by else [""]
-        yield [f"{row['tokens']:,}", *cells]
-
-
-@table("results.md")
-def decoder_state() -> Rows:
-    rows = load("decoder_state_cpu")["steps"]
-    for name in rows[0]["step_ms"]:
-        yield [name, *(f"{row['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row in rows)]
-
-
-@table("results.md")
-def linear_attention() -> Rows:
-    for row in load("linear_attention_cpu")["attention"]:
-        cells = [f"{row['length']:,}"]
-        for mode in ("forward", "training"):
-            full, *kernels = row[mode].values()
-            cells += [milliseconds(full), *(f"{full / kernel:.2f}x" for kernel in kernels)]
-        yield cells
 
 
 @table("results.md")
@@ -237,35 +159,6 @@ def quickstart() -> Rows:
         ]
         size = [f"{row['parameters'] / 1e6:.2f} M", f"{row['projection_flops'] / 1e6:.2f} MFLOP a token"]
         yield [row["model"], *size, *scores, *[""] * (2 - len(scores))]
-
-
-@table("results.md")
-def encoders_in_onnx_runtime() -> Rows:
-    rows = load("onnx_latency")["rows"]
-    for size in ([1, 32], [1, 128], [8, 128], [1, 512]):
-        for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` a layer)")):
-            of = {"part": "encoder", "size": size, "opset": opset}
-            times = [found(rows, num_key_value_heads=k, **of)["milliseconds"] for k in (12, 4, 1)]
-            yield [", ".join(map(str, size)), words, *map(three_digits, times), f"{times[0] / times[2]:.2f}x"]
-
-
-@table("results.md")
-def decoding_steps_in_onnx_runtime() -> Rows:
-    rows = load("onnx_latency")["rows"]
-    for size in ([1, 128, 32], [8, 512, 32], [32, 1024, 32]):
-        of = {"part": "decoding step", "size": size}
-        times = [found(rows, num_key_value_heads=k, **of)["milliseconds"] for k in (8, 2, 1)]
-        yield [f"{size[0]}, {size[1]}", *(f"{t:.1f}" for t in times), f"{times[0] / times[2]:.2f}x"]
-
-
-@table("results.md")
-def loop_overhead() -> Rows:
-    for row in load("loop_overhead")["rows"]:
-        bare, loop = (1000 * row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop"))
-        tiny = "tiny" in row["task"]
-        overhead = f"{loop - bare:.1f} ms" if tiny else f"{row['overhead_percent']:+.1f} %"
-        waiting = f"{row['waiting_for_data_percent']:.1f} %"
-        yield [row["task"], f"{bare:.1f} ms", f"{loop:.1f} ms", overhead, waiting]
 
 
 @table("results.md")
@@ -368,34 +261,9 @@ def from_scratch() -> Rows:
         yield [variant + width, spread([run["dev_loss"] for run in group], ".3f"), *bleu]
 
 
-def milliseconds(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-@table("talking_heads.md")
-def attention_alone() -> Rows:
-    every = [row for row in load("talking_heads_cpu")["times"] if row["option"] != "plain"]
-    for row in [*load("talking_heads_cpu_plain")["times"], *every]:
-        cells = [", ".join(map(str, row["shape"]))]
-        for part in (row["forward"], row["training"]):
-            cells.append(milliseconds(part["sdpa"]))
-            ratios = [(part[peer], part[peer] / part["sdpa"]) for peer in ("naive", "blocked")]
-            cells += [f"{milliseconds(time)} ({ratio:.2f}x)" for time, ratio in ratios]
-        yield cells
-
-
-@table("talking_heads.md")
-def whole_layers() -> Rows:
-    names = ("sdpa", "naive", "blocked", "x-transformers talking heads", "x-transformers flash")
-    for row in load("talking_heads_cpu_layers")["layers"]:
-        for part in ("forward", "training"):
-            times = [row[part][name] for name in names]
-            yield [", ".join(map(str, row["shape"])), part, *map(milliseconds, times), f"{times[3] / times[2]:.1f}x"]
-
-
 @table("talking_heads.md")
 def memory_of_a_call() -> Rows:
-    for row in load("talking_heads_cpu")["memory"]:
+    for row in load("talking_heads_cpu")["peak_memory"]:
         parts = [(row["forward"][peer], row["training"][peer]) for peer in ("naive", "blocked", "sdpa")]
         yield [row["shape"][2], *(f"{forward:.0f}, {training:.0f}" for forward, training in parts)]
 

@@ -20,6 +20,7 @@ from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
 from hf_attn_variants.hub.card_text import usage_snippet
 from hf_attn_variants.hub.push import folder_files
+from hf_attn_variants.model_folder import STAGE, replace_model
 from hf_attn_variants.model_history import read_history, source_history, write_history
 from hf_attn_variants.training.engine import outputs
 
@@ -202,12 +203,15 @@ def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, 
     assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
 
 
-@pytest.mark.parametrize("is_source, name", [(True, "config.json"), (False, "notes.txt")])
-def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_source, name, tmp_path):
+@pytest.mark.parametrize("goes_on, name", [(True, "config.json"), (False, "notes.txt")])
+def test_a_readme_stays_where_it_is_the_sources_or_no_models(goes_on, name, tmp_path):
     (tmp_path / name).write_text("{}")
     (tmp_path / "README.md").write_text(README)
-    outputs.remove_earlier_run(tmp_path, is_source)
-    assert (tmp_path / "README.md").exists()
+    (tmp_path / STAGE).mkdir()
+    (tmp_path / STAGE / "config.json").write_text('{"new": 1}')
+    replace_model(tmp_path / STAGE, tmp_path, goes_on)
+    assert (tmp_path / "README.md").exists() and (tmp_path / "config.json").read_text() == '{"new": 1}'
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 def test_a_t5s_conversion_is_told_after_its_training(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, HEAD_AND_VARIANT_IDS, HEAD_IDS, HEADS, HEADS_AND_VARIANTS, T5, VARIANTS
+from relatives import RELATIVES
 from torch import nn
 
 import hf_attn_variants
@@ -56,6 +57,8 @@ def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, m
             deviation = expected[name].std(correction=0).item()
         if deviation is None:
             assert parameter.equal(torch.eye(*parameter.shape)), name
+        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms beside the identity
+            assert not parameter.any(), name
         elif deviation == 0:
             assert (parameter == expected[name].flatten()[0]).all(), name
         else:
@@ -101,8 +104,37 @@ def test_initial_projections(architecture, init):
             else:
                 assert 0.7 < projection.std() * 12**0.5 < 1.3
         for projection in (core.x2l_proj, core.m2w_proj):
-            expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
-            assert 0.9 < projection.std() / expected < 1.1
+            if init == "identity":
+                assert not projection.any()
+            else:
+                expected = (1e-2 / 12 / projection.shape[0]) ** 0.5
+                assert 0.9 < projection.std() / expected < 1.1
+
+
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *RELATIVES), ids=lambda row: row.name)
+@pytest.mark.parametrize("by_conversion", [False, True], ids=["loaded", "converted"])
+def test_dynamic_terms_beside_the_identity_change_no_output_and_learn(architecture, by_conversion, tmp_path):
+    head = next(iter(architecture.heads))
+    heads = dict.fromkeys({"encoder_attention_heads", "decoder_attention_heads"} & architecture.tiny.keys(), 12)
+    upstream = architecture.upstream_model(head, **heads)
+    fields = {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]}
+    if by_conversion:
+        model = hf_attn_variants.convert(upstream, **fields).eval()
+    else:
+        upstream.save_pretrained(tmp_path)
+        model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path, **fields).eval()
+    batch = architecture.batch(head)
+    output = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
+    torch.testing.assert_close(output[0], upstream(**batch)[0], atol=1e-5, rtol=0)
+    (output[0] * torch.randn_like(output[0])).sum().backward()
+    drawn = {name: parameter for name, parameter in model.named_parameters() if "2l_proj" in name or "2w_proj" in name}
+    assert len(drawn) >= 4 and all(parameter.grad.abs().max() > 0 for parameter in drawn.values())
+    before = output[0].detach()
+    with torch.no_grad():
+        for parameter in drawn.values():
+            parameter -= parameter.grad / parameter.grad.norm()
+    after = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
+    assert (after[0] - before).abs().max() > 1e-4
 
 
 @EVERY_ARCHITECTURE

@@ -51,9 +51,10 @@ def test_multi_head_equals_upstream(architecture, head, implementation, padded, 
 
 
 @EVERY_HEAD
-def test_identity_projections_equal_upstream(architecture, head, tmp_path):
+@pytest.mark.parametrize("variant", ["talking", "dynamic"])
+def test_identity_projections_equal_upstream(architecture, head, variant, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
-    ours = load_variant(architecture, head, tmp_path, "talking")
+    ours = load_variant(architecture, head, tmp_path, variant)
     batch = architecture.batch(head, labels=True)
     with torch.no_grad():
         assert_same_outputs(ours(**batch), upstream(**batch))
@@ -141,7 +142,7 @@ def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
         ("mha", []),
         ("talking", ["adds them: they begin as the identity, and no output changes."]),
         ("logits", ['adds them: they are drawn at random (`talking_heads_init="random"`), and the outputs change']),
-        ("dynamic", ["begin as the identity, plus small random terms of `talking_heads_dynamic`"]),
+        ("dynamic", ["as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"]),
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling import host_trial, upstream
+from hf_attn_variants.modeling import host_trial, upstream, upstream_checks
 from hf_attn_variants.modeling.upstream import Arguments, UpstreamChanged
 
 HOSTS = (*ARCHITECTURES, *RELATIVES)
@@ -85,12 +85,12 @@ def test_the_checks_take_less_than_five_milliseconds():
     assert len(classes) >= len(HOSTS)
 
     def check():
-        upstream.check_models()
-        upstream.check_caches()
+        upstream_checks.check_models()
+        upstream_checks.check_caches()
         for each in classes:
             owner = upstream.upstream_class(each, attention_mixin.AttentionVariantMixin)
             Arguments(owner, each.roles, returns=each.returns)
-            upstream.check_attention_function(owner)
+            upstream_checks.check_attention_function(owner)
 
     took = []
     for _ in range(5):
@@ -166,11 +166,11 @@ def test_umt5_scales_as_the_checkpoint_says_under_every_release():
 
 def test_a_configuration_of_a_later_format_is_refused(tmp_path):
     config = ROWS["bert"].config()
-    assert config.to_dict()["attn_variants_format"] == 1
+    assert config.to_dict()["attn_variants_format"] == 2
     values = config.to_dict()
     assert type(config).from_dict({k: v for k, v in values.items() if k != "attn_variants_format"}).to_dict() == values
-    for wrong in (2, 0, "1", None, True):
-        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 1"):
+    for wrong in (3, 0, "1", None, True):
+        with pytest.raises(ValueError, match="`attn_variants_format` must be 1 to 2"):
             type(config).from_dict(values | {"attn_variants_format": wrong})
 
 

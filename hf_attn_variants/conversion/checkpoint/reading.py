@@ -17,6 +17,7 @@ import torch
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 from .entries import TORCH_DTYPES, TensorEntry, checked_finite, dtype_name
+from .folder_checks import check_no_pickle
 
 __all__ = ["CheckpointReader", "open_checkpoint"]
 
@@ -162,10 +163,7 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
             f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: not a safetensors checkpoint."
         )
     if not allow_pickle:
-        raise ValueError(
-            f"{folder / pickles[0]} is a pickle, which can run code when loaded; use a safetensors copy, or "
-            "allow_pickle=True (--allow_pickle) to read its tensors with weights_only=True."
-        )
+        check_no_pickle(str(folder), pickles)
     if pickles[0] == PICKLE_WEIGHTS_NAME:
         return PickleReader(folder, pickles[:1])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))

@@ -12,6 +12,7 @@ from ...files import (
     CONFIG_NAME,
     HISTORY_NAME,
     INDEX_NAME,
+    LOGS,
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
@@ -23,9 +24,12 @@ from ...files import (
     WEIGHTS_NAME,
     load_json,
 )
+from ...model_folder import ADAPTER_FILES
+from .folder_checks import check_files, check_no_adapter, check_no_pickle, check_whole_model, why_not_read
 
 __all__ = [
     "cached_folder",
+    "check_source",
     "copy_side_files",
     "learned_tokens",
     "local_folder",
@@ -50,13 +54,14 @@ def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
 
     Raises:
         OSError: if it is empty, a file, or a path (it starts with ".", "/" or "~", ends with "/", or has more than one
-            "/") at which there is nothing.
+            "/") at which there is nothing; or of a folder, as `check_files` says.
     """
     name = os.fspath(model_name_or_path)
     if not name:
         raise FileNotFoundError("the checkpoint has an empty name: give a folder or a Hub id.")
     path = Path(name).expanduser()
     if path.is_dir():
+        check_files(path)
         return path
     if path.exists():
         raise NotADirectoryError(f"{name!r} is a file; give the checkpoint's folder, {str(path.parent)!r}.")
@@ -83,14 +88,39 @@ def resolve_source(
 
     Raises:
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
-        ValueError: for a repository whose weights are pickles, which were not allowed.
+        ValueError: if it is an adapter, or its weights are pickles, which were not allowed.
     """
     name, folder = os.fspath(model_name_or_path), local_folder(model_name_or_path)
+    if folder is not None and revision is not None:
+        raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
     if folder is None:
         return _download(name, revision, token, allow_pickle, weights)
-    if revision is not None:
-        raise ValueError(f"`revision` is for Hub ids; {name!r} is a folder.")
+    if weights:
+        check_whole_model(folder, allow_pickle)
     return folder
+
+
+def check_source(model_name_or_path: str | os.PathLike) -> None:
+    """Check a checkpoint that transformers is to load: a folder as `resolve_source` does, a repository by its list.
+
+    Raises:
+        OSError: if there is no such folder.
+        ValueError: if it is an adapter, or its weights are pickles.
+    """
+    from huggingface_hub import HfApi
+
+    name = os.fspath(model_name_or_path)
+    folder, files = local_folder(name), None
+    if folder is None:
+        try:
+            files = HfApi().list_repo_files(name)
+        except Exception:  # no such repository, or none that answers: a copy in the cache will do
+            folder = cached_folder(name)
+    if folder is not None:
+        check_whole_model(folder)
+    elif files is not None:
+        check_no_adapter(name, files)
+        check_no_pickle(name, files)
 
 
 def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
@@ -147,7 +177,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         The relative paths to copy and those to leave out, sorted; a folder that is left out whole ends in "/".
 
     Raises:
-        OSError: if one to copy is a link that leads nowhere.
+        OSError: if one to copy is a link that leads nowhere, or a module is a link out of the folder; other links out
+            of it are left out, with a warning.
     """
     modules = _module_folders(folder)
     # The history is read too, and written anew with the source's own step.
@@ -160,8 +191,9 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
         found = sorted(name for name in found if name not in IGNORED_FOLDERS and not name.startswith(REFRESH_PREFIX))
         skipped = [name for name in found if relative == Path(".") and _is_skipped_folder(name)]
+        skipped += [name for name in found if name not in skipped and _is_refused(folder, relative / name, modules)]
         subfolders[:] = [name for name in found if name not in skipped]
-        left_out += [f"{name}/" for name in skipped]
+        left_out += [f"{(relative / name).as_posix()}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()
             if path in read:
@@ -170,12 +202,13 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             travels = not is_result and _travels(file, relative.as_posix() in modules, allow_pickle)
             if travels and not (folder / path).exists():
                 raise FileNotFoundError(f"{folder / path} is a link to a file that is not there: mend or remove it.")
+            travels = travels and not _is_refused(folder, relative / file, modules)
             (copied if travels else left_out).append(path)
     return sorted(copied), sorted(left_out)
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
-    """Copy files by their relative paths; links are followed, for the Hub's cache is made of them."""
+    """Copy files by their relative paths, as `side_files` lists them: links to files are copied as these."""
     for name in files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +220,21 @@ def learned_tokens(tokenizer: Any) -> set[str]:
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 
+def _is_refused(folder: Path, path: Path, modules: set[str]) -> bool:
+    """Whether a file or folder is a link out of the folder, or a pipe; an error where a module lies there."""
+    if (reason := why_not_read(folder / path, folder)) is None:
+        return False
+    if modules & {path.as_posix(), path.parent.as_posix()}:
+        raise OSError(f"{folder / path} is {reason}, which is not read: put a copy of it in its place.")
+    logger.warning("%s is left out: it is %s", folder / path, reason)
+    return True
+
+
 def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
     name = file.lower()
+    # An adapter in a folder of its own is of heads that the model has no more.
+    if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOGS)):
+        return False
     if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
@@ -222,7 +268,12 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception:  # not reachable (the client has errors of its own for that), or HF_HUB_OFFLINE
-            return Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+            folder = Path(snapshot_download(**arguments, local_files_only=True))  # a copy in the cache will do
+            if weights:
+                check_whole_model(folder, allow_pickle)
+            return folder
+        if weights:
+            check_no_adapter(name, files)
         if weights and not allow_pickle:
             _check_pickles(name, files)
         return _fetch(allow_patterns=list(_wanted_files(files, allow_pickle)), **arguments)
@@ -255,12 +306,7 @@ def _fetch(**arguments: Any) -> Path:
 
 def _check_pickles(name: str, files: list[str]) -> None:
     """Refuse a repository whose weights are pickles alone; tell of a module whose weights are."""
-    weights = [file for file in (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if file in files]
-    if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
-        raise ValueError(
-            f"The weights of {name!r} on the Hub are pickles ({weights[0]}), which can run code when loaded; use a "
-            "repository with safetensors, or allow_pickle=True (--allow_pickle) to read them with weights_only=True."
-        )
+    check_no_pickle(name, files)
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
     unskipped = [folder for folder in folders if not _is_skipped_folder(folder.split("/")[0])]
     lost = [folder for folder in unskipped if f"{folder}/{WEIGHTS_NAME}" not in files]

@@ -40,7 +40,7 @@ def load_source(
             "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
         )
     with reading_checkpoint(folder):
-        model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+        model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     for name, parameter in model.named_parameters():
         checked_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
     return model, load_tokenizer_of(folder, ", which its text needs.")

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from ...conversion.checkpoint.loading import reading_checkpoint
+from ...conversion.checkpoint.source import check_source
 from ...modeling.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
 from .settings import ModelSettings, NewModelSettings
@@ -78,9 +79,10 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
     Raises:
         OSError: if there is none.
-        ValueError: if it cannot be used, or has no dropout to set.
+        ValueError: if it cannot be used, is an adapter or has its weights in pickles, or has no dropout to set.
     """
     with reading_checkpoint(settings.model_name_or_path) as source:
+        check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "num_mel_bins"):
         raise ValueError(f"{settings.model_name_or_path} ({config.model_type}) reads audio; this command reads text.")
@@ -157,6 +159,7 @@ def load_model_and_rest(
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
+            use_safetensors=True,
             **options,
         )
     missing = sorted(report["missing_keys"])

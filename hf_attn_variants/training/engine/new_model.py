@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...modeling.given_fields import wrong_name
 from ...registration import variant_config_class
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import NewModelSettings
@@ -68,7 +69,7 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
-        **_parse_overrides(overrides, default),
+        **_parse_overrides(overrides, default, variant_class),
     }
     try:
         config = type(default)(**fields, **variant)
@@ -81,12 +82,14 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     return config
 
 
-def _parse_overrides(text: str, default: PreTrainedConfig) -> dict[str, Any]:
+def _parse_overrides(text: str, default: PreTrainedConfig, variant_class: type) -> dict[str, Any]:
     fields = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
         if name not in default.to_dict() or not value:
-            raise ValueError(f"--config_overrides: {item!r} is no FIELD=VALUE of a {type(default).__name__}")
+            reason = wrong_name(variant_class, name)
+            wrong = f"{item!r} is no FIELD=VALUE of a {type(default).__name__}"
+            raise ValueError(f"--config_overrides: {wrong}" if reason is None else f"--config_overrides: {reason}")
         try:
             fields[name] = json.loads(value)
         except ValueError:

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, Logger
 from ...errors import TerminatedError
 from ...files import make_folders, remove_empty_folders
 from ...interrupts import INTERRUPTED
-from ...model_history import ModelHistory, source_history, write_history
+from ...model_history import ModelHistory, source_history
 from ...progress import no_progress_bars
 from . import outputs
 from .checkpoints import find_checkpoint, list_checkpoints
@@ -214,18 +214,14 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         How the model that the run begins with was made, for `outputs.save_model`; read before a folder that is its own
         source is cleared. Empty on all but the main process.
     """
-    source = settings.model_name_or_path
-    is_source = source is not None and Path(source).resolve() == Path(settings.output_dir).resolve()
-    is_resumed, history = is_source and bool(settings.resume_from_checkpoint), ModelHistory()
+    is_resumed, history = outputs.is_own_source(settings) and bool(settings.resume_from_checkpoint), ModelHistory()
     if accelerator.is_main_process:
-        history = source_history(source, is_resumed)
+        history = source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("the model card will not tell all of the model's history: %s", problem)
     _started.add(accelerator)
     if settings.overwrite_output_dir and accelerator.is_main_process:
-        if is_source:
-            write_history(Path(settings.output_dir), history)  # before what it was read from is removed
-        outputs.remove_earlier_run(settings.output_dir, is_source)
+        outputs.remove_earlier_run(settings.output_dir)
     accelerator.wait_for_everyone()
     if settings.with_tracking:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}

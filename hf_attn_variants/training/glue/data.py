@@ -12,6 +12,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from ...glue_tasks import TASKS, GlueTask, parse_label
+from ...open_files import read_file
 from ...text_lines import is_blank
 
 __all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
@@ -69,7 +70,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     path = Path(path)
     if not path.is_file():
         raise OSError(f"{path}: no such file")
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = read_file(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
     # str.splitlines would also split at U+0085 and U+2028, which occur inside sentences.
     rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
     if not rows:

@@ -75,7 +75,7 @@ def pretrain(
     )
     history = start_run(settings, accelerator)
     state = loop.run()
-    outputs.save_model(accelerator, model, tokenizer, settings.output_dir, history)
+    outputs.save_model(accelerator, model, tokenizer, settings, history)
     results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
     if evaluator is not None:
         if not loop.scores_are_current():

@@ -5,7 +5,6 @@ shuffled by (seed, epoch), blocks within windows of some thousand. A window is f
 where its first block begins, which every batch carries: a resumed run opens that shard there.
 """
 
-import gzip
 import hashlib
 import itertools
 import re
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from ...open_files import check_ordinary, open_file
 from ..engine.dataloaders import IGNORED_LABEL
 
 __all__ = [
@@ -92,7 +92,7 @@ class TextFile:
             raise OSError(f"{self.path}: cannot be read beyond byte {begin + size} of its text ({error})") from error
 
     def _open(self) -> IO[bytes]:
-        return gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb")
+        return open_file(self.path)
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ def hash_files(files: Iterable[TextFile]) -> str:
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
+        check_ordinary(file.path)
         with file.path.open("rb") as stream:
             ends = stream.read(HASHED_BYTES)
             stream.seek(max(0, size - HASHED_BYTES))

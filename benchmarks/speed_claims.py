@@ -1,0 +1,196 @@
+"""The ratios in each report of speed: what of them may be said, and how they are found again in a later report.
+
+A ratio has a label that is the same in every report of a kind, so that one from before stands beside one from now, and
+the ratio of the process with glibc's allocator as it is beside that with memory kept.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from kept_memory import Claim, claimed, views
+
+__all__ = ["KINDS", "Line", "Ratio", "claims", "is_of_speed", "ratios"]
+
+MODES = ("forward", "training")
+FULL, WINDOWED = "BERT layer", "BERT layer, window"
+OURS, LONGFORMER = "self-attention, window", "Longformer's self-attention"
+PEER = "x-transformers talking heads"
+PASSES = {"everything": "T5", "windows": "LongT5, local", "transient global": "LongT5, transient global"}
+
+
+class Ratio(NamedTuple):
+    """One figure in times another.
+
+    Args:
+        label: what it is of.
+        value: the ratio.
+        is_cost: whether it is a time in times another's (less is better) and not a speed.
+        few_faults: of both figures; None where that is not known.
+    """
+
+    label: str
+    value: float
+    is_cost: bool = False
+    few_faults: bool | None = None
+
+
+class Line(NamedTuple):
+    """A ratio both ways, and what may be said of it; `kept` is None where memory was not kept or not looked at."""
+
+    label: str
+    glibc: float
+    kept: float | None
+    claim: Claim
+
+    def text(self) -> str:
+        """Return the line to print."""
+        kept = "not kept" if self.kept is None else f"kept {self.kept:.2f}x"
+        said = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
+        return f"{self.label}: glibc {self.glibc:.2f}x, {kept}; {said}"
+
+
+def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
+    """Yield each ratio of a report, both ways.
+
+    Args:
+        name: the report's, which says of what kind it is.
+        report: as `kept_memory.run` writes it.
+    """
+    glibc, kept = views(report)
+    others = {ratio.label: ratio for ratio in ratios(name, kept)} if kept else {}
+    for ratio in ratios(name, glibc):
+        other = others.get(ratio.label)
+        held = other.value if other is not None and other.few_faults else None
+        yield Line(ratio.label, ratio.value, held, claimed(ratio.value, held, ratio.is_cost))
+
+
+def ratios(name: str, report: dict[str, Any]) -> Iterator[Ratio]:
+    """Yield the ratios of the process whose report it is."""
+    (found,) = (kind for prefix, kind in KINDS.items() if name.startswith(prefix))
+    return found(report)
+
+
+def is_of_speed(name: str) -> bool:
+    """Return whether a report's ratios are of speed."""
+    return name.startswith(tuple(KINDS))
+
+
+def _pair(row: dict[str, Any], part: str, base: str, ours: str, label: str, is_cost: bool = False) -> Iterator[Ratio]:
+    """Yield the ratio of two times in `row[part]`, if both are there: the base's by ours (of a cost, its inverse)."""
+    times = row.get(part) or {}
+    if times.get(base) and times.get(ours):
+        value = times[ours] / times[base] if is_cost else times[base] / times[ours]
+        yield Ratio(label, value, is_cost, _few(row.get("usage", {}).get(part, {}), base, ours))
+
+
+def _few(usage: dict[str, dict[str, Any]], *names: str) -> bool | None:
+    """Return whether the faults of all these figures were few."""
+    found = [usage.get(name, {}).get("few_faults") for name in names]
+    return None if None in found else all(found)
+
+
+def _decoding(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["rows"]:
+        same = [r for r in report["rows"] if all(r[n] == row[n] for n in ("batch_size", "source_length"))]
+        first = same[0]
+        if row is first:
+            continue
+        usage = {"base": first.get("usage", {}), "ours": row.get("usage", {})}
+        few = _few(usage, "base", "ours")
+        label = f"{row['model']}, batch {row['batch_size']}, source {row['source_length']}"
+        yield Ratio(f"{label}: tokens/s", row["speedup"], few_faults=few)
+        yield Ratio(f"{label}: a later token", row["step_speedup"], few_faults=few)
+        yield Ratio(f"{label}: first token", first["first_token_seconds"] / row["first_token_seconds"], few_faults=few)
+
+
+def _encoding(report: dict[str, Any]) -> Iterator[Ratio]:
+    first, *others = report["rows"]
+    for row in others:
+        few = _few({"base": first.get("usage") or {}, "ours": row.get("usage") or {}}, "base", "ours")
+        yield Ratio(f"{row['name']}: a pass", row["speedup"], few_faults=few)
+
+
+def _windows(report: dict[str, Any]) -> Iterator[Ratio]:
+    for mode in MODES:
+        for row in report["attention"]:
+            yield from _pair(row, mode, "sdpa", "window", f"windows / full attention, {row['length']} tokens, {mode}")
+        for row in report["layers"]:
+            where = f"{row['length']} tokens, {mode}"
+            yield from _pair(row, mode, FULL, WINDOWED, f"BERT layer with windows / full, {where}")
+            yield from _pair(row, mode, LONGFORMER, OURS, f"self-attention / Longformer's, {where}")
+
+
+def _kernels(report: dict[str, Any]) -> Iterator[Ratio]:
+    for part in ("attention", "causal"):
+        for row in report[part]:
+            for mode in MODES:
+                for peer in row[mode]:
+                    if peer != "sdpa":
+                        label = f"{peer} / fused softmax, {part}, {row['length']} tokens, {mode}"
+                        yield from _pair(row, mode, "sdpa", peer, label)
+    for part, base, in_part in (("steps", "sdpa", "step"), ("models", "upstream", "pass")):
+        for row in report.get(part, ()):
+            for peer in row[in_part]:
+                if peer != base:
+                    yield from _pair(row, in_part, base, peer, f"{peer} / {base}, {part}, {row['length']} tokens")
+
+
+def _states(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["steps"]:
+        for name in row["step_ms"]:
+            if name != "upstream":
+                yield from _pair(row, "step_ms", "upstream", name, f"{name} / upstream, after {row['length']} tokens")
+
+
+def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["runs"]:
+        for ours, theirs in PASSES.items():
+            yield from _pair(row, "milliseconds", theirs, ours, f"{ours} / {theirs}, {row['tokens']} tokens")
+
+
+def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
+    for mode in MODES:
+        for row in report["times"]:
+            where = f"{', '.join(map(str, row['shape']))}, {row['option']}, {mode}"
+            yield from _pair(row, mode, "sdpa", "blocked", f"blocked in times SDPA's time, {where}", is_cost=True)
+            yield from _pair(row, mode, "naive", "blocked", f"blocked / plain formula, {where}")
+        for row in report["layers"]:
+            where = f"{', '.join(map(str, row['shape']))}, {mode}"
+            yield from _pair(row, mode, "sdpa", "blocked", f"layer in times SDPA's time, {where}", is_cost=True)
+            yield from _pair(row, mode, PEER, "blocked", f"layer / x-transformers', {where}")
+    label = "training step in times multi-head's time"
+    yield from _pair(report["training_steps"], "milliseconds", "MHA", "talking heads", label, is_cost=True)
+
+
+def _onnx(report: dict[str, Any]) -> Iterator[Ratio]:
+    first: dict[tuple, dict[str, Any]] = {}
+    for row in report["rows"]:
+        key = (row["part"], *row["size"], row["opset"])
+        base = first.setdefault(key, row)
+        if row is not base:
+            label = f"{row['part']} of {row['num_key_value_heads']} heads / {base['num_key_value_heads']}"
+            few = _few({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
+            where = f"{', '.join(map(str, row['size']))}, opset {row['opset']}"
+            yield Ratio(f"{label}, {where}", base["milliseconds"] / row["milliseconds"], few_faults=few)
+
+
+def _loops(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["rows"]:
+        value = row["loop_cpu_seconds_per_step"] / row["bare_cpu_seconds_per_step"]
+        few = _few(row.get("usage", {}), "bare", "loop")
+        yield Ratio(f"loop in times a bare loop's CPU time, {row['task']}", value, True, few)
+
+
+# How a report's name begins -> its ratios.
+KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
+    "decode_": _decoding,
+    "encode_": _encoding,
+    "sliding_window_": _windows,
+    "linear_attention_": _kernels,
+    "hybrid_attention_": _kernels,
+    "decoder_state_": _states,
+    "long_t5_passes": _passes,
+    "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
+    "onnx_latency": _onnx,
+    "loop_overhead": _loops,
+}

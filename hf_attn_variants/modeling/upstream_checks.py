@@ -1,0 +1,143 @@
+"""What is checked of transformers' inner parts: classes and methods once, attributes when a model is built."""
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .upstream import changed, check_attributes, check_method, known_imports
+
+__all__ = [
+    "CONFIG_ATTRIBUTES",
+    "check_attention_function",
+    "check_caches",
+    "check_configurations",
+    "check_mask_functions",
+    "check_models",
+    "check_paths",
+]
+
+# Methods of upstream's that our classes override or call, and their first arguments behind `self`, in this order.
+MODEL_METHODS = {
+    "post_init": (),
+    "_init_weights": ("module",),
+    "_initialize_weights": ("module", "is_custom_code"),
+    "_can_set_attn_implementation": (),
+    "_check_and_adjust_attn_implementation": ("attn_implementation",),
+    "get_correct_attn_implementation": ("requested_attention", "is_init_check"),
+    "set_attn_implementation": ("attn_implementation",),
+    "from_pretrained": ("pretrained_model_name_or_path",),
+}
+LAYER_METHODS = {
+    "lazy_initialization": ("key_states", "value_states"),
+    "update": ("key_states", "value_states"),
+    "get_seq_length": (),
+    "get_mask_sizes": ("query_length",),
+    "reset": (),
+    "reorder_cache": ("beam_idx",),
+    "batch_repeat_interleave": ("repeats",),
+    "batch_select_indices": ("indices",),
+}
+CACHE_METHODS = {
+    "update": ("key_states", "value_states", "layer_idx"),
+    "get_seq_length": ("layer_idx",),
+    "reorder_cache": ("beam_idx",),
+}
+PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
+# Attributes that are read or set: of model classes, of configurations, of a cache's layers, of caches.
+MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
+CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
+CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
+LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
+CACHE_ATTRIBUTES = ("is_compileable", "layers")
+PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
+# The first arguments of an attention function, which a layer hands over by place, and those that a mask function gets.
+ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
+MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
+
+
+def check_models() -> None:
+    """Check what every model here takes from upstream's; once a process.
+
+    Raises:
+        UpstreamChanged: where it is not as it is known.
+    """
+    with known_imports():
+        from transformers import PreTrainedModel
+    _check_methods(PreTrainedModel, MODEL_METHODS)
+    check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
+
+
+def check_caches() -> None:
+    """Check upstream's caches, their layers and the pair of caches of an encoder-decoder; once a process.
+
+    Raises:
+        UpstreamChanged: where one is not as it is known.
+    """
+    with known_imports():
+        from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+    _check_methods(DynamicLayer, LAYER_METHODS)
+    _check_methods(Cache, CACHE_METHODS)
+    _check_methods(EncoderDecoderCache, PAIR_METHODS)
+    check_attributes(DynamicLayer(), LAYER_ATTRIBUTES)
+    check_attributes(DynamicCache(), CACHE_ATTRIBUTES)
+    check_attributes(EncoderDecoderCache(DynamicCache(), DynamicCache()), PAIR_ATTRIBUTES)
+
+
+def check_configurations() -> None:
+    """Check what our configurations take from upstream's; once a process.
+
+    Raises:
+        UpstreamChanged: where it is not as it is known.
+    """
+    with known_imports():
+        from transformers import PreTrainedConfig
+    check_attributes(PreTrainedConfig, CONFIG_METHODS)
+    check_attributes(PreTrainedConfig(), CONFIG_ATTRIBUTES)
+
+
+def check_attention_function(owner: type) -> None:
+    """Check how upstream's layers of this class call an attention function: as they do its own eager one.
+
+    Raises:
+        UpstreamChanged: where that takes other arguments.
+    """
+    function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
+    if function is None:
+        raise changed(f"`{owner.__module__}` has no `eager_attention_forward`")
+    taken = tuple(inspect.signature(function).parameters)
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS:
+        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+
+
+def check_mask_functions(*functions: Any) -> None:
+    """Check that upstream's mask functions are called by the names that ours read.
+
+    Raises:
+        UpstreamChanged: where one takes others.
+    """
+    for function in functions:
+        taken = inspect.signature(function).parameters
+        for name in MASK_ARGUMENTS:
+            if name not in taken:
+                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, and no {name}")
+
+
+def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
+    """Check that there are submodules at these paths.
+
+    Raises:
+        UpstreamChanged: if one is missing.
+    """
+    for path in paths:
+        found = module
+        for name in path.split("."):
+            check_attributes(found, (name,))
+            found = getattr(found, name)
+
+
+def _check_methods(owner: type, methods: Mapping[str, tuple[str, ...]]) -> None:
+    for method, names in methods.items():
+        check_method(owner, method, names)

@@ -1,0 +1,251 @@
+"""Benchmarks both ways: processes, the bound of page faults, the merge, what is claimed, and measuring again."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_attn_variants.inspection import page_faults
+from hf_attn_variants.inspection.page_faults import KEEPING, Usage, Watch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+DECODE = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "2", "--repeats", "1"]
+DECODE += ["--skip_encoder", "--num_key_value_heads", "1", "--cross_kv_lora_rank", "--threads", "1"]
+ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--threads", "1"]
+ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="the variables are glibc's")
+FEW = {"seconds": 1.0, "minor_faults": 10, "system_seconds": 0.0, "few_faults": True}
+MANY = FEW | {"minor_faults": 10**6, "few_faults": False}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def run(script, *arguments, **more):
+    env = {name: value for name, value in os.environ.items() if name not in KEEPING} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
+
+
+@ON_GLIBC
+def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
+    # What the caller's own allocator was told does not reach the process with glibc as it is.
+    ended = run("encode.py", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
+    assert ended.returncode == 0, ended.stderr
+    (path,) = tmp_path.iterdir()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == KEEPING
+    for each in (report, report["kept"]):
+        assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in each["rows"])
+    assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
+    assert "page faults" in ended.stdout and "claimed: " in ended.stdout
+    assert load("kept_memory").is_recorded(report)
+    assert len(list(load("speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
+
+
+@pytest.mark.slow
+def test_a_script_runs_in_the_one_way_that_is_asked_for(tmp_path):
+    ended = run("encode.py", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))
+    assert report["memory"].keys() == {"kept"} and "kept" not in report
+    failed = run("encode.py", *ENCODE, "--length", "0", "--output_dir", tmp_path / "none")
+    assert failed.returncode and not list((tmp_path / "none").glob("*"))
+
+
+def test_faults_are_those_of_the_watched_part():
+    with Watch() as watch:
+        block = np.ones(2**24)  # 128 MiB, above what glibc keeps; a huge page may be 2 MiB
+    assert watch.usage.minor_faults >= 64 and watch.usage.seconds > 0
+    with Watch() as again:
+        block += 1
+    assert again.usage.minor_faults < watch.usage.minor_faults / 2
+
+
+def test_few_faults_are_a_hundredth_of_the_time_at_most():
+    few = {"faults_a_second": 2500, "or_in_all": 16}
+    assert page_faults.has_few_faults(2500, 1.0, few) and not page_faults.has_few_faults(2501, 1.0, few)
+    assert page_faults.has_few_faults(16, 1e-4, few) and not page_faults.has_few_faults(17, 1e-4, few)
+    assert page_faults.has_few_faults(None, 1.0, few) is None
+
+
+def test_where_huge_pages_come_unasked_fewer_faults_are_few(monkeypatch, tmp_path):
+    monkeypatch.setattr(page_faults, "HUGE_PAGES", tmp_path / "enabled")
+    assert page_faults.bound()["faults_a_second"] == 2500
+    (tmp_path / "enabled").write_text("[always] madvise never\n")
+    assert page_faults.bound()["faults_a_second"] == 25
+
+
+def test_a_figure_has_the_medians_of_its_repeats():
+    found = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
+    assert {name: found[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
+        "seconds": 2.0,
+        "minor_faults": 7,
+        "system_seconds": 0.2,
+    }
+    assert found["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
+    assert page_faults.summary([Usage(1.0, None, None)])["few_faults"] is None
+
+
+def test_memory_is_kept_by_both_variables_or_a_preloaded_allocator(monkeypatch):
+    for name in (*KEEPING, "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    assert page_faults.way_now() == "glibc"
+    one, other = KEEPING
+    monkeypatch.setenv(one, KEEPING[one])
+    assert page_faults.way_now() == "glibc"
+    monkeypatch.setenv(other, KEEPING[other])
+    assert page_faults.way_now() == "kept" and page_faults.memory_now()["kept"]["variables"] == KEEPING
+    monkeypatch.delenv(one)
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
+    assert page_faults.memory_now()["kept"]["allocator"] == "jemalloc"
+
+
+def test_the_smaller_ratio_is_claimed_and_both_are_said_where_they_differ(load):
+    claimed = load("kept_memory").claimed
+    assert claimed(6.25, 2.11) == (2.11, "2.11x, glibc 6.25x")
+    assert claimed(1.50, 2.00) == (1.50, "1.50x, kept 2.00x")
+    assert claimed(1.10, 1.00) == (1.00, "1.00x")  # a tenth is not more than a tenth
+    assert claimed(1.111, 1.00) == (1.00, "1.00x, glibc 1.11x")
+    assert claimed(1.08, 1.20, is_cost=True) == (1.20, "1.20x, glibc 1.08x")  # of a cost, the larger
+    assert claimed(6.25, None) == (None, "6.25x, not kept")
+
+
+def reports(kept_usage):
+    """Return the reports of two processes: upstream takes 600 and 200 ms, ours 100."""
+    targets = [{"what": "speed", "least": 3, "measured": 6.0, "met": True}]
+
+    def row(base, usage):
+        of = {"length": 8, "usage": {"forward": {"sdpa": usage, "window": FEW}, "training": {}}}
+        return of | {"forward": {"sdpa": base, "window": 100.0}, "training": {}}
+
+    glibc = {"memory": {"glibc": {"allocator": "glibc"}}, "layers": [], "attention": [row(600.0, MANY)]}
+    kept = {"memory": {"kept": {"allocator": "glibc"}}, "layers": [], "attention": [row(200.0, kept_usage)]}
+    return glibc | {"targets": targets}, kept | {"targets": [targets[0] | {"measured": 2.0, "met": False}]}
+
+
+def test_two_reports_become_one(load):
+    report = load("kept_memory").merged(*reports(FEW))
+    assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
+    assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
+    assert report["attention"][0]["forward"]["sdpa"] == 600.0
+    assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
+    assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
+    (line,) = load("speed_claims").claims("sliding_window_cpu", report)
+    assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00x, glibc 6.00x")
+
+
+def test_a_run_with_many_faults_does_not_count_as_kept(load):
+    report = load("kept_memory").merged(*reports(MANY))
+    assert report["memory"]["kept"]["is_kept"] is False
+    (line,) = load("speed_claims").claims("sliding_window_cpu", report)
+    assert line.kept is None and line.claim == (None, "6.00x, not kept") and line.text().endswith("no claim")
+    nowhere = load("kept_memory").merged(reports(FEW)[0], None)
+    assert "not_run" in nowhere["memory"]["kept"]
+    assert [line.claim.ratio for line in load("speed_claims").claims("sliding_window_cpu", nowhere)] == [None]
+
+
+def test_a_table_shows_what_is_claimed(load):
+    tables = load("speed_tables")
+    report = load("kept_memory").merged(*reports(FEW))
+    ((row, kept),) = tables.pairs(report, "attention")
+    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00x, glibc 6.00x"
+    ((row, kept),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
+    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "6.00x"
+
+
+def test_the_machine_is_described_and_not_named(load):
+    found = load("machine").machine("cpu")
+    assert found["cpu"] and found["cores"] == os.cpu_count() and found["memory_gib"] > 0.1
+    assert os.uname().nodename not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
+    info = load("machine").cpu_info()
+    assert ("avx512f" in found["instructions"]) == ("avx512f" in info.get("flags", "").split())
+
+
+@pytest.fixture
+def again(load, tmp_path):
+    """Call `measure_again.py` on a folder of a report as it was before: decode_tiny, whose arguments are in it."""
+    decode, module = load("decode"), load("measure_again")
+    folder = tmp_path / "results"
+    decode.main(decode.parse_args([*DECODE, "--run_name", "decode_tiny", "--output_dir", str(folder)]))
+    path = folder / "decode_tiny.json"
+    report = json.loads(path.read_text(encoding="utf-8")) | {"memory": "not recorded"}
+    path.write_text(json.dumps(report), encoding="utf-8")
+    folders = ["--results_dir", str(folder), "--work_dir", str(tmp_path / "work")]
+    return lambda *flags: module.main(module.parse_args([*folders, *flags]))
+
+
+@ON_GLIBC
+def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    results, work = tmp_path / "results", tmp_path / "work"
+    assert again("--dry_run") == "" and not work.exists()
+    listed = capsys.readouterr().out
+    assert "1 of 1 reports" in listed and "--shape tiny" in listed and "--skip_encoder" in listed
+    again()
+    report = json.loads((results / "decode_tiny.json").read_text(encoding="utf-8"))
+    assert report["memory"].keys() == {"glibc", "kept"} and report["arguments"]["repeats"] == "3"
+    assert report["kept"]["rows"][1]["usage"]["seconds"] > 0
+    assert sorted(path.name for path in results.iterdir()) == ["decode_tiny.json", "decode_tiny.png"]
+    assert "not recorded" in (work / "before/decode_tiny.json").read_text(encoding="utf-8")
+    rows = (work / "claims.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert len(rows) == 3 and all(
+        row.startswith("| decode_tiny | MQA, batch 2") and row.count("x") >= 3 for row in rows
+    )
+    capsys.readouterr()
+    again()
+    assert "0 of 1 reports" in capsys.readouterr().out  # it is done
+    with pytest.raises(SystemExit, match="there are decode_tiny"):
+        again("--only", "decode_none")
+
+
+def test_what_cannot_be_measured_is_named_and_the_rest_goes_on(load, tmp_path, monkeypatch, capsys):
+    module = load("measure_again")
+    tried = []
+
+    def fails(job, args):
+        tried.append(job.name)
+        raise ValueError("no peer here")
+
+    monkeypatch.setattr(module, "measure", fails)
+    with pytest.raises(SystemExit, match="decoder_state_cpu: no peer here"):
+        module.main(module.parse_args(["--only", "decoder_state_cpu", "long_t5_passes", "--work_dir", str(tmp_path)]))
+    assert tried == ["long_t5_passes", "decoder_state_cpu"]  # the important one first
+
+
+def test_flags_are_made_from_what_a_report_says(load):
+    said = {
+        "shape": "tiny",
+        "lengths": "[8, 16]",
+        "rank": "[]",
+        "compile": "False",
+        "padded": "True",
+        "layers": "None",
+    }
+    flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
+    assert load("measure_again").flags_of(said) == flags
+
+
+def test_each_report_of_speed_can_be_measured_again(load):
+    again = load("measure_again")
+    jobs = again.jobs(again.parse_args([]))
+    of_speed = load("speed_claims").is_of_speed
+    assert {job.name for job in jobs} >= {path.stem for path in again.RESULTS.glob("*.json") if of_speed(path.stem)}
+    assert all((FOLDER / job.script).is_file() and 0 < job.seconds < 3600 for job in jobs)
+
+
+def test_input_that_is_not_here_is_named(load, monkeypatch, tmp_path):
+    module = load("measure_again")
+    monkeypatch.setattr(module, "ROOT", tmp_path / "a")
+    given = module.parse_args(["--minilm", "there"])
+    assert module.filled(["--x", module.MINILM], given) == ["--x", "there"]
+    with pytest.raises(ValueError, match="--train_file"):
+        module.filled(["--train_file", module.TEXT], given)

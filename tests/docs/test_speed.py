@@ -1,0 +1,158 @@
+"""Figures of speed: each report says how its process held memory, and what was not looked at carries no claim."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
+DOCUMENTS = {path.name: path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+IS_TIME = re.compile(r"seconds|_ms$|speedup|tokens_per_second")
+# How a ratio of speed reads.
+IS_RATIO = re.compile(
+    r"\d(\.\d+)?x\b|times Longformer's|"
+    r"\d(\.\d+)? times (the speed|upstream's speed|as fast|full attention's|the fused)"
+)
+# Sections that give ratios without a link to their reports, by document and heading -> the reports.
+BERTS = ("encode_minilm_cpu", "encode_bert-base_cpu")
+LONG = ("decode_t5-small_latents_cpu", "decode_t5-small_latents_cpu_long")
+SIZES = ("decode_t5-multi30k_cpu", "decode_t5-large-attention_cpu")
+BEAMS = ("decode_t5-small_latents_cpu_beams4", "decode_opus-mt_cpu_beams4", "decode_t5-small_cpu_beams4")
+LINEAR = ("sliding_window_cpu", "linear_attention_cpu")
+MIXED = ("onnx_latency", "talking_heads_cpu_layers")
+ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
+WITHOUT_LINKS = {
+    ("README.md", "Which are you?"): BERTS,
+    ("README.md", "What you gain, what you keep"): (*BERTS, *LONG, *SIZES),
+    ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE),
+    ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, "decode_t5-small_cpu"),
+    ("results.md", "An encoder alone"): BERTS,
+    ("sparse.md", "How it is computed"): ("sliding_window_cpu",),
+    ("sparse.md", "Long inputs"): ("encode_minilm_window_cpu", "encode_bert-base_window_cpu"),
+    ("linear.md", "A softmax in some layers"): ("linear_attention_models_cpu",),
+}
+# Where ratios are goals, and where they show the fault itself.
+NO_CLAIMS = ("On a GPU", "Page faults")
+# Reports of quality with a column of seconds that a section shows.
+SHOWN_SECONDS = ("long_inputs", "long_questions", "kernel_conversion", "conversion_memory")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def read(name):
+    """Return a report; nothing of one that was never made."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def has_time(value):
+    if isinstance(value, dict):
+        return any(IS_TIME.search(name) or has_time(each) for name, each in value.items())
+    return isinstance(value, list) and any(map(has_time, value))
+
+
+def silent(reports, is_of_speed):
+    """Return the names of reports with times that do not say how memory was held."""
+    timed = {name: report for name, report in reports.items() if is_of_speed(name) or has_time(report)}
+    return [name for name, report in timed.items() if not says_memory(report, is_of_speed(name))]
+
+
+def says_memory(report, is_of_speed):
+    memory = report.get("memory")
+    if memory == "not recorded":
+        return True
+    return isinstance(memory, dict) and (memory.keys() == {"glibc", "kept"} if is_of_speed else bool(memory))
+
+
+def test_each_report_of_speed_says_how_memory_was_held(load):
+    is_of_speed = load("speed_claims").is_of_speed
+    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
+    assert not silent(reports, is_of_speed), 'each needs "memory": as kept_memory.run writes it, or "not recorded"'
+    both = {"memory": {"glibc": {}, "kept": {}}}
+    one = {"memory": {"glibc": {}}, "seconds": 1}
+    wrong = {"decode_a": {}, "decode_b": one, "decode_c": both, "other": one, "training": {"rows": [{"seconds": 1}]}}
+    assert silent(wrong, is_of_speed) == ["decode_a", "decode_b", "training"]
+
+
+def sections(text):
+    """Yield each heading and what stands under it, to the next one of any level; code blocks have no headings."""
+    heading, lines, in_code = "", [], False
+    for line in text.splitlines():
+        in_code ^= line.startswith("```")
+        if line.startswith("#") and not in_code:
+            yield heading, "\n".join(lines)
+            heading, lines = line.lstrip("# "), []
+        else:
+            lines.append(line)
+    yield heading, "\n".join(lines)
+
+
+def sources(document, heading, text, load):
+    """Return the reports of speed that a section draws on: those it links to, its tables', those named above."""
+    of_speed, tables = load("speed_claims").is_of_speed, load("speed_tables").TABLES.values()
+    linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
+    lines = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()}
+    for table in tables:
+        if table.document == document and table.is_there() and any(tuple(row) in lines for row in table.made()):
+            linked |= set(table.names)
+    return linked | set(WITHOUT_LINKS.get((document, heading), ()))
+
+
+def faults_of(document, text, load, is_recorded):
+    """Yield what is wrong with the marks of a document."""
+    marks = (load("kept_memory").MARK, load("kept_memory").SHORT_MARK)
+    for heading, part in sections(text):
+        names, is_marked = sources(document, heading, part, load), any(mark in part for mark in marks)
+        unrecorded = sorted(name for name in names if not is_recorded(read(name)))
+        if unrecorded and not is_marked:
+            yield f"{document}, {heading!r}: no mark, and these say not recorded: {', '.join(unrecorded)}"
+        if names and not unrecorded and is_marked:
+            yield f"{document}, {heading!r}: marked, though all its reports were made both ways"
+        if not names and heading not in NO_CLAIMS and IS_RATIO.search(part):
+            yield f"{document}, {heading!r}: a ratio of speed from nowhere: {IS_RATIO.search(part)[0]!r}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_was_not_looked_at_is_marked(document, load):
+    text = DOCUMENTS[document].read_text(encoding="utf-8")
+    assert not list(faults_of(document, text, load, load("kept_memory").is_recorded))
+
+
+def test_a_missing_mark_a_stale_one_and_a_ratio_from_nowhere_are_found(load):
+    mark = load("kept_memory").MARK
+    link = "[JSON](../benchmarks/results/sliding_window_cpu.json)"
+    text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
+    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
+    assert found == ["no mark", "a ratio of speed from nowhere"]
+    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
+    assert found == ["marked", "a ratio of speed from nowhere"]
+
+
+def missing_rows(load, documents):
+    for name, table in load("speed_tables").TABLES.items():
+        lines = documents[table.document].splitlines()
+        there = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines}
+        if table.is_there():
+            yield from ((name, row) for row in table.made() if tuple(row) not in there)
+
+
+def test_the_rows_of_speed_are_in_the_documents(load):
+    documents = {name: path.read_text(encoding="utf-8") for name, path in DOCUMENTS.items()}
+    assert not list(missing_rows(load, documents))
+    changed = documents | {"results.md": documents["results.md"].replace("13.28x", "13.29x")}
+    assert [name for name, _ in missing_rows(load, changed)] == ["windows"]
+
+
+def test_no_report_names_the_machine_or_a_folder():
+    for path in RESULTS.glob("*.json"):
+        if not path.name.startswith(("triton", "transformers_matrix")):
+            assert not re.search(r'"hostname|"node"|/home/|/root/|/tmp/|/work/', path.read_text(encoding="utf-8")), (
+                path
+            )

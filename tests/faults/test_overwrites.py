@@ -1,0 +1,259 @@
+"""A second run into a folder that holds a model, killed or out of room at any point: the old model, the new, or none.
+
+What a kill would leave is copied before each thing that a run does to a file: that is what SIGKILL leaves, for the
+system keeps what was written. Two real kills beside it, more with `-m slow`.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults.test_full_disk import NoRoom, called
+from faults.test_kills import contents
+from fixtures.full_disk import full_disk
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.kills import CHANGES, draw_points, run_killed, run_watched
+from fixtures.processes import run_processes
+from fixtures.span_corruption import make_sentinel_tokenizer
+from fixtures.squad import make_reader, write_questions
+from fixtures.uptraining import make_bert, make_t5, make_text
+
+from hf_attn_variants import cli
+from hf_attn_variants.model_folder import unfinished_swap
+
+GLUE_DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
+QUIET = ["--max_train_steps", 1, "--logging_steps", 1, "--cpu", "--disable_tqdm", "--overwrite_output_dir"]
+TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16"
+TINY_T5 = "d_model=16,d_kv=4,d_ff=16,num_layers=1,num_heads=4,relative_attention_num_buckets=8"
+# The trainings, with files of `sources` in capitals.
+TRAININGS = {
+    "glue": ["--model_name_or_path", "BERT", "--task_name", "stsb", "--data_dir", GLUE_DATA, "--max_length", 16],
+    "uptrain": ["--model_name_or_path", "SENTENCES", "--objective", "mlm", "--train_file", "LINES"],
+    "ner": ["--model_name_or_path", "BERT", "--train_file", "CONLL", "--validation_file", "CONLL",
+            "--max_length", 16],
+    "squad": ["--model_name_or_path", "READER", "--train_file", "QUESTIONS", "--validation_file", "QUESTIONS",
+              "--max_length", 24, "--doc_stride", 4, "--max_query_length", 8],
+    "seq2seq": ["--model_name_or_path", "T5", "--source_file", "LINES", "--target_file", "TARGETS",
+                "--validation_source_file", "LINES", "--validation_target_file", "TARGETS", "--max_length", 16],
+    "pretrain": ["--model_type", "bert", "--tokenizer_name", "BERT", "--config_overrides", TINY, "--train_file",
+                 "LINES", "--validation_file", "LINES", "--max_length", 16],
+    "pretrain-t5": ["--model_type", "t5", "--tokenizer_name", "SENTINELS", "--config_overrides", TINY_T5,
+                    "--train_file", "LINES", "--validation_file", "LINES", "--max_length", 16],
+}  # fmt: skip
+QUICK = ("glue", "uptrain")
+# What a model is, and what is said of it.
+MODEL = re.compile(
+    r"config\.json|(model|pytorch_model).*|generation_config\.json|(tokenizer|vocab|merges|spiece|special_|added_).*|"
+    r"modules\.json|config_sentence.*|1_Pooling.*|README\.md|conversion_report\.json"
+)
+OLD_FILES = ("README.md", "conversion_report.json", "all_results.json", "generation_config.json", "spiece.model")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """What is trained on, and two models that lie in the output folder before: of a BERT and of a T5."""
+    folder = tmp_path_factory.mktemp("sources")
+    make_tiny_bert(folder / "BERT")
+    make_bert(folder / "SENTENCES", folder / "BERT")
+    (folder / "SENTENCES/1_Pooling").mkdir()
+    (folder / "SENTENCES/1_Pooling/config.json").write_text('{"of": "the new"}')
+    (folder / "SENTENCES/modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    make_reader("bert", folder / "READER")
+    make_t5(folder / "T5")
+    make_sentinel_tokenizer(folder / "SENTINELS")
+    source, target = make_text(folder)
+    source.rename(folder / "LINES")
+    target.rename(folder / "TARGETS")
+    (folder / "CONLL").write_text("Ann B-PER\nsees O\nRome B-LOC\n\n" * 8)
+    (folder / "QUESTIONS").write_bytes(Path(write_questions(folder / "v1.json", False)).read_bytes())
+    return folder
+
+
+def make_old(sources, out):
+    """A sharded T5, or BERT, with all that may lie beside one, and files of the user's own."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(sources / "T5")
+    model.save_pretrained(out, max_shard_size="5KB")
+    for path in (sources / "T5").glob("*token*"):
+        shutil.copy(path, out)
+    (out / "1_Pooling").mkdir()
+    (out / "1_Pooling/config.json").write_text('{"of": "the old"}')
+    for name in OLD_FILES:
+        if not (out / name).exists():
+            (out / name).write_text("{}" if name.endswith("json") else "old")
+    (out / "mine.txt").write_text("the user's")
+    (out / "mine.safetensors").write_text("the user's")
+    return out
+
+
+def argv_of(command, sources, out):
+    argv = [sources / each if isinstance(each, str) and each.isupper() else each for each in TRAININGS[command]]
+    return [str(each) for each in (command, *argv, *QUIET, "--output_dir", out)]
+
+
+def model_of(folder):
+    """What makes the model in a folder: by name, without what is hidden."""
+    found = contents(folder)
+    return {name: found[name] for name in found if MODEL.fullmatch(name) and not name.startswith(".")}
+
+
+def judged(folder, old, new):
+    """Which model a folder holds for every loader; fails where it is mixed, or lost without a word."""
+    from transformers import AutoConfig, AutoModel, BertModel
+
+    assert (folder / "mine.txt").read_text() == (folder / "mine.safetensors").read_text() == "the user's"
+    if unfinished_swap(folder):
+        for loader in (AutoModel, AutoConfig, BertModel):  # a class would load weights without a config.json
+            with pytest.raises(OSError, match=r"config\.json|valid JSON"):
+                loader.from_pretrained(folder)
+        check_tokenizer(folder, old, new)
+        for argv in (["push", str(folder), "--repo_id", "me/x", "--dry_run"], ["inspect", str(folder)]):
+            status, errors = called(argv)
+            assert status == 2 and "killed while it replaced the model there: `mv" in errors[0], errors
+        return "refused"
+    found, results = model_of(folder), (folder / "all_results.json")
+    AutoModel.from_pretrained(folder)
+    which = "old" if found == old else "new" if found == new else "mixed"
+    assert which != "mixed", {name for name in {*old, *new, *found} if found.get(name) not in (old.get(name),)}
+    if which == "old":
+        assert results.read_text() == "{}"
+    else:
+        assert not results.exists() or json.loads(results.read_text())["steps"] == 1
+    return which
+
+
+def check_tokenizer(folder, old, new):
+    """Refused, or what its files say is of one model."""
+    from transformers import AutoTokenizer
+
+    found = {name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)}
+    try:
+        AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        return
+    assert found and any(found.items() <= model.items() for model in (old, new)), found.keys()
+    assert "tokenizer_config.json" in found, found.keys()
+
+
+class Copies:
+    """Copies a folder before each thing that is done to a file, where it differs from the last copy."""
+
+    def __init__(self, folder, places):
+        self.folder, self.places, self.last, self.busy, self.count = folder, places, None, False, 0
+        sys.addaudithook(self)
+
+    def __call__(self, event, args):
+        is_write = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if self.busy or self.folder is None or not (is_write or event in CHANGES):
+            return
+        self.busy = True
+        try:
+            now = {}
+            for path in self.folder.rglob("*"):
+                with contextlib.suppress(FileNotFoundError):
+                    now[str(path)] = (path.lstat().st_ino, path.lstat().st_size, path.lstat().st_mtime_ns)
+            if now != self.last:
+                self.last, self.count = now, self.count + 1
+                shutil.copytree(self.folder, self.places / f"{self.count:04}")
+        finally:
+            self.busy = False
+
+
+def copy_at_each_change(command, sources, folder):
+    out = make_old(sources, folder / "out")
+    old = model_of(out)
+    copies = Copies(out, folder / "copies")
+    status, errors = called(argv_of(command, sources, out))
+    copies.folder = None
+    assert status == 0, errors
+    new, seen = model_of(out), []
+    assert not any(name.startswith(".") for name in os.listdir(out)), os.listdir(out)
+    assert judged(out, old, new) == "new" and "spiece.model" not in new and not (out / "README.md").exists()
+    for copy in sorted((folder / "copies").iterdir()):
+        seen.append(judged(copy, old, new))
+        if seen[-1] == "refused":  # what is advised gives a whole one
+            command = re.search("`(mv .*?)`", unfinished_swap(copy))[1]
+            subprocess.run(command, shell=True, check=True)
+            assert judged(copy, old, new) in ("old", "new")
+    print(json.dumps(seen))
+
+
+@pytest.mark.parametrize(
+    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in TRAININGS if each not in QUICK)]
+)
+def test_what_a_kill_leaves_at_each_change(command, sources, tmp_path):
+    statuses, output = run_processes(1, copy_at_each_change, command, sources, tmp_path)
+    assert statuses == [0], output[-3000:]
+    seen = json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
+    # First the old, then none for a while, then the new: the order in which a run goes on.
+    assert seen == sorted(seen, key=("old", "refused", "new").index) and {*seen} == {"old", "refused", "new"}
+    assert seen.count("refused") > 5
+
+
+def run_here(command, sources, out):
+    assert cli.main(argv_of(command, sources, out)) == 0
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_real_kills(count, sources, tmp_path):
+    before = make_old(sources, tmp_path / "before")
+    whole = shutil.copytree(before, tmp_path / "whole")
+    things, seconds = run_watched(run_here, "glue", sources, whole)
+    old, new = model_of(before), model_of(whole)
+    for number, at in enumerate(draw_points(things, seconds, count, "overwrite")):
+        out = shutil.copytree(before, tmp_path / f"out-{number}")
+        run_killed(at, run_here, "glue", sources, out)
+        judged(out, old, new)
+        run_watched(run_here, "glue", sources, out)  # the next run goes its way
+        assert judged(out, old, new) == "new"
+        assert not any(name.startswith(".") for name in os.listdir(out)), at
+
+
+def fill_at_each_write(command, sources, folder, most):
+    logging.raiseExceptions = False  # stderr is a file here, and full as well
+    no_room = NoRoom(folder)
+    before = make_old(sources, folder / "before")
+    old, whole = model_of(before), shutil.copytree(before, folder / "whole")
+    with no_room.at(0):
+        status, errors = called(argv_of(command, sources, whole))
+    assert status == 0, errors
+    opened, new = no_room.seen, model_of(whole)
+    tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
+    sizes = sorted({len(content) for content in contents(whole).values()} - {0})
+    tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes]
+    tries = tries[:: max(1, len(tries) // most)] if most else tries
+    seen = []
+    for name, fault in tries:
+        out = shutil.copytree(before, folder / f"out {name}")
+        with fault():
+            status, errors = called(argv_of(command, sources, out))
+        seen.append(judged(out, old, new))
+        assert status == 0 or (status == 2 and len(errors) == 1), (name, status, errors)
+        assert status == 2 or seen[-1] == "new", name
+        assert seen[-1] != "refused", (name, errors)  # moving takes no room
+    print(json.dumps(seen))
+
+
+@pytest.mark.parametrize(
+    ("command", "most"), [("glue", 6), *(pytest.param(each, None, marks=pytest.mark.slow) for each in TRAININGS)]
+)
+def test_a_full_disk_at_each_write(command, most, sources, tmp_path):
+    statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, most)
+    assert statuses == [0], output[-3000:]
+    assert "old" in json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
+
+
+def test_a_run_in_its_own_folder_keeps_what_belongs_to_its_model(sources, tmp_path):
+    own = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
+    (own / "README.md").write_text("---\nlicense: mit\n---\n")
+    argv = [each if each != str(sources / "SENTENCES") else str(own) for each in argv_of("uptrain", sources, own)]
+    assert cli.main(argv) == 0
+    assert (own / "README.md").exists() and (own / "modules.json").exists() and (own / "1_Pooling").is_dir()

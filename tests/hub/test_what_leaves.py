@@ -1,0 +1,191 @@
+"""What of a machine, or of files of others, reaches the Hub: no folder, no password, no mark of Markdown or HTML."""
+
+import json
+import shutil
+
+import pytest
+from fixtures.glue.tiny_bert import make_tiny_bert
+from transformers import AutoModel, AutoTokenizer
+
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.hub import plan_push
+from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card_escapes import code, plain
+from hf_attn_variants.hub.local_paths import without_local_paths
+from hf_attn_variants.hub.push import _payload
+
+HOME = "/home/alice/secret-project"
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("leaves")
+    convert_checkpoint(make_tiny_bert(folder / "bert"), folder / "gqa", 2)
+    return folder / "gqa"
+
+
+@pytest.fixture
+def folder(converted, tmp_path):
+    return shutil.copytree(converted, tmp_path / "gqa")
+
+
+def edit(path, **fields):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
+
+
+def sent(plan, folder):
+    """Each file as it goes up."""
+    found = {name: _payload(plan.folder, name) for name in plan.files}
+    read = {name: each if isinstance(each, bytes) else open(each, "rb").read() for name, each in found.items()}
+    assert {name: len(each) for name, each in read.items()} == plan.files
+    return read | {"README.md": plan.card.encode()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"trained on {HOME}/data/train.csv, then more", "trained on train.csv, then more"),
+        (f"--data_dir={HOME}/data --seed 1", "--data_dir=data --seed 1"),
+        (f"path:{HOME}/x.json", "path:x.json"),
+        (f"see '{HOME}/x.json'", "see 'x.json'"),
+        ("from ~/priv/x.txt and ../y/z.txt", "from x.txt and z.txt"),
+        ("of /home/alice and /Users/alice/", "of ~ and ~"),
+        ("file:///home/alice/a/b.txt", "b.txt"),
+        (r"on C:\Users\alice\x.txt now", "on x.txt now"),
+        (r"on \\server\share\x.txt", "on x.txt"),
+        ("https://user:pw@example.org/a/b.csv", "https://example.org/a/b.csv"),
+        ("from https://user:p@ss@example.org/a", "from https://example.org/a"),
+        ("https://x.org/a?X-Amz-Signature=abc&n=1", "https://x.org/a?X-Amz-Signature=...&n=1"),
+        ("with hf_abcdefghijklmnopqrstuvwx", "with hf_..."),
+    ],
+)
+def test_places_and_passwords_are_taken_out_of_a_text(text, expected):
+    assert without_local_paths({"x": [text]}) == {"x": [expected]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["google-bert/bert-base-uncased", "https://hf.co/a/b/c", "and/or", "1/2/3 of 4", "me/x--modeling.Class", "a: b",
+     "km/h", "s3://bucket/a/b", "</s>", "git@github.com:me/x.git", "2026-11-25"],
+)  # fmt: skip
+def test_what_names_no_place_stays(text):
+    assert without_local_paths(text) == text
+
+
+def test_files_of_model_and_tokenizer_name_no_folder(folder):
+    edit(folder / "config.json", _name_or_path=f"{HOME}/bert", note=f"made in {HOME}/runs/x by hand", best_path="/a")
+    edit(
+        folder / "tokenizer_config.json",
+        name_or_path=f"{HOME}/bert",
+        tokenizer_file=f"{HOME}/bert/tokenizer.json",
+        special_tokens_map_file="/root/.cache/x/special_tokens_map.json",
+    )
+    edit(folder / "special_tokens_map.json", cls_token="[CLS]")
+    edit(folder / "trainer.json", args={"data": f"{HOME}/data", "url": "https://u:pw@example.org/x"})
+    (folder / "1_Pooling").mkdir()
+    edit(folder / "1_Pooling/config.json", made_by=f"{HOME}/a/b")
+    (folder / "debug.log").write_text(HOME)
+    (folder / "nohup.out").write_text(HOME)
+    (folder / "1_Pooling/run.LOG").write_text(HOME)
+    (folder / "setup.txt").write_text("git clone https://me:pw@example.org/x")
+    (folder / "notes.txt").write_text(f"see {HOME}/x\n")
+    plan = plan_push(folder, "me/x")
+    files = sent(plan, folder)
+    told = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
+    assert told == {"notes.txt"} and "notes.txt names folders of a machine, and goes up as it is" in plan.warnings
+    assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
+    assert plan.left_out["setup.txt"] == "it holds a token, or an address with a password"
+    settings = json.loads(files["tokenizer_config.json"])
+    assert settings["name_or_path"] == "bert" and settings["tokenizer_file"] == "tokenizer.json"
+    assert json.loads(files["trainer.json"]) == {"args": {"data": "data", "url": "https://example.org/x"}}
+
+
+def test_labels_and_words_that_look_like_paths_stay(folder):
+    labels = {"0": "/person/artist", "1": "~/x/y", "2": "C:/a/b"}
+    edit(folder / "config.json", id2label=labels, label2id={name: int(i) for i, name in labels.items()})
+    edit(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
+    there = folder.parent / "there"
+    there.mkdir()
+    for name, content in sent(plan_push(folder, "me/x"), folder).items():
+        (there / name).write_bytes(content)
+    assert AutoModel.from_pretrained(there).config.id2label == {int(i): name for i, name in labels.items()}
+    assert AutoTokenizer.from_pretrained(there).cls_token == "/a/b/c"
+    assert json.loads((there / "tokenizer_config.json").read_text())["name_or_path"] == "secret-project"
+
+
+def test_files_without_a_place_go_up_as_they_are(folder):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(f"\n{text}\n")
+    assert sent(plan_push(folder, "me/x"), folder)["config.json"].decode() == f"\n{text}\n"
+
+
+HOSTILE = "a <img src=x onerror=alert(1)> | b ](http://evil) `c` *d* _e_ [f](g) $h$ \n# i"
+
+
+@pytest.mark.parametrize("place", ["dataset_name", "task_name", "teacher", "metric", "versions", "lr_scheduler_type"])
+def test_what_a_card_takes_from_results_is_no_markdown(place, folder):
+    arguments = {"dataset_name": "d", "task_name": "t", "teacher": "x", "lr_scheduler_type": "linear"}
+    results = {
+        "eval_accuracy": 0.5,
+        "steps": 3,
+        "objective": "mlm",
+        "arguments": arguments,
+        "versions": {"torch": "1"},
+    }
+    if place == "metric":
+        results[f"eval_{HOSTILE}"] = 0.25
+    elif place == "versions":
+        results["versions"] = {HOSTILE: HOSTILE}
+    else:
+        arguments[place] = HOSTILE
+    (folder / "all_results.json").write_text(json.dumps(results))
+    check_body(str(model_card(folder, "me/x")))
+
+
+@pytest.mark.parametrize("field", ["source", "method", "heads", "talking_heads", "calibration"])
+def test_what_a_card_takes_from_a_report_is_no_markdown(field, folder):
+    report = json.loads((folder / "conversion_report.json").read_text())
+    values = {
+        "heads": {HOSTILE: [1, 2]},
+        "talking_heads": {HOSTILE: []},
+        "calibration": {"count": 1, "kind": HOSTILE, "targets": False, "max_length": 3},
+    }
+    edit(folder / "conversion_report.json", **report | {"source_revision": "1", field: values.get(field, HOSTILE)})
+    check_body(str(model_card(folder, "me/x")))
+
+
+@pytest.mark.parametrize("field", ["license", "license_name", "license_link"])
+def test_a_licence_is_no_markdown(field, folder):
+    import yaml
+
+    terms = {"license": "other", "license_link": None} | {field: HOSTILE}
+    terms = {name: value for name, value in terms.items() if value}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(terms)}---\n")
+    check_body(str(model_card(folder, "me/x")))
+
+
+def check_body(card):
+    body = card.split("\n---\n", 1)[1].rsplit("<!-- generated", 1)[0]
+    outside = "".join(body.split("```")[::2])
+    assert "onerror" in outside or "img src" in outside, outside
+    for line in outside.splitlines():
+        shown = line if "onerror" in line else ""
+        in_code = "`` a <img" in shown or "`` --method" in shown or "`` steps" in shown
+        assert in_code or not shown or ("<img" not in shown and "](http" not in shown.replace("\\](", "")), shown
+        assert not line.startswith("# i")
+    tables = [line for line in outside.splitlines() if line.startswith("| ") and "onerror" in line]
+    for line in tables:
+        assert line.replace("\\|", "").count("|") in (3, 4, 5), line
+
+
+def test_text_is_text_and_code_is_code():
+    assert plain("a|b <c> & _d_ e_f *g* [h](i) `j`\nk") == (r"a\|b &lt;c&gt; &amp; \_d\_ e_f \*g\* \[h\](i) \`j\` k")
+    assert plain("stsb") == "stsb" and plain("cosine_with_restarts") == "cosine_with_restarts"
+    assert plain("# x") == r"\# x" and plain(0.5) == "0.5"
+    assert code("a") == "`a`" and code("a `b` ``c``") == "``` a `b` ``c`` ```"
+
+
+def test_a_source_that_is_a_folder_is_no_base_model(folder):
+    (folder / "README.md").write_text(f"---\nlicense: mit\nbase_model: {HOME}/bert\n---\n")
+    card = str(model_card(folder, "me/x"))
+    assert "secret-project" not in card and "base_model" not in card

@@ -1,0 +1,248 @@
+"""Every field changes something or is refused, in every host; near names are refused, and no name of upstream's is."""
+
+import json
+
+import hypothesis
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, BERT, T5, token_ids
+from hypothesis import strategies
+from relatives import RELATIVES
+
+from hf_attn_variants import convert
+from hf_attn_variants.modeling.given_fields import SIZES_OF_VALUES, wrong_name
+from hf_attn_variants.modeling.variant_mixins import AttnVariantModelMixin
+from hf_attn_variants.training.engine.new_model import _parse_overrides
+
+pytestmark = pytest.mark.cross_product
+
+ROWS = (*ARCHITECTURES, *RELATIVES)
+EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+PREFIXES = ("encoder_", "decoder_", "cross_")
+FIELDS = tuple(T5.config_class.variant_fields())
+
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 6}
+RANDOM = {"attention_pattern": "random_blocks", "attention_block_size": 2, "num_random_blocks": 1}
+TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
+FAVOR = {"attention_kernel": "favor"}
+# Of each field a value, and fields beside which it may mean something; alone it is tried too.
+VALUES = {
+    "num_key_value_heads": (1, {}),
+    "kv_lora_rank": (8, {}),
+    "per_layer_values": ({"num_key_value_heads": [1, 2]}, {}),
+    "talking_heads": ("both", {}),
+    "num_softmax_heads": (6, TALKING),
+    "num_value_heads": (6, TALKING),
+    "talking_heads_init": ("random", {"talking_heads": "both"}),
+    "talking_heads_dynamic": (["x2l"], TALKING),
+    "attention_pattern": ("local_blocks", {"attention_pattern": "strided", "attention_block_size": 3}),
+    "attention_window": (4, WINDOW),
+    "attention_dilation": (2, WINDOW),
+    "num_global_tokens": (2, WINDOW),
+    "attention_block_size": (3, RANDOM),
+    "num_random_blocks": (2, RANDOM),
+    "attention_seed": (7, RANDOM),
+    "num_summary_tokens": (2, {"attention_pattern": "fixed", "attention_block_size": 3, "num_summary_tokens": 1}),
+    "split_attention_heads": (True, {"attention_pattern": "strided", "attention_block_size": 3}),
+    "position_embedding_type": ("sinusoidal", {}),
+    "score_function": ("additive", {}),
+    "attention_kernel": ("elu", {}),
+    "attention_kernel_features": (5, FAVOR),
+    "attention_kernel_seed": (3, FAVOR),
+}
+
+
+def of_host(row, **fields):
+    """A tiny configuration's keywords; stacks of equal heads, and no bias by distance where a kernel needs that."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if fields.get("talking_heads") and "encoder_attention_heads" in row.tiny:
+        fields["encoder_attention_heads"] = 12
+    if any(name.endswith("attention_kernel") and "cross" not in name for name in fields) and "t5" in row.name:
+        fields.setdefault("position_embedding_type", "sinusoidal")
+    return fields
+
+
+def made(row, **fields):
+    """A model of a seed, its state and what it makes of a text."""
+    torch.manual_seed(0)
+    head = next(iter(row.heads))
+    model = row.model(head, **of_host(row, **fields))
+    torch.manual_seed(1)
+    batch = row.batch(head)
+    ids = token_ids(1, 23)
+    batch = {name: (ids if name.endswith("input_ids") else value[:1]) for name, value in batch.items()}
+    batch.pop("attention_mask", None)
+    with torch.no_grad():
+        return {**model.state_dict(), "output": model(**batch)[0]}
+
+
+def differ(one, other):
+    return one.keys() != other.keys() or any(
+        one[name].shape != tensor.shape or not torch.equal(one[name], tensor) for name, tensor in other.items()
+    )
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("alone", [False, True], ids=["", "alone"])
+def test_every_field_changes_something_or_is_refused(row, field, alone):
+    prefix = next((each for each in ("encoder_", "cross_") if field.startswith(each)), "")
+    value, beside = VALUES[field.removeprefix(prefix)]
+    if field == "per_layer_values" and row.name == "albert":
+        value = {"num_key_value_heads": [1]}
+    shared = ("talking_heads", "talking_heads_init", "attention_kernel_features", "attention_kernel_seed")
+    beside = {} if alone else {name if name in shared else prefix + name: each for name, each in beside.items()}
+    if field not in row.config_class.variant_fields():
+        assert prefix
+        with pytest.raises(ValueError, match=f"`{field}` is not a field of .*did you mean"):
+            row.config(**{field: value})
+        return
+    try:
+        changed = made(row, **beside | {field: value})
+    except ValueError as error:
+        assert f"`{field}" in str(error) and (alone or field in MAY_BE_REFUSED), error
+        return
+    assert differ(
+        changed, made(row, **{name: each for name, each in beside.items() if name != field or each != value})
+    )
+
+
+# Beside what they are of: BART's relatives have no sinusoids of ours, decoders no global tokens.
+MAY_BE_REFUSED = ("position_embedding_type", "num_global_tokens")
+
+
+@EVERY_ROW
+def test_what_nothing_reads_is_refused(row):
+    for fields, message in (
+        ({"talking_heads_init": "random"}, "`talking_heads_init` is of talking heads: give `talking_heads`"),
+        ({"attention_kernel_seed": 3}, "`attention_kernel_seed` is of random vectors .*; got 3 with no kernel"),
+        (
+            of_host(row, attention_kernel="elu", attention_kernel_seed=3),
+            "`attention_kernel_seed` is of .*'attention_kernel': 'elu'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            row.config(**fields)
+    for name in ("d_v", "v_head_dim", "value_head_dim"):
+        with pytest.raises(
+            ValueError, match=f"`{name}` is not a field of .*: the size of values cannot be chosen yet"
+        ):
+            row.config(**{name: 4})
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_prefix_before_a_field_is_a_field_or_refused(row, prefix):
+    known = row.config_class.variant_fields()
+    for field in FIELDS:
+        name = prefix + field
+        if name not in known:
+            with pytest.raises(ValueError, match=f"`{name}` is not a field of .*did you mean `"):
+                row.config_class.check_names([name])
+
+
+def edited(field, draw):
+    letters = list(field)
+    for _ in range(draw(strategies.integers(1, 2))):
+        place = draw(strategies.integers(0, len(letters) - 1))
+        kind = draw(strategies.sampled_from(["drop", "add", "change"]))
+        if kind == "drop":
+            letters.pop(place)
+        else:
+            letters[place : place + (kind == "change")] = draw(strategies.sampled_from("abcxyz_"))
+    return "".join(letters)
+
+
+@hypothesis.given(strategies.data())
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_a_name_one_or_two_letters_off_is_refused(data):
+    row, field = data.draw(strategies.sampled_from(ROWS)), data.draw(strategies.sampled_from(FIELDS))
+    name = edited(field, data.draw)
+    if not hasattr(row.config_class, name) and name not in UPSTREAM and name.isidentifier():
+        with pytest.raises(ValueError, match=r"is not a field of .*did you mean"):
+            row.config_class.check_names([name])
+
+
+UPSTREAM = {
+    name
+    for row in ROWS
+    for name in (*row.upstream_config_class().to_dict(), *row.upstream_config_class.attribute_map)
+    if name not in FIELDS
+}
+# Of configurations on the Hub that no class has any more.
+NOTES = (
+    *("task_specific_params", "n_positions", "output_past", "static_position_embeddings", "normalize_embedding"),
+    *("add_bias_logits", "extra_pos_embeddings", "classif_dropout", "add_final_layer_norm", "normalize_before"),
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "tie_weights_", "summary_type"),
+    *("gradient_checkpointing", "force_bos_token_to_be_generated", "tokenizer_class", "encoder_num_attention_heads"),
+)
+
+
+@EVERY_ROW
+def test_no_name_of_upstreams_is_taken_for_a_field(row):
+    assert len(UPSTREAM) > 90
+    row.config_class.check_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
+
+
+@hypothesis.given(strategies.sampled_from(ROWS), strategies.text("abcdefghijklmnopqrstuvwxyz_0123456789", max_size=30))
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_notes_of_ones_own_pass(row, name):
+    hypothesis.assume(name not in SIZES_OF_VALUES)
+    assert wrong_name(row.config_class, name) is None
+
+
+@EVERY_ROW
+def test_upstreams_configurations_load_and_ours_without_a_word(row, tmp_path, said):
+    said.clear()
+    row.upstream_config_class(**row.tiny).save_pretrained(tmp_path / "upstream")
+    row.config_class.from_pretrained(tmp_path / "upstream", num_key_value_heads=2).save_pretrained(tmp_path / "ours")
+    row.config_class.from_pretrained(tmp_path / "ours")
+    assert said.messages == []
+
+
+STORED = {
+    "encoder_talking_heads": "both",
+    "talking_heads_init": "random",
+    "attention_kernel_seed": 5,
+    "d_v": 8,
+    "my_note": "a",
+}
+
+
+@EVERY_ROW
+def test_what_is_stored_and_does_nothing_is_one_warning(row, tmp_path, said):
+    head = next(iter(row.heads))
+    model = row.model(head)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | STORED))
+    said.clear()
+    again = type(model).from_pretrained(tmp_path)
+    assert isinstance(again, AttnVariantModelMixin) and len(said.messages) == 1
+    for name in STORED:
+        assert (f"`{name}`" in said.messages[0]) == (name != "my_note")
+    assert (again.config.talking_heads_init, again.config.attention_kernel_seed) == ("identity", 0)
+    # Saved again without what did nothing; what somebody names beside it is an error all the same.
+    again.config.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["talking_heads_init"] == "identity"
+    for fields in ({"talking_heads_init": "random"}, {"attention_kernel_seed": 4}):
+        with pytest.raises(ValueError, match=f"`{next(iter(fields))}` is of "):
+            row.config_class.from_pretrained(tmp_path, **fields)
+        with pytest.raises(ValueError, match=f"`{next(iter(fields))}` is of "):
+            row.config_class.from_upstream(row.config(), **fields)
+
+
+def test_conversions_and_overrides_say_what_is_meant(tmp_path, said):
+    upstream = BERT.upstream_model("BertModel")
+    for name in ("encoder_talking_heads", "talking_head", "d_v"):
+        with pytest.raises(ValueError, match=f"`{name}` is not a field of .*(did you mean|cannot be chosen)"):
+            convert(upstream, **{name: 4})
+        with pytest.raises(ValueError, match=f"--config_overrides: `{name}` is not a field of"):
+            _parse_overrides(f"{name}=4", upstream.config, BERT.config_class)
+    with pytest.raises(ValueError, match="`attention_kernel_seed` is of random vectors"):
+        convert(upstream, num_key_value_heads=4, attention_kernel_seed=4)
+    model = BERT.model("BertModel")
+    model.config.talking_heads_init = "random"  # past all checks, until a model is made of it
+    with pytest.raises(ValueError, match="`talking_heads_init` is of talking heads"):
+        type(model)(model.config)

@@ -1,0 +1,348 @@
+"""A row gives the same alone and in a padded batch, whatever pattern or kernel: what counts tokens counts its own."""
+
+import json
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BERT, T5, token_ids
+from fixtures.largest_tensor import LargestTensor
+from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
+
+import hf_attn_variants
+from hf_attn_variants.modeling import scattered_attention
+
+pytestmark = pytest.mark.cross_product
+
+ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
+PATTERNS = {
+    "random_blocks": {"attention_block_size": 3, "num_random_blocks": 1, "attention_seed": 5},
+    "strided": {"attention_block_size": 4},
+    "strided, split": {"attention_block_size": 4, "split_attention_heads": True},
+    "fixed": {"attention_block_size": 4, "num_summary_tokens": 2},
+    "fixed, split": {"attention_block_size": 4, "num_summary_tokens": 1, "split_attention_heads": True},
+    "local_blocks": {"attention_block_size": 5},
+    "sliding_window": {"attention_window": 4},
+    "sliding_window, dilated": {"attention_window": 4, "attention_dilation": 2},
+}
+# Those of encoders alone.
+LEARNED = {
+    "memory_compressed": {"attention_block_size": 3},
+    "transient_global": {"attention_window": 4, "attention_block_size": 3},
+}
+KERNELS = {
+    "elu": {},
+    "hedgehog": {},
+    "favor": {},
+    "rfa": {},
+    "hybrid": {"attention_window": 4},
+    "linformer": {"attention_kernel_features": 5},
+}
+COUNTING = ("random_blocks", "fixed", "local_blocks", *LEARNED)
+LENGTH = 23
+# Where each row's text begins and ends: padding on the left, on the right, on both sides.
+SIDES = {
+    "left": ((0, 23), (8, 23), (19, 23)),
+    "right": ((0, 23), (0, 12), (0, 4)),
+    "both": ((1, 20), (7, 23), (5, 18)),
+}
+EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Blocks of few queries, in texts of any length."""
+    monkeypatch.setattr(scattered_attention, "ROWS", 8)
+    monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
+
+
+def fields_of(name, prefix="", **more):
+    if name in KERNELS:
+        fields = {"attention_kernel": name} | KERNELS[name]
+    else:
+        fields = {"attention_pattern": name.split(",")[0], **(PATTERNS | LEARNED)[name]}
+    own = {"attention_kernel_features": fields.pop("attention_kernel_features", None)}
+    own = {field: value for field, value in own.items() if value is not None}
+    return {prefix + field: value for field, value in (fields | more).items()} | own
+
+
+def without_positions(model):
+    """Have a model's own positions say nothing: those that count from the row's beginning differ in upstream's too."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if "position" in name and hasattr(module, "weight") and "relative" not in name:
+                module.weight.zero_()
+            if "position" in name and hasattr(module, "weights"):
+                module.weights.zero_()
+    return model
+
+
+def padded(side):
+    ids, mask = token_ids(3, LENGTH), torch.zeros(3, LENGTH, dtype=torch.long)
+    for row, (begin, end) in enumerate(SIDES[side]):
+        mask[row, begin:end] = 1
+    return ids * mask + (1 - mask), mask  # 1 is padding's number
+
+
+def check_rows(states_of, side, atol=2e-5):
+    """Each row's states in the batch are those of the row alone."""
+    ids, mask = padded(side)
+    with torch.no_grad():
+        together = states_of(ids, mask)
+        for row, (begin, end) in enumerate(SIDES[side]):
+            alone = states_of(ids[row : row + 1, begin:end], None)
+            torch.testing.assert_close(together[row, begin:end], alone[0], atol=atol, rtol=0)
+
+
+def encoder_of(row, variant="gqa", **fields):
+    model = without_positions(row.model(next(iter(row.heads)), variant, **fields))
+    return model.get_encoder() if prefix_of(row) else model
+
+
+def prefix_of(row):
+    return "encoder_" if hasattr(row.config_class, "encoder_attention_pattern") else ""
+
+
+def check_encoder(encoder, side):
+    for implementation in ("eager", "sdpa"):
+        encoder.set_attn_implementation(implementation)
+        check_rows(lambda ids, mask: encoder(input_ids=ids, attention_mask=mask).last_hidden_state, side)
+
+
+ENCODER_CASES = [
+    *((name, host, {}) for name in PATTERNS for host in ("roberta", "t5")),
+    *((name, host, {"num_global_tokens": 2}) for name in PATTERNS for host in ("bert", "t5")),
+    ("memory_compressed", "roberta", {}),
+    ("transient_global", "t5", {}),
+    *((name, "roberta", {}) for name in KERNELS),
+    *(("local_blocks", row.name, {}) for row in (*ARCHITECTURES, *ENCODERS, *ENCODER_DECODERS)),
+    *(("linformer", row.name, {}) for row in (BERT, *ENCODERS)),
+]
+ENCODER_IDS = [f"{name}-{host}-{'-'.join(more)}" for name, host, more in ENCODER_CASES]
+
+
+@pytest.mark.parametrize("name, host, more", ENCODER_CASES, ids=ENCODER_IDS)
+@EVERY_SIDE
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
+def test_an_encoders_row_is_alone_what_it_is_in_a_batch(name, host, more, side, in_blocks, request):
+    if in_blocks:
+        request.getfixturevalue("short_blocks")
+    row = ROWS[host]
+    check_encoder(encoder_of(row, **fields_of(name, prefix_of(row), **more)), side)
+
+
+@pytest.mark.parametrize("variant", ["talking", "latent"])
+@pytest.mark.parametrize("name", ["random_blocks", "fixed, split", "local_blocks", "sliding_window"])
+@pytest.mark.parametrize("host", ["bert", "t5"])
+def test_so_it_is_with_talking_heads_and_latents(name, host, variant, short_blocks):
+    row = ROWS[host]
+    more = {"num_global_tokens": 1}
+    check_encoder(encoder_of(row, variant, **fields_of(name, prefix_of(row), **more)), "both")
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "fixed"])
+def test_global_tokens_of_a_mask_are_the_rows_own(name):
+    encoder = encoder_of(BERT, **fields_of(name, num_global_tokens=1))
+    ids, mask = padded("both")
+    is_global = (torch.rand(mask.shape) < 0.2).long() * mask
+    with torch.no_grad():
+        together = encoder(input_ids=ids, attention_mask=mask, global_attention_mask=is_global).last_hidden_state
+        for row, (begin, end) in enumerate(SIDES["both"]):
+            rows = slice(row, row + 1), slice(begin, end)
+            alone = encoder(input_ids=ids[rows], global_attention_mask=is_global[rows]).last_hidden_state
+            torch.testing.assert_close(together[row, begin:end], alone[0], atol=2e-5, rtol=0)
+
+
+def test_weights_stand_where_the_tokens_are():
+    encoders = [
+        (encoder_of(BERT, **fields_of("fixed", num_global_tokens=1)), 0),
+        (encoder_of(BERT, **fields_of("sliding_window", num_global_tokens=1)), 0),
+        (encoder_of(ROWS["roberta"], **fields_of("linformer")), 0),
+        (encoder_of(T5, **fields_of("transient_global", "encoder_")), None),
+    ]
+    ids, mask = padded("left")
+    begin, end = SIDES["left"][1]
+    for encoder, summaries in encoders:
+        with torch.no_grad():
+            weights = encoder(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[-1][1]
+            alone = encoder(input_ids=ids[1:2, begin:end], output_attentions=True).attentions[-1][0]
+        before = LENGTH // 3 if summaries is None else 0
+        fewer = (end - begin) // 3 if summaries is None else 0
+        torch.testing.assert_close(weights[:, begin:end, before + begin :], alone[:, :, fewer:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(weights[:, begin:end, :fewer], alone[:, :, :fewer], atol=1e-5, rtol=0)
+
+
+DECODERS = {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "bart": "BartForCausalLM"}
+DECODERS |= {"t5": "T5ForConditionalGeneration", "whisper": "WhisperForConditionalGeneration"}
+DECODER_CASES = [
+    *((name, host) for name in PATTERNS for host in ("bert", "t5")),
+    *((name, "bert") for name in KERNELS if name != "linformer"),
+    *(("local_blocks", host) for host in DECODERS),
+]
+
+
+def decoder_of(host, name, **more):
+    row = ROWS[host]
+    return row, without_positions(row.model(DECODERS[host], "gqa", **fields_of(name), **more))
+
+
+def source_of(row, rows):
+    """The encoder's inputs, the same for each row."""
+    torch.manual_seed(2)
+    inputs = {name: value[:1] for name, value in row.batch(next(iter(row.heads))).items()}
+    if not prefix_of(row) or "encoder_outputs" in inputs:
+        return {}
+    inputs.pop("decoder_input_ids", None)
+    return {name: value.expand(rows, *value.shape[1:]) for name, value in inputs.items()}
+
+
+def calls(row, head, ids, mask):
+    """Keywords of a decoder's forward pass."""
+    if head.endswith("ForConditionalGeneration"):
+        return source_of(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
+@EVERY_SIDE
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
+def test_a_decoders_row_is_alone_what_it_is_in_a_batch(name, host, side, in_blocks, request):
+    if in_blocks:
+        request.getfixturevalue("short_blocks")
+    row, model = decoder_of(host, name)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        check_rows(lambda ids, mask: model(**calls(row, DECODERS[host], ids, mask), use_cache=False).logits, side)
+
+
+@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
+def test_a_row_generates_alone_what_it_generates_in_a_batch(name, host, short_blocks):
+    row, model = decoder_of(host, name)
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    ids, mask = padded("left")
+    if prefix_of(row) and "CausalLM" not in DECODERS[host]:  # else `generate` puts it before the padding
+        ids[torch.arange(3), mask.argmax(1)] = model.config.decoder_start_token_id
+
+    def generated(ids, mask):
+        result = model.generate(**calls(row, DECODERS[host], ids, mask), **options)
+        return result.sequences[:, -9:], torch.stack(result.scores, 1)
+
+    tokens, scores = generated(ids, mask)
+    for place, (begin, _) in enumerate(SIDES["left"]):
+        alone = ids[place : place + 1, begin:]
+        expected, expected_scores = generated(alone, torch.ones_like(alone))
+        assert tokens[place].equal(expected[0])
+        torch.testing.assert_close(scores[place], expected_scores[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["random_blocks", "fixed", "local_blocks"])
+def test_more_padding_on_the_right_moves_nothing(name):
+    encoder = encoder_of(BERT, **fields_of(name))
+    ids = token_ids(2, 12)
+    mask = torch.ones_like(ids)
+    longer = (torch.nn.functional.pad(each, (0, 20)) for each in (ids, mask))
+    with torch.no_grad():
+        expected = encoder(ids, attention_mask=mask).last_hidden_state
+        ids, mask = longer
+        found = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def old(model, folder):
+    """The same repository, as it was saved before formats had numbers."""
+    model.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    del values["attn_variants_format"]
+    (folder / "config.json").write_text(json.dumps(values))
+    return type(model).from_pretrained(folder).eval()
+
+
+FORMAT_1 = [
+    *(("t5", name, {}) for name in COUNTING if name != "memory_compressed"),
+    ("roberta", "memory_compressed", {}),
+    ("roberta", "linformer", {}),
+    ("roberta", "sliding_window", {"num_global_tokens": 1}),
+]
+
+
+@pytest.mark.parametrize("host, name, more", FORMAT_1, ids=[f"{host}-{name}" for host, name, _ in FORMAT_1])
+def test_a_repository_without_a_number_keeps_its_places_and_one_warning_says_so(
+    host, name, more, tmp_path, monkeypatch
+):
+    from hf_attn_variants.modeling import padded_rows
+
+    row, said = ROWS[host], []
+    monkeypatch.setattr(padded_rows.logger, "warning_once", said.append)
+    model = row.model(next(iter(row.heads)), "gqa", **fields_of(name, prefix_of(row), **more))
+    assert model.config.attn_variants_format == 2
+    again = old(model, tmp_path)
+    assert again.config.attn_variants_format == 1
+    models = [each.get_encoder() if prefix_of(row) else each for each in (model, again)]
+    ids, mask = padded("right")
+    with torch.no_grad():
+        alone, expected = (each(ids[:1]).last_hidden_state for each in models)
+        assert alone.equal(expected) and said == []
+        new, before = (each(ids, attention_mask=mask).last_hidden_state for each in models)
+        if name == "random_blocks":
+            assert said and (new - before)[1, :12].abs().max() > 1e-4
+        else:
+            assert said == [] and new[mask.bool()].allclose(before[mask.bool()], atol=1e-5)
+        said.clear()
+        ids, mask = padded("left")
+        new, before = (each(ids, attention_mask=mask).last_hidden_state for each in models)
+        assert set(said) == {said[0]} and "`attn_variants_format` 1" in said[0]
+        assert (new - before)[mask.bool()].abs().max() > 1e-4
+    # It is kept when saved again, and may be chosen.
+    again.save_pretrained(tmp_path / "again")
+    model_class = type(model)
+    assert model_class.from_pretrained(tmp_path / "again").config.attn_variants_format == 1
+    assert model_class.from_pretrained(tmp_path, attn_variants_format=2).config.attn_variants_format == 2
+
+
+def test_what_is_added_to_an_old_repository_is_of_the_new_format(tmp_path):
+    for model in (BERT.model("BertModel", "gqa"), BERT.upstream_model("BertModel")):
+        model.save_pretrained(tmp_path)
+        values = json.loads((tmp_path / "config.json").read_text())
+        values.pop("attn_variants_format", None)
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        for config in (
+            BERT.config_class.from_pretrained(tmp_path, **fields_of("local_blocks")),
+            BERT.config_class.from_upstream(values, **fields_of("local_blocks")),
+            hf_attn_variants.convert(type(model).from_pretrained(tmp_path), **fields_of("local_blocks")).config,
+        ):
+            assert (config.attn_variants_format, config.attention_pattern) == (2, "local_blocks")
+
+
+def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
+    sizes = []
+    for n in (1024, 2048):
+        fields = fields_of("sliding_window", "encoder_", num_global_tokens=1)
+        fields |= {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 60}
+        for pattern in (fields, fields | {"encoder_num_global_tokens": 0} | fields_of("local_blocks", "encoder_")):
+            pattern = {name: value for name, value in pattern.items() if value is not None}
+            if pattern["encoder_attention_pattern"] == "local_blocks":
+                pattern.pop("encoder_attention_window")
+            encoder = T5.model("T5EncoderModel", "gqa", **pattern)
+            mask = torch.ones(2, n, dtype=torch.long)
+            mask[1, : n // 3] = 0
+            with torch.no_grad(), LargestTensor() as largest:
+                encoder(token_ids(2, n), attention_mask=mask)
+            sizes.append(largest.numel)
+    assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
+
+
+@pytest.mark.parametrize("name", ["local_blocks", "random_blocks", "sliding_window", "memory_compressed"])
+def test_a_compiled_or_exported_encoder_counts_alike(name):
+    more = {"num_global_tokens": 1} if name == "sliding_window" else {}
+    encoder = encoder_of(ROWS["roberta"], **fields_of(name, **more))
+    ids, mask = padded("left")
+    with torch.no_grad():
+        expected = encoder(ids, attention_mask=mask).last_hidden_state
+        sizes = {"input_ids": {1: torch.export.Dim.AUTO}, "attention_mask": {1: torch.export.Dim.AUTO}}
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        program = torch.export.export(encoder, (), kwargs=inputs, dynamic_shapes=sizes)
+        found = program.module()(**inputs).last_hidden_state
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        compiled = torch.compile(encoder, backend="eager", fullgraph=True)
+        found = compiled(ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)

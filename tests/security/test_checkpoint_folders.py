@@ -1,0 +1,232 @@
+"""Folders of strangers: links out of them, adapters beside weights, pickles, pipes in the place of files."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+import torch
+from fixtures.glue.tiny_bert import make_tiny_bert
+from safetensors.torch import load_file
+
+from hf_attn_variants import cli
+
+SECRET = "hf_secret"
+DATA = ["--train_file", "DATA", "--validation_file", "DATA", "--max_train_steps", "1", "--cpu", "--disable_tqdm"]
+STSB = ["--task_name", "stsb", "--data_dir", "tests/fixtures/glue/STS-B", "--max_train_steps", "1", "--cpu"]
+TEXT = ["--calibration_file", "LINES"]
+# What comes after `attn-variants`, with the checkpoint as FOLDER, of every command that reads one.
+COMMANDS = {
+    "convert": ["convert", "FOLDER", "--num_key_value_heads", "2", "--output_dir", "OUT"],
+    "export": ["export", "FOLDER", "--to", "transformers", "--output_dir", "OUT"],
+    "export onnx": ["export", "FOLDER", "--to", "onnx", "--output_dir", "OUT"],
+    "push": ["push", "FOLDER", "--repo_id", "me/x", "--dry_run"],
+    "inspect": ["inspect", "FOLDER"],
+    "benchmark": ["benchmark", "FOLDER"],
+    "frontier": ["frontier", "FOLDER", *TEXT, "--output_dir", "OUT"],
+    "visualize": ["visualize", "FOLDER", "--text", "a cat", "--output_dir", "OUT"],
+    "glue": ["glue", "--model_name_or_path", "FOLDER", *STSB, "--output_dir", "OUT"],
+    "ner": ["ner", "--model_name_or_path", "FOLDER", *DATA, "--output_dir", "OUT"],
+    "squad": ["squad", "--model_name_or_path", "FOLDER", *DATA, "--output_dir", "OUT"],
+    "uptrain": ["uptrain", "--model_name_or_path", "FOLDER", "--objective", "mlm", "--train_file", "LINES",
+                "--max_train_steps", "1", "--cpu", "--output_dir", "OUT"],
+    "teacher": ["uptrain", "--model_name_or_path", "PLAIN", "--teacher", "FOLDER", "--objective", "distill",
+                "--train_file", "LINES", "--max_train_steps", "1", "--cpu", "--output_dir", "OUT"],
+    "pretrain": ["pretrain", "--model_name_or_path", "FOLDER", "--train_file", "LINES", "--max_train_steps", "1",
+                 "--cpu", "--output_dir", "OUT"],
+    "seq2seq": ["seq2seq", "--model_name_or_path", "FOLDER", "--source_file", "LINES", "--target_file", "LINES",
+                "--max_train_steps", "1", "--cpu", "--output_dir", "OUT"],
+    "pretrain-t5": ["pretrain-t5", "--model_name_or_path", "FOLDER", "--train_file", "LINES", "--max_train_steps",
+                    "1", "--cpu", "--output_dir", "OUT"],
+}  # fmt: skip
+OF_CONFIGS = ("inspect", "benchmark")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return make_tiny_bert(tmp_path_factory.mktemp("folders") / "plain")
+
+
+@pytest.fixture
+def folder(plain, tmp_path):
+    return shutil.copytree(plain, tmp_path / "folder")
+
+
+@pytest.fixture
+def call(plain, tmp_path, capsys):
+    """Runs a command of COMMANDS on a folder; returns its status and its one line of error."""
+    lines, data, out = tmp_path / "lines.txt", tmp_path / "data.json", tmp_path / "out"
+    lines.write_text("a cat sat on the mat\n" * 40)
+    data.write_text('{"text": "a"}\n')
+
+    def run(name, folder, *more):
+        places = {"FOLDER": folder, "PLAIN": plain, "LINES": lines, "DATA": data, "OUT": out}
+        status = cli.main([str(places.get(each, each)) for each in (*COMMANDS[name], *more)])
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
+        assert not out.exists() or status == 0, list(out.iterdir())
+        return status, "".join(errors)
+
+    return run
+
+
+def add_adapter(folder, kind="safetensors"):
+    said = {"base_model_name_or_path": "me/base", "auto_mapping": {"base_model_class": "BertForMaskedLM"}}
+    (folder / "adapter_config.json").write_text(json.dumps(said | {"peft_type": "LORA"}))
+    (folder / f"adapter_model.{kind}").write_bytes(b"x")
+
+
+def pickle_weights(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_adapter_beside_weights_is_refused_before_any_work(name, folder, call):
+    add_adapter(folder)
+    status, error = call(name, folder)
+    assert status == 2 and "an adapter beside whole weights (adapter_config.json, adapter_model.saf" in error, error
+    assert "merge it first, by `python -c 'from transformers import BertForMaskedLM as M" in error, error
+
+
+@pytest.mark.parametrize("name", ["convert", "push", "inspect", "ner"])
+def test_an_adapter_alone_is_named_as_one(name, folder, call):
+    add_adapter(folder, "bin")
+    for file in ("model.safetensors", "config.json"):
+        (folder / file).unlink()
+    status, error = call(name, folder)
+    assert status == 2 and "holds an adapter alone, and no model" in error and "made for me/base" in error, error
+
+
+def test_the_command_that_is_named_merges_the_adapter(folder, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from hf_attn_variants.conversion.checkpoint.source import resolve_source
+
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    base.save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="an adapter alone") as error:
+        resolve_source(tmp_path / "adapter")
+    command = str(error.value).split("`")[1]
+    assert os.system(command.replace("python", os.sys.executable, 1)) == 0
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter-merged").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits)
+
+
+def test_what_an_adapter_says_is_not_run_by_a_shell(folder, tmp_path):
+    from hf_attn_variants.conversion.checkpoint.source import resolve_source
+
+    said = {"base_model_name_or_path": "$(touch run)'`touch run`", "auto_mapping": {"base_model_class": "os;x"}}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="made for BASE: merge it first") as error:
+        resolve_source(folder)
+    assert "touch" not in str(error.value) and "os;x" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["config.json", "pytorch_model.bin"], "someone/model: pytorch_model.bin is a pickle"),
+        (["adapter_config.json", "adapter_model.bin"], "someone/model holds an adapter alone, and no model"),
+        (["config.json", "model.safetensors", "adapter_config.json"], "someone/model holds an adapter beside"),
+    ],
+)
+def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
+    for name in ("ner", "uptrain", "convert", "frontier"):
+        status, error = call(name, "someone/model")
+        assert status == 2 and message in error, (name, error)
+
+
+def test_an_adapter_in_a_folder_of_its_own_stays(folder, call, tmp_path):
+    (folder / "lora").mkdir()
+    add_adapter(folder / "lora")
+    assert call("convert", folder)[0] == 0
+    assert not (tmp_path / "out/lora").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_CONFIGS])
+def test_pickles_are_refused_everywhere(name, folder, call):
+    pickle_weights(folder)
+    status, error = call(name, folder)
+    assert status == 2 and f"{folder}: pytorch_model.bin is a pickle, which can run code when loaded" in error, error
+
+
+@pytest.mark.parametrize("name", ["convert", "push", "ner", "inspect"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json", "README.md"])
+def test_a_file_that_loaders_read_is_no_link_out_of_the_folder(name, file, folder, call, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (folder / file).touch()
+    shutil.move(folder / file, tmp_path / "elsewhere/there")
+    (folder / file).symlink_to(tmp_path / "elsewhere/there")
+    status, error = call(name, folder)
+    assert status == 2 and f"{folder / file} is a link that leads out of the folder, to {tmp_path}" in error, error
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_other_links_out_of_the_folder_are_left_out_and_named(relative, folder, call, tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "token").write_text(SECRET)
+    (folder / "inside.txt").write_text("inside")
+    (folder / "sub").mkdir()
+    at = "../elsewhere" if relative else elsewhere
+    (folder / "notes.txt").symlink_to(f"{at}/token")
+    (folder / "assets").symlink_to(at)
+    (folder / "sub/more").symlink_to("../notes.txt")  # by way of another link
+    (folder / "same.txt").symlink_to("inside.txt")
+    assert call("convert", folder)[0] == 0
+    out = tmp_path / "out"
+    assert (out / "same.txt").read_text() == "inside"
+    assert not any(SECRET in path.read_bytes().decode("latin-1") for path in out.rglob("*") if path.is_file())
+    left_out = json.loads((out / "conversion_report.json").read_text())["files_left_out"]
+    assert {"notes.txt", "assets/", "sub/more"} <= {*left_out}
+    assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "stays: notes.txt (a link that leads out of the folder)" in shown and "stays: assets (a link" in shown
+    assert "token" not in shown.split("Use")[0].replace("tokenizer", "").replace("a token", "")
+
+
+def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_path):
+    (tmp_path / "pooling").mkdir()
+    (tmp_path / "pooling/config.json").write_text("{}")
+    (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
+    (folder / "1_Pooling").symlink_to(tmp_path / "pooling")
+    status, error = call("convert", folder)
+    assert status == 2 and "1_Pooling is a link that leads out of the folder" in error, error
+
+
+def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
+    from hf_attn_variants.conversion.checkpoint.folder_checks import why_not_read
+
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text(SECRET)
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots/0a"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").symlink_to(tmp_path / "etc")
+    (snapshot / "notes.txt").symlink_to("../../blobs/passwd")
+    assert "a link that leads out of the folder" in why_not_read(snapshot / "notes.txt", snapshot)
+
+
+@pytest.mark.parametrize("name", ["convert", "push", "ner"])
+@pytest.mark.parametrize("file", ["modules.json", "config.json", "tokenizer.json", "generation_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, file, folder, call):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    start = time.monotonic()
+    status, error = call(name, folder)
+    assert status == 2 and f"{folder / file} is neither a file nor a folder" in error, error
+    assert time.monotonic() - start < 5
+
+
+def test_a_pipe_beside_the_weights_stays(folder, call, tmp_path, capsys):
+    os.mkfifo(folder / "notes.txt")
+    assert call("convert", folder)[0] == 0 and not (tmp_path / "out/notes.txt").exists()
+    assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0
+    assert "stays: notes.txt (neither a file nor a folder)" in capsys.readouterr().out
