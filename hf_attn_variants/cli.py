@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +60,9 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
     """
 
     def work() -> None:
+        _check_surroundings()
         module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
+        _check_unicode(sys.argv[1:] if argv is None else argv)
         # The commands' parsers take their name from here (`command_line.program_name`).
         called, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
@@ -77,6 +80,30 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         module.main(args)
 
     return run_script(work)
+
+
+def _check_surroundings() -> None:
+    # transformers cannot be imported in either.
+    if sys.flags.optimize > 1:
+        raise ValueError(
+            "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), and transformers reads them: use 1, or none"
+        )
+    try:
+        os.getcwd()
+    except OSError:
+        raise FileNotFoundError("the working directory is not there any more: change into one that is") from None
+
+
+def _check_unicode(argv: Sequence[str]) -> None:
+    # Neither tokenizers nor safetensors, nor JSON, take other text or names of files.
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the argument {argument!r} is not UTF-8: write texts as UTF-8, and rename a file or folder whose "
+                "name is not"
+            ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,13 +4,17 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .interrupts import INTERRUPTED, is_first_process
 
-__all__ = ["NonFiniteLossError", "TerminatedError", "as_value_error", "run_script"]
+__all__ = ["NonFiniteLossError", "TerminatedError", "as_value_error", "is_out_of_memory", "run_script"]
+
+NOT_PRINTED = "error: what is printed cannot be written ({}); all files that come before it are there"
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad allocation", "std::bad_alloc")
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -28,32 +32,61 @@ def run_script(main: Callable[[], Any]) -> int:
         main: the command's work, without arguments.
 
     Returns:
-        The exit status: 0, or 2 after a ValueError, OSError, NonFiniteLossError or UpstreamChanged, or a shell's for a
-        signal: 143 (SIGTERM) after a TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and
-        keeps its traceback; so do the first three with the environment variable `ATTN_VARIANTS_DEBUG=1`.
+        The exit status: 0, or 2 after a ValueError, OSError, NonFiniteLossError, UpstreamChanged, want of memory or a
+        stdout that took nothing, or a shell's for a signal: 143 (SIGTERM) after a TerminatedError, 130 (SIGINT) after
+        Ctrl-C. Any other exception is a bug and keeps its traceback; so do the first three and want of memory with the
+        environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
     try:
         main()
     except TerminatedError as error:
-        print(error, file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return _ended(128 + signal.SIGTERM, str(error))
     except KeyboardInterrupt as interrupt:
-        if is_first_process():  # a terminal sends it to all
-            print(str(interrupt) or INTERRUPTED, file=sys.stderr)
-        return 128 + signal.SIGINT
-    except ImportError as error:
-        from .modeling.upstream import UpstreamChanged
+        # A terminal sends it to all.
+        return _ended(128 + signal.SIGINT, (str(interrupt) or INTERRUPTED) if is_first_process() else "")
+    except Exception as error:
+        no_memory = is_out_of_memory(error)
+        if _is_upstream_changed(error):
+            return _ended(2, f"error: {error}")
+        known = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
+        if not known or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
+            raise
+        if _is_of_a_print(error):
+            return _ended(2, NOT_PRINTED.format(error))
+        message = " ".join(_own_message(error).split()) or type(error).__name__
+        if no_memory:
+            message = f"there is not enough memory ({message[:200]}): give smaller batches, or a smaller model"
+        return _ended(2, f"error: {message}")
+    return _ended(0)
 
-        if not isinstance(error, UpstreamChanged):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, NonFiniteLossError) as error:
-        if os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
-            raise
-        print(f"error: {' '.join(_own_message(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 2
-    return 0
+
+def _ended(status: int, message: str = "") -> int:
+    """Say how a command ended, and return its exit status; what it printed may not have been written yet."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # Python flushes once more at its end, and would say so in its own words.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status, message = status or 2, NOT_PRINTED.format(error)
+    if message:
+        with suppress(OSError):
+            print(message, file=sys.stderr)
+    return status
+
+
+def _is_upstream_changed(error: Exception) -> bool:
+    module = sys.modules.get("hf_attn_variants.modeling.upstream")  # importing it here might fail for the same reason
+    return module is not None and isinstance(error, module.UpstreamChanged)
+
+
+def _is_of_a_print(error: Exception) -> bool:
+    """Say whether an error is that of a `print` to a stdout that takes nothing; one of a file names the file."""
+    if not isinstance(error, OSError) or error.filename is not None or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "print" in frame.f_code.co_names
 
 
 def _own_message(error: Exception) -> str:
@@ -79,5 +112,15 @@ def as_value_error(what: str, *explained: type[Exception]) -> Iterator[None]:
     except (ValueError, OSError):
         raise
     except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"{what}: {type(error).__name__}: {first_line}") from error
+        if is_out_of_memory(error):
+            raise
+        # Two lines: huggingface_hub's first one names the field and its second one the value.
+        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+        raise ValueError(f"{what}: {type(error).__name__}: {text}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error is that there is no memory: Python's, torch's or the system's."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in NO_MEMORY)

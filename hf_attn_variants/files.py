@@ -76,8 +76,22 @@ TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 # Of whoever ran it: they name machines, users and folders.
 LOGS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs", "wandb", "mlruns")
+# What transformers' Trainer, its example scripts and DeepSpeed leave, beside pickles.
+TRAINER_FILES = (
+    "trainer_state.json",
+    "train_results.json",
+    "eval_results.json",
+    "test_results.json",
+    "predict_results*",
+    "eval_predictions.json",
+    "eval_nbest_predictions.json",
+    "eval_null_odds.json",
+    "generated_predictions.txt",
+    "zero_to_fp32.py",
+    "latest",
+)
 # What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
-RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS)
+RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
 MOST_NESTED = 200
 
@@ -99,14 +113,14 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text; options are those of `json.loads`.
 
     Raises:
         ValueError: if it is not JSON, or nests deeper than `MOST_NESTED` (what Python reads depends on its version).
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, **options)
     except RecursionError as error:
         raise ValueError(f"it nests too deep ({error})") from error
     inner = [value]

@@ -90,7 +90,6 @@ def main(args: argparse.Namespace) -> Any:
     import transformers
 
     from ..inspection.checkpoint_config import read_checkpoint_config
-    from ..inspection.speed import measure_speed
     from ..inspection.tables import print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
@@ -99,23 +98,7 @@ def main(args: argparse.Namespace) -> Any:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1; got {args.threads}.")
         torch.set_num_threads(args.threads)
-    table = measure_speed(
-        config,
-        checkpoint=args.model_name_or_path,
-        kv_heads=args.num_key_value_heads,
-        talking_heads=not args.no_talking_heads,
-        latents=not args.no_latents,
-        windows=args.attention_window,
-        kernels=args.attention_kernel,
-        batch_size=args.batch_size,
-        length=args.length,
-        max_position_embeddings=args.max_position_embeddings,
-        max_new_tokens=args.max_new_tokens,
-        num_beams=args.num_beams,
-        rounds=args.rounds,
-        dtype=args.dtype,
-        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-    )
+    table = _measured(args, config)
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
@@ -153,6 +136,32 @@ def _print_rows(table: Any) -> None:
         faults, system = row.usage["minor_faults"], row.usage["system_seconds"]
         cells += ["", ""] if faults is None else [f"{faults:,.0f}", f"{1e3 * system:,.1f}"]
     print_table(f"{what}, batch {table.batch_size}, {of}", header, rows)
+
+
+def _measured(args: argparse.Namespace, config: Any) -> Any:
+    import torch
+
+    from ..errors import as_value_error
+    from ..inspection.speed import measure_speed
+
+    with as_value_error(f"{args.model_name_or_path} cannot be built and run: its configuration is wrong"):
+        return measure_speed(
+            config,
+            checkpoint=args.model_name_or_path,
+            kv_heads=args.num_key_value_heads,
+            talking_heads=not args.no_talking_heads,
+            latents=not args.no_latents,
+            windows=args.attention_window,
+            kernels=args.attention_kernel,
+            batch_size=args.batch_size,
+            length=args.length,
+            max_position_embeddings=args.max_position_embeddings,
+            max_new_tokens=args.max_new_tokens,
+            num_beams=args.num_beams,
+            rounds=args.rounds,
+            dtype=args.dtype,
+            device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        )
 
 
 def _break_even(table: Any) -> str:

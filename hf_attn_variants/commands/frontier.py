@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HelpFormatter, add_checkpoint_argument, package_version, parse_with_checkpoint
 from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_arguments
 
 __all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
@@ -48,7 +48,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--output_dir", required=True, help=f"a new or empty folder, for {PNG_FILE} and {JSON_FILE}")
+    parser.add_argument(
+        "--output_dir",
+        required=True,
+        help=f"a new or empty folder, for {PNG_FILE} and {JSON_FILE}, or that "
+        "of a call like this one that was stopped, which goes on",
+    )
     add_calibration_arguments(parser.add_argument_group("text", "of the kind that the model is for"), fit_steps=0)
     parser.add_argument(
         "--loss",
@@ -100,51 +105,78 @@ def main(args: argparse.Namespace) -> Any:
     Raises:
         ValueError, OSError: for a checkpoint or text that cannot be read, or options that do not fit it.
     """
-    import sys
     from dataclasses import replace
 
-    from ..conversion.calibration.texts import read_calibration
-    from ..files import check_output_dir, staged_folder
     from ..inspection.frontier.drawing import draw_frontier
-    from ..inspection.frontier.inputs import load_source, split_text, variants_to_try
+    from ..inspection.frontier.inputs import load_source, variants_to_try
     from ..inspection.frontier.measure import measure_frontier
+    from ..inspection.frontier.saved import SavedFrontier
+    from ..interrupts import INTERRUPTED
     from ..languages import set_languages
+    from ..pictures import write_picture
     from ..progress import no_progress_bars
 
-    output_dir = check_output_dir(args.output_dir)
+    output_dir = Path(args.output_dir).expanduser()
+    saved = SavedFrontier(output_dir / JSON_FILE)
+    calibration, held_out = _read_texts(args)
+    model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
+    options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
+    start = set_languages(tokenizer, model.config, args.source_lang, args.target_lang)
+    if start is not None:
+        start.give(model)
+    known = saved.rows(_call(args, options, calibration, held_out))
+    try:
+        with no_progress_bars(args.disable_tqdm):
+            frontier = measure_frontier(
+                model,
+                options,
+                replace(calibration, tokenizer=tokenizer),
+                held_out,
+                checkpoint=args.model_name_or_path,
+                length=args.length,
+                source_length=args.source_length,
+                seed=args.seed,
+                known=known,
+                on_row=saved.save,
+            )
+    except KeyboardInterrupt:
+        there = f"; {saved.path} has what was measured, and the same command goes on" if saved.path.exists() else ""
+        raise KeyboardInterrupt(f"{INTERRUPTED}{there}") from None
+    chosen = None if args.loss is None else frontier.cheapest(args.loss)
+    found = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": _command(chosen, args)}}
+    write_picture(output_dir / PNG_FILE, lambda: draw_frontier(frontier, args.loss), dpi=130)
+    saved.finish(found)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _print(frontier, chosen, args, output_dir)
+    return frontier
+
+
+def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the text to fit to and the text to measure on."""
+    import sys
+
+    from ..conversion.calibration.texts import read_calibration
+    from ..inspection.frontier.inputs import split_text
+
     calibration = read_calibration_arguments(args)
     files = (args.calibration_file, args.calibration_target_file)
     if args.held_out_file is not None:
         files = (args.held_out_file, args.held_out_target_file)
     texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
     everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
-    held_out = split_text(calibration, everything, args.held_out_size, args.seed)
-    model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
-    options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
-    start = set_languages(tokenizer, model.config, args.source_lang, args.target_lang)
-    if start is not None:
-        start.give(model)
-    with no_progress_bars(args.disable_tqdm):
-        frontier = measure_frontier(
-            model,
-            options,
-            replace(calibration, tokenizer=tokenizer),
-            held_out,
-            checkpoint=args.model_name_or_path,
-            length=args.length,
-            source_length=args.source_length,
-            seed=args.seed,
-        )
-    with staged_folder(output_dir) as stage:
-        draw_frontier(frontier, stage / PNG_FILE, args.loss)
-        chosen = None if args.loss is None else frontier.cheapest(args.loss)
-        found = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": _command(chosen, args)}}
-        (stage / JSON_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        _print(frontier, chosen, args, output_dir)
-    return frontier
+    return calibration, split_text(calibration, everything, args.held_out_size, args.seed)
+
+
+def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
+    """Return all that a row depends on, by which a second call knows the rows of the first."""
+    from ..inspection.frontier.saved import hash_examples
+
+    names = ("model_name_or_path", "revision", "length", "source_length", "seed")
+    names += tuple(name for name in CALIBRATION_OPTIONS if not name.endswith("_file"))
+    texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
+    return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 
 
 def _print(frontier: Any, chosen: Any, args: argparse.Namespace, output_dir: Path) -> None:

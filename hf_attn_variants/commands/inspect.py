@@ -92,7 +92,7 @@ def table_cells(table: Any) -> tuple[list[str], list[list[str]]]:
     for row in table.rows:
         saved = table.savings(row)
         cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}"]
-        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}", _bytes(saved["weight_bytes"])]
+        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}", _saved(saved["weight_bytes"])]
         cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
         if cache is not None:
             cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in cache]
@@ -112,6 +112,7 @@ def _notes(table: Any) -> list[str]:
         notes.append(
             "- no conversion leads there: neither number divides the other, or heads have parameters of their own"
         )
+    notes.append("Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts.")
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
         notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
     elif table.current.kv_cache_bytes_per_token is None:
@@ -120,11 +121,12 @@ def _notes(table: Any) -> list[str]:
 
 
 def _bytes(count: int) -> str:
-    value, unit = float(abs(count)), 0
+    value, unit = float(count), 0
     while value >= 1024 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    return f"{'-' if count < 0 else ''}{value:,.{0 if unit == 0 else 1}f} {UNITS[unit]}"
+    return f"{value:,.{0 if unit == 0 else 1}f} {UNITS[unit]}"
 
 
-def _saved(saved: int, now: int) -> str:
-    return f"{_bytes(saved)} ({saved / now:.0%})" if now else _bytes(saved)
+def _saved(saved: int, now: int = 0) -> str:
+    share = f" ({abs(saved) / now:.0%})" if now else ""
+    return f"{_bytes(abs(saved))}{share}{' more' if saved < 0 else ''}"

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..text_lines import is_blank, is_unicode
+
 if TYPE_CHECKING:
     import torch
     from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
@@ -120,8 +122,9 @@ class Calibration:
                 raise TypeError(f"`texts` of a calibration must be strings, or pairs of strings; got {row!r:.80}.")
         if pairs and any(len(pair) != 2 for pair in rows):
             raise ValueError("a pair of a calibration's `texts` has two strings.")
-        if any(not text.strip() for row in rows for text in (row if pairs else [row])):
+        if any(is_blank(text) for row in rows for text in (row if pairs else [row])):
             raise ValueError("`texts` of a calibration must not be empty; one of them is.")
+        _check_unicode("texts", [text for row in rows for text in (row if pairs else [row])])
         if len(rows) < MIN_TEXTS:
             raise ValueError(
                 f"a calibration needs {MIN_TEXTS} `texts` at least, one to fit to and one that is held out to measure "
@@ -153,6 +156,7 @@ class Calibration:
             raise ValueError(
                 f"a calibration has a target for each text: {len(self.texts)} texts, {len(targets)} targets."
             )
+        _check_unicode("target_texts", targets)
 
     @property
     def examples(self) -> Sequence[Any]:
@@ -205,6 +209,14 @@ class Calibration:
             "passage_length": passage_length,
             **{name: self.fit_option(name) for name in method.options},
         }
+
+
+def _check_unicode(name: str, texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts):
+        if not is_unicode(text):
+            raise ValueError(
+                f"`{name}` of a calibration must be Unicode; {name}[{number}] holds half a surrogate pair."
+            )
 
 
 def _check_is_list(name: str, value: Any) -> None:

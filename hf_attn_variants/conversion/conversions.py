@@ -26,6 +26,7 @@ from .calibration.processors import check_has_processor, load_processor
 from .calibration.texts import CalibrationLike, as_calibration
 from .calibration_settings import Calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
+from .checkpoint.loading import model_of_tensors
 from .checkpoint.reading import CheckpointReader, open_checkpoint
 from .checkpoint.source import read_config, resolve_source
 from .checkpoint_folder import generation_config, plan_folder
@@ -209,7 +210,7 @@ def load_converted(
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         _calibrate_from_folder(plan, reader, source, request.calibration)
         tensors = converted_tensors(plan, reader)
-        model = plan.model_class.from_pretrained(None, config=plan.config, state_dict=tensors)
+        model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -370,7 +371,7 @@ def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calib
         tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
         # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
         config = deepcopy(plan.source_config)
-        model = plan.model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+        model = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
         if (generation := generation_config(plan, folder)) is not None:
             model.generation_config = generation
         is_given = calibration is not None and calibration.processor is not None

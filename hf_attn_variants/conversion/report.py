@@ -147,7 +147,7 @@ class ConversionReport:
         lines = [
             f"Converted {self.source}{how} into {self.output_dir}",
             *changed,
-            f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
+            f"  {'parameters in the files':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
         ]
         if self.talking_heads:
             added = ", ".join(f"{name} {list(shape)}" for name, shape in self.talking_heads.items())

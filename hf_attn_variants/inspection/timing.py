@@ -8,6 +8,8 @@ import torch
 from transformers import StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..generation_calls import limits_of_the_call
+
 __all__ = ["FirstToken", "Times", "decoding_or_pass", "run_times"]
 
 # Seconds until the first token was there, where there is one, and until the end.
@@ -53,7 +55,8 @@ def decoding_or_pass(
         # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.
         given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
         first = FirstToken(str(model.device))
-        model.generate(**given, **options, stopping_criteria=[first])
+        with limits_of_the_call(model):
+            model.generate(**given, **options, stopping_criteria=[first])
         return first
 
     return run

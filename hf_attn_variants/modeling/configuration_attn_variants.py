@@ -3,6 +3,7 @@
 from typing import Any
 
 from .encoder_decoder_config import EncoderDecoderConfigMixin
+from .field_checks import check_buckets
 from .upstream import known_imports
 from .variant_config import AttnVariantConfigMixin, can_cache
 from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
@@ -168,12 +169,16 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
 
 
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
-    """What T5 and UMT5 have in common: the names of their fields."""
+    """What T5 and UMT5 have in common: the names of their fields, and buckets of distances."""
 
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     head_dim_field = "d_kv"
     position_types = (None, "sinusoidal")
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_buckets(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return what upstream's does, for the decoder with the decoder's layers: generation makes a cache for each.

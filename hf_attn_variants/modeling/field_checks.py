@@ -10,6 +10,7 @@ from .variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
 __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
+    "check_buckets",
     "check_format",
     "check_head_size",
     "check_position_type",
@@ -254,6 +255,21 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
         reason = ": neither transformers 5 nor this package reads the embeddings of distances of such a checkpoint"
     words = " or ".join("None" if each is None else f'"{each}"' for each in known)
     raise ValueError(f"`position_embedding_type` of {model_type!r} must be {words}; got {value!r}{reason}.")
+
+
+def check_buckets(config: Any) -> None:
+    """Check that distances of a T5, ours or upstream's, have buckets.
+
+    Raises:
+        ValueError: if there are too few, or the largest distance lies among those that have a bucket each.
+    """
+    buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    # An encoder has half of them a side, of which half are of one distance each, the others of logarithms.
+    if buckets < 4 or distance <= buckets // 2:
+        raise ValueError(
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more than "
+            f"half of that; got {buckets} and {distance}."
+        )
 
 
 def check_format(value: Any) -> None:

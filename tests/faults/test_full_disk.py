@@ -31,7 +31,7 @@ COMMANDS = {
     "export, transformers": ("gqa", ["--to", "transformers"], True),
     "export, onnx": ("gqa", ["--to", "onnx"], True),
     "visualize": ("bert", ["--text", "The cats were fine."], True),
-    "frontier": ("t5", ["--calibration_file", "TEXT", "--calibration_target_file", "TEXT", "--fit_steps", 0], True),
+    "frontier": ("t5", ["--calibration_file", "TEXT", "--calibration_target_file", "TEXT", "--fit_steps", 0], False),
     "glue": ("bert", GLUE, False),
 }
 QUICK = ("convert", "export, transformers")

@@ -6,14 +6,14 @@ import pytest
 import torch
 from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import copy_left_sided
-from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
 from hf_attn_variants.commands.squad import main, parse_args
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import trained
 from hf_attn_variants.training.squad.data import read_squad
 from hf_attn_variants.training.squad.metrics import compute_squad
-from hf_attn_variants.training.squad.windows import make_windows, window_collator
+from hf_attn_variants.training.squad.windows import checked_stride, make_windows, window_collator
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,17 @@ def test_bad_flags_fail_before_any_work(run, more, message):
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not (run.out / "all_results.json").exists()
+
+
+@pytest.mark.parametrize(("lengths", "stride"), [((128, 64), 30), ((192, 64), 62), ((196, 64), 128), ((384, 64), 128)])
+def test_the_stride_that_is_not_given_fits(readers, lengths, stride):
+    argv = [readers["t5"], "--output_dir", "o", "--max_length", lengths[0], "--max_query_length", lengths[1]]
+    settings = parse_args([str(part) for part in argv])
+    tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
+    config = AutoConfig.from_pretrained(readers["t5"])
+    room = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
+    found = checked_stride(settings, config, tokenizer)
+    assert found == (128 if room > 128 else room // 2) and abs(found - stride) <= 1
 
 
 def test_a_metric_that_the_dev_split_cannot_give_is_refused_before_training(run, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import FeatureExtractionMixin, PreTrainedModel
 
+from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
 from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated
@@ -149,10 +150,14 @@ def _features(feature_extractor: FeatureExtractionMixin, path: str | os.PathLike
 def _transcribed(model: PreTrainedModel, features: torch.Tensor, max_length: int) -> Batch:
     # Half of its positions are a prompt's, in Whisper's own code.
     limit = min(max_length, model.config.max_target_positions // 2)
-    options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_new_tokens": limit}
+    # To `max_length` Whisper's code adds the prompt; with `max_new_tokens` it would warn that both are set.
+    options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_length": limit}
     # One call, whose output has the prompt too: else a window in which a time comes up is heard in parts.
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
-    found = model.generate(features.to(model.device), **options)
+    features = features.to(model.device)
+    mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: all of a window is heard
+    with limits_of_the_call(model):
+        found = model.generate(features, attention_mask=mask, **options)
     return from_generated(found.sequences, model.generation_config.pad_token_id)
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from ...decoder_inputs import DecoderInput, decoder_input
+from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import Calibration
@@ -183,7 +184,8 @@ def _decoder_arguments(
     if targets is None:
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
+        with limits_of_the_call(model):
+            generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
         return from_generated(generated, config.pad_token_id)
     batch = padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
     return {f"decoder_{name}": tensor for name, tensor in batch.items()}

@@ -1,6 +1,7 @@
 """Calibration: text or audio through the source model, and new heads fitted to what its attentions make of it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +104,7 @@ def calibrate(
     Raises:
         ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
     """
-    with _course(plan, method, reader, model, processor, calibration) as course:
+    with _course(plan, method, reader, model, processor, calibration) as course, _finite(course):
         course.find_shared_latents()
         course.convert()
 
@@ -118,8 +119,21 @@ def forms_on_text(
     calibration: Calibration | None,
 ) -> list[LatentForms]:
     """Return what latents of some of the source's attentions lose on text; arguments and errors as for `calibrate`."""
-    with _course(plan, method, reader, model, processor, calibration) as course:
+    with _course(plan, method, reader, model, processor, calibration) as course, _finite(course):
         return course.forms(modules)
+
+
+@contextmanager
+def _finite(course: "_Course") -> Iterator[None]:
+    """Say of which attention the numbers have no solution: its weights are finite, what it makes of text is not."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"the attention {course.at!r} cannot be fitted: what it makes of the calibration is too large or not "
+            f'finite ({reason}). Look at the checkpoint\'s weights, or convert with method "mean" (--method mean).'
+        ) from error
 
 
 def _course(
@@ -183,6 +197,7 @@ class _Course:
         self._calibration, self._batches = calibration, (used, held_out)
         # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
         self._steps = 1 + method.steps(calibration)
+        self.at = plan.reduced[0].name  # the attention that is worked on
         parts = [
             (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
         ]
@@ -243,6 +258,7 @@ class _Course:
             calls = recorded_inputs(self._model, [module.name for module in group], batches)
             for module in group:
                 number = 1 + modules.index(module)
+                self.at = module.name
                 self._bar.set_description(f"calibrating attention {number} of {len(modules)}", refresh=is_watched())
                 tensors = module.read(self._read)
                 tensors = replace(tensors, latent_weight=None)  # what it makes is recorded as the memory

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoFeatureExtractor, AutoTokenizer
+from transformers import AutoFeatureExtractor
 
 from ..calibration_settings import Calibration
-from ..checkpoint.source import learned_tokens
+from ..checkpoint.loading import load_tokenizer_of, reading_checkpoint
 
 __all__ = ["check_has_processor", "load_processor"]
 
@@ -30,21 +30,18 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     """Return the tokenizer in a checkpoint's folder, or the feature extractor where the calibration is of audio.
 
     Raises:
-        FileNotFoundError: if it is not there.
+        OSError: if it is not there, or cannot be read.
+        ValueError: if its files are wrong.
     """
     if calibration is not None and calibration.audio is not None:
         try:
-            return AutoFeatureExtractor.from_pretrained(folder)
+            with reading_checkpoint(folder):
+                return AutoFeatureExtractor.from_pretrained(folder)
         except OSError:
             raise FileNotFoundError(
                 f"{folder} has no preprocessor_config.json, and a calibration on audio needs it: put it there, or "
                 "give `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
-    if not learned_tokens(tokenizer):
-        raise FileNotFoundError(
-            f"{folder} has no tokenizer files, and a calibration needs them: put them there, or give "
-            "`Calibration(..., tokenizer=tokenizer)`."
-        )
-    return tokenizer
+    return load_tokenizer_of(
+        folder, ", and a calibration needs them: put them there, or give `Calibration(..., tokenizer=tokenizer)`."
+    )

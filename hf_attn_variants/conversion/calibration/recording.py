@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from ...errors import as_value_error
 from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ...modeling.linear_attention import attend_by_kernel
@@ -22,6 +23,7 @@ from ..projections import AttentionTensors
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
 RECORDING = "attn_variants_recording"
+UNREADABLE = "the source cannot read the calibration: its configuration is wrong"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def recorded_inputs(
         try:
             for batch in progress_bar(batches, desc="reading the text", unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                with suppress(_AllRecorded):
+                with as_value_error(UNREADABLE), suppress(_AllRecorded):
                     model.base_model(**recorder.batch)
                 recorder.end_batch()
         finally:

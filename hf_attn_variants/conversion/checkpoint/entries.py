@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TensorEntry", "cast", "dtype_name", "element_size"]
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TensorEntry", "cast", "checked_finite", "dtype_name", "element_size"]
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -74,6 +74,20 @@ class TensorEntry:
     def is_floating(self) -> bool:
         """Whether the elements are floating-point numbers of a type that `--dtype` converts."""
         return self.dtype in CASTABLE
+
+
+def checked_finite(tensor: torch.Tensor, name: str, place: object = "the model") -> torch.Tensor:
+    """Return a tensor whose numbers are all finite.
+
+    Raises:
+        ValueError: for one that holds NaN or infinite numbers, of which no conversion makes anything.
+    """
+    if tensor.is_floating_point() and tensor.numel() and tensor.device.type != "meta":
+        lowest, largest = (tensor.float() if tensor.element_size() == 1 else tensor.detach()).aminmax()
+        if not (lowest.isfinite() and largest.isfinite()):
+            kind = "NaN" if largest.isnan() or lowest.isnan() else "infinite numbers"
+            raise ValueError(f"{place}: the tensor {name!r} holds {kind}; mend the checkpoint, or train it again.")
+    return tensor
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -8,14 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...modeling.attention_variants import EAGER, SDPA
-from .entries import TensorEntry, dtype_name
+from .entries import TensorEntry, checked_finite, dtype_name
 from .reading import CheckpointReader
 
 __all__ = ["ModelReader", "TensorSource", "assemble"]
 
 
 class ModelReader:
-    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory."""
+    """The tensors of a model in memory, as they are: `read` returns the parameter's own memory, which is finite."""
 
     def __init__(self, model: nn.Module):
         if not isinstance(model, PreTrainedModel):
@@ -36,7 +36,7 @@ class ModelReader:
             self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach()
+        return checked_finite(self._tensors[name].detach(), name)
 
 
 # Both have `entries` and `read`.

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
-from .entries import TORCH_DTYPES, TensorEntry, dtype_name
+from .entries import TORCH_DTYPES, TensorEntry, checked_finite, dtype_name
 from .folder_checks import check_no_pickle
 
 __all__ = ["CheckpointReader", "open_checkpoint"]
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class CheckpointReader(ABC):
-    """The tensors of a checkpoint folder, read one at a time.
+    """The tensors of a checkpoint folder, read one at a time; a ValueError for one that is not finite.
 
     Attributes:
         folder: the checkpoint's folder.
@@ -84,13 +84,15 @@ class SafetensorsReader(CheckpointReader):
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
             raise ValueError(f"{self.folder / entry.file}: {name!r} has dtype {entry.dtype}, which torch cannot read.")
-        return self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        elements = self._elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
+        return checked_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            yield self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
+            elements = self._elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
+            yield checked_finite(elements, name, self.folder / entry.file)
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -128,11 +130,12 @@ class PickleReader(CheckpointReader):
                 self._tensors[name] = tensor
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].clone()
+        return checked_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         flat = self._tensors[name].contiguous().reshape(-1)
-        yield from flat.split(max(1, CHUNK_BYTES // flat.element_size()))
+        for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+            yield checked_finite(chunk, name, self.folder / self.entries[name].file)
 
     def close(self) -> None:
         self._tensors.clear()
@@ -225,7 +228,9 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
 def _checked_data_end(entries: Mapping[str, TensorEntry]) -> int:
     position = 0
     for name, entry in entries.items():
-        if not isinstance(entry.dtype, str) or not all(isinstance(n, int) and n >= 0 for n in entry.shape):
+        if type(entry.begin) is not int or type(entry.end) is not int:
+            raise ValueError(f"the bytes of {name!r} are [{entry.begin!r:.40}, {entry.end!r:.40}), no whole numbers")
+        if not isinstance(entry.dtype, str) or not all(type(n) is int and n >= 0 for n in entry.shape):
             raise ValueError(f"{name!r} has dtype {entry.dtype!r} and shape {entry.shape!r}")
         if entry.begin != position or entry.end < entry.begin:
             raise ValueError(

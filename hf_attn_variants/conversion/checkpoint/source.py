@@ -245,7 +245,7 @@ def _travels(file: str, in_module: bool, allow_pickle: bool) -> bool:
 
 
 def _is_skipped_folder(name: str) -> bool:
-    return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith("checkpoint-")
+    return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith(("checkpoint-", "global_step"))
 
 
 def _module_folders(folder: Path) -> set[str]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ...generation_calls import limits_of_the_call
 from ...modeling.configuration_attn_variants import can_cache
+from ...text_lines import is_unicode
 
 __all__ = ["model_inputs", "token_labels"]
 
@@ -25,6 +27,8 @@ def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, name: str) -> dict[str, torch.Tensor]:
     if not text.strip():
         raise ValueError(f"`{name}` is empty.")
+    if not is_unicode(text):
+        raise ValueError(f"`{name}` {text!r:.80} is no Unicode text: it holds half a surrogate pair.")
     batch = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
     if not batch["input_ids"].shape[1]:
         raise ValueError(f"`{name}` {text!r} has no tokens.")
@@ -47,8 +51,10 @@ def model_inputs(
         target = _encoded(tokenizer, target_text, max_length, "target_text")["input_ids"].to(model.device)
         is_cut |= _is_cut(tokenizer, target_text, max_length)
     elif model.can_generate():
-        options = {"use_cache": can_cache(model.config)}
-        target = model.generate(**inputs, max_new_tokens=max_length, num_beams=1, do_sample=False, **options)[:, 1:]
+        options: dict[str, Any] = {"use_cache": can_cache(model.config)}
+        options |= {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
+        with limits_of_the_call(model):
+            target = model.generate(**inputs, **options)[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = tokenizer.decode(target[0], skip_special_tokens=True)
     else:

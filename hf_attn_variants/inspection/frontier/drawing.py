@@ -26,12 +26,11 @@ PLACES = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -22), (-8
 LETTER, LINE = 0.0088, 0.032
 
 
-def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> None:
-    """Write the picture of a frontier, a PNG.
+def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
+    """Draw a frontier.
 
     Args:
         frontier: the variants.
-        path: the file.
         loss: a limit to draw, in the unit of the frontier's loss above the source's.
     """
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
@@ -63,7 +62,8 @@ def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> 
     axes.set_yscale("symlog", linthresh=_linear_until(rows))
     axes.set_xlabel(_size_label(frontier))
     axes.set_ylabel(f"above the checkpoint's {frontier.source.loss:.3f}: {MEASURES[frontier.measure]}")
-    axes.set_title(f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out texts")
+    title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out texts"
+    axes.set_title(title, parse_math=False)  # a name with $ is no formula
     axes.grid(alpha=0.25, which="both")
     axes.margins(x=0.12, y=0.12)
     axes.xaxis.set_major_formatter(lambda value, _: _bytes(value) if has_cache else f"{value / 1e6:,.4g} M")
@@ -71,7 +71,7 @@ def draw_frontier(frontier: Frontier, path: Path, loss: float | None = None) -> 
     axes.yaxis.set_major_formatter("{x:g}")
     canvas.draw()
     _label(axes, rows, loss)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def _kind(row: FrontierRow) -> str:

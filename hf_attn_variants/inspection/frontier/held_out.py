@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...conversion.calibration_settings import Calibration
 from ...decoder_inputs import DecoderInput, decoder_input
+from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ..sentence_similarity import mean_pooled
 
@@ -139,7 +140,8 @@ def _targets(
         found = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
         return found["input_ids"].masked_fill(found["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
+    with limits_of_the_call(model):
+        ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

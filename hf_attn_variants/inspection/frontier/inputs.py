@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.source import learned_tokens, read_config, resolve_source
+from ...conversion.checkpoint.entries import checked_finite
+from ...conversion.checkpoint.loading import load_tokenizer_of, reading_checkpoint
+from ...conversion.checkpoint.source import read_config, resolve_source
 from ...conversion.plan import seeded_generator
 from ...registration import variant_model_class
 from ..costs import kv_heads_field, variant_config
@@ -37,11 +39,11 @@ def load_source(
             f"{os.fspath(checkpoint)} ({model_class.__name__}) reads audio, and a frontier is measured on text: "
             "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
         )
-    model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not learned_tokens(tokenizer):
-        raise FileNotFoundError(f"{os.fspath(checkpoint)} has no tokenizer files, which its text needs.")
-    return model, tokenizer
+    with reading_checkpoint(folder):
+        model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
+    for name, parameter in model.named_parameters():
+        checked_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
+    return model, load_tokenizer_of(folder, ", which its text needs.")
 
 
 def variants_to_try(model: PreTrainedModel, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...conversion.calibration_settings import Calibration
+from ...errors import as_value_error
 from ...modeling.configuration_attn_variants import can_cache
 from ...progress import is_watched, progress_bar
 from ...registration import longest_input
@@ -112,6 +113,8 @@ def measure_frontier(
     length: int = 512,
     source_length: int | None = None,
     seed: int = 0,
+    known: Sequence[FrontierRow] = (),
+    on_row: Callable[[Frontier, int], None] | None = None,
 ) -> Frontier:
     """Convert a model in memory to each option, and measure what it loses and what it takes.
 
@@ -126,38 +129,71 @@ def measure_frontier(
         length: tokens in a decoder's cache, or those of an encoder's text.
         source_length: tokens that an encoder-decoder's encoder reads; None = `length`.
         seed: of everything random in a conversion.
+        known: rows that another call of the same arguments measured, the source's first.
+        on_row: called with the rows so far, and how many options are left, after each row that is measured.
 
     Raises:
-        ValueError: for an option that makes no model of this one, or what a calibration refuses.
+        ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
+            no number, or is not the one that is known.
     """
     source_length = length if source_length is None else source_length
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         pieces.config(fields)
-    text = held_out_text(source, calibration.tokenizer, held_out)
-    losses = text.losses(source)
+    with as_value_error(f"{checkpoint or 'the source'} cannot read the text: its configuration is wrong"):
+        text = held_out_text(source, calibration.tokenizer, held_out)
+        losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    measured = _Measured(text.losses, losses, _timer(source, length, source_length), lengths)
-    # Those that change most attentions first: one conversion then makes those of several options.
-    width = source.config.hidden_size
-    order = sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
+    about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
+    about += (length, source_length)
+    _check_loss(losses, checkpoint, known)
+    measured = _Measured(text.losses, losses, _timer(source, length, source_length, known), lengths)
+    order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)
     conversions = 0
-    rows = [measured.row(source, {}, 0.0)]
+    rows = [*known] or [measured.row(source, {}, 0.0)]
+    keep = on_row or (lambda frontier, left: None)
+    keep(frontier := Frontier(*about, _in_order(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
-        for fields in order:
+        for number, fields in enumerate(order, start=1):
             name = variant_name(pieces.config(fields), kv_heads_field(type(source), source.config))
             conversions += not pieces.is_at_hand(fields)
             bar.set_description(f"trying {name}", refresh=is_watched())
             rows.append(measured.row(pieces.model(fields), dict(fields), pieces.attention_error(fields)))
+            keep(frontier := Frontier(*about, _in_order(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
-    rows = [rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))]
+    return frontier
+
+
+def _in_turn(options: Sequence[Mapping[str, Any]], source: PreTrainedModel) -> list[Mapping[str, Any]]:
+    """Return those that change most attentions first: one conversion then makes those of several options."""
+    width = source.config.hidden_size
+    return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
+
+
+def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
     settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
-    settings |= {"targets": calibration.target_texts is not None, "max_length": calibration.length, "seed": seed}
-    architecture = type(source).__name__
-    return Frontier(
-        checkpoint, architecture, text.measure, len(losses), settings, length, source_length, _marked(rows)
-    )
+    return settings | {
+        "targets": calibration.target_texts is not None,
+        "max_length": calibration.length,
+        "seed": seed,
+    }
+
+
+def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
+    """Check the source's loss: a number, and that of the rows that are known."""
+    mean = float(losses[:, 0].sum() / losses[:, 1].sum())
+    if not math.isfinite(mean):
+        raise ValueError(f"the loss of {checkpoint or 'the source'} itself is {mean}: look at its weights")
+    if known and not math.isclose(mean, known[0].loss, rel_tol=1e-4, abs_tol=1e-6):
+        raise ValueError(
+            f"the loss of {checkpoint or 'the source'} is {mean:.6f}, and was {known[0].loss:.6f} when the rows that "
+            "are there were measured: it was changed since; give a new folder"
+        )
+
+
+def _in_order(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+    return _marked([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
 @dataclass
@@ -210,12 +246,14 @@ def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     return [FrontierRow(**vars(row) | {"on_frontier": not is_beaten(row)}) for row in rows]
 
 
-def _timer(source: PreTrainedModel, length: int, source_length: int) -> Callable[[PreTrainedModel], float]:
+def _timer(
+    source: PreTrainedModel, length: int, source_length: int, known: Sequence[FrontierRow]
+) -> Callable[[PreTrainedModel], float]:
     """Return the function that estimates a model's milliseconds; the source's are measured once more with each."""
     decodes = source.can_generate() and source.config.is_encoder_decoder
     positions = longest_input(source.config)
     read = min(source_length if decodes else length, positions or math.inf)
-    found: list[float] = []
+    found = [row.milliseconds for row in known[:1]]
 
     def run(model: PreTrainedModel) -> Callable[[], float]:
         work = decoding_or_pass(_generating(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None)

@@ -1,9 +1,7 @@
 """Loads the configuration and the model to train from any checkpoint, ours or upstream's."""
 
 import logging
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...conversion.checkpoint.source import check_source, local_folder
+from ...conversion.checkpoint.loading import reading_checkpoint
+from ...conversion.checkpoint.source import check_source
+from ...modeling.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
 from .settings import ModelSettings, NewModelSettings
 
@@ -32,7 +32,6 @@ __all__ = [
     "load_model",
     "load_model_and_rest",
     "model_name",
-    "reading_checkpoint",
     "resolve_architecture",
     "set_dropout",
 ]
@@ -75,21 +74,6 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
-@contextmanager
-def reading_checkpoint(source: str) -> Iterator[str]:
-    """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
-    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
-    # transformers, huggingface_hub and safetensors each have errors of their own.
-    try:
-        yield os.path.expanduser(source)
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        # Two lines: huggingface_hub's first one names the field and its second one the value.
-        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-        raise ValueError(f"{source}: {type(error).__name__}: {text}") from error
-
-
 def load_config(settings: ModelSettings) -> PreTrainedConfig:
     """Read a checkpoint's config and apply `dropout_rate`.
 
@@ -102,6 +86,8 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "num_mel_bins"):
         raise ValueError(f"{settings.model_name_or_path} ({config.model_type}) reads audio; this command reads text.")
+    if hasattr(config, "relative_attention_max_distance"):
+        check_buckets(config)
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config

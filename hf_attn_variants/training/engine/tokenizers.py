@@ -6,9 +6,8 @@ import logging
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...conversion.checkpoint.source import learned_tokens
+from ...conversion.checkpoint.loading import check_learned_tokens, check_tokenizer_files, reading_checkpoint
 from ...registration import longest_input
-from .models import reading_checkpoint
 from .settings import ModelSettings
 
 __all__ = ["check_max_length", "close_texts", "encode_words", "fit_token_types", "load_tokenizer", "vocabulary_size"]
@@ -30,13 +29,12 @@ def load_tokenizer(
     """
     source = settings.tokenizer_name or settings.model_name_or_path
     with reading_checkpoint(source) as found:
+        check_tokenizer_files(found)
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)
         if words and _needs_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(found, **options)
-    # From a folder without tokenizer files, transformers v5 makes a tokenizer to which every word is unknown.
-    if not learned_tokens(tokenizer):
-        raise OSError(f"{source} has no tokenizer files; give a folder or Hub id that has them with --tokenizer_name")
+    check_learned_tokens(tokenizer, source, "; give a folder or Hub id that has them with --tokenizer_name")
     if tokenizer.pad_token is None:
         raise ValueError(f"the tokenizer of {source} has no padding token; batches cannot be padded without one")
     if config is not None and (size := vocabulary_size(tokenizer)) > config.vocab_size:

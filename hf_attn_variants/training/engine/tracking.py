@@ -1,6 +1,5 @@
 """What a run shows and leaves behind: progress bars, the loss log, result files, the PNG of its curves, trackers."""
 
-import io
 import json
 import math
 import platform
@@ -9,7 +8,7 @@ import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +16,12 @@ from tqdm.auto import tqdm
 
 from ... import progress
 from ...files import LOG_FILE, atomic_write, parse_json
+from ...pictures import write_picture
 from .checkpoints import last_good_checkpoint
 from .options import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["RunLog", "library_versions", "plot_curves", "progress_bar", "read_log", "save_results"]
 
@@ -107,12 +110,17 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
-    """Draw the training loss and the dev metrics (names without "eval_") of `read_log` against the step."""
+    """Draw the training loss and the dev metrics (names without "eval_") of `read_log` against the step.
+
+    What cannot be drawn is a warning; an OSError says that the file cannot be written.
+    """
+    write_picture(Path(path), lambda: _curves(list(records), metrics, title), dpi=120)
+
+
+def _curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
-
-    records = list(records)
 
     def points(key: str) -> tuple[list[int], list[float]]:
         found = [record for record in records if record.get(key) is not None]
@@ -134,7 +142,5 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.suptitle(title)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    atomic_write(path, image.getvalue())
+    figure.suptitle(title, parse_math=False)  # a name with $ is no formula
+    return figure

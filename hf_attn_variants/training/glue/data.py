@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...glue_tasks import TASKS, GlueTask, parse_label
 from ...open_files import read_file
+from ...text_lines import is_blank
 
 __all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
 
@@ -82,7 +83,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     index_at = None if has_labels else _find(header, ("index", "id"))
     names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
     columns: dict[str, list] = {name: [] for name in names}
-    broken = 0
+    broken, empty = 0, []
     for position, (number, cells) in enumerate(rows):
         if len(cells) != len(header):
             if task.may_have_broken_rows:
@@ -93,6 +94,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
             )
         for i, at in enumerate(text_at):
             columns[f"text{i + 1}"].append(cells[at])
+        if any(is_blank(cells[at]) for at in text_at):
+            empty.append(number)
         columns["index"].append(cells[index_at] if index_at is not None else str(position))
         if label_at is not None:
             try:
@@ -101,6 +104,9 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
                 raise ValueError(f"{path}, row {number}: {error}") from None
     if broken:
         logger.warning("%s: %d of %d rows are cut by a line break and were left out", path, broken, len(rows))
+    if empty:
+        message = "%s: %d of %d rows have an empty cell, which is read as an empty text; the first is row %d"
+        logger.warning(message, path, len(empty), len(rows), empty[0])
     return make_rows(columns)
 
 
@@ -123,6 +129,9 @@ def _split_header(
     wanted = [*task.text_columns, *([task.label_columns] if has_labels else [])]
     missing = [names for names in wanted if _find(first, names) is None]
     if not missing:
+        lowered = [cell.strip().lower() for cell in first]
+        if twice := [name for names in wanted for name in names if lowered.count(name.lower()) > 1]:
+            raise ValueError(f"{path}, row 1: two columns are named {twice[0]!r}; rename one")
         return first, rows[1:]
     layouts = task.headerless if has_labels else task.headerless_test
     # A row that names some of the columns is a header that lacks the others, not a sentence.

@@ -1,39 +1,75 @@
 """Tagged sentences, from files in CoNLL's format or a `datasets` source with "tokens" and "ner_tags"."""
 
+import logging
 from collections.abc import Iterable
 
 from datasets import load_dataset
 
 from ...text_files import read_lines
+from ...text_lines import BLANKS, is_blank
 from .settings import NerSettings
 
 __all__ = ["Sentence", "load_sentences", "read_conll"]
 
+logger = logging.getLogger(__name__)
 # Words, and the tag of each: "O", or "B-" or "I-" and the kind of entity; no tags: not known.
 Sentence = tuple[list[str], list[str]]
 
 
 def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
-    """Read a file of CoNLL's format: a word first in its line and its tag last, an empty line behind each sentence.
+    """Read a file of CoNLL's format: a word first in its line and its tag last, a blank line behind each sentence.
+
+    Tabs divide the columns of a line that has one, else spaces do. Any other white space, as the no-break space in
+    "2\u00a0000", belongs to its word.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no text, or a line has no tag or one that is none; the message names file and line.
+        ValueError: if it is no text, or a line has no tag, one that is none, or more columns than the first one where
+            spaces divide both; the message names file and line.
     """
     sentences: list[Sentence] = [([], [])]
+    first = parted = None  # the first line of columns divided by spaces, and the first that has another number
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
-        cells = line.split()
+        cells = _columns(line)
         words, tags = sentences[-1]
-        if cells and cells[0] != "-DOCSTART-":
-            if has_tags and (len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-"))):
-                raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
-            words.append(cells[0])
-            tags += cells[1:][-1:] if has_tags else []
-        elif words:
-            sentences.append(([], []))
+        if not cells or cells[0] == "-DOCSTART-":
+            if words:
+                sentences.append(([], []))
+            continue
+        if not cells[0]:
+            raise ValueError(f"{path}, line {number}: {line!r} begins with a tab: there is no word before it")
+        if has_tags and (len(cells) < 2 or (cells[-1] != "O" and cells[-1][:2] not in ("B-", "I-"))):
+            raise ValueError(f"{path}, line {number}: {line!r} is no word and, last, its tag: O, B-... or I-...")
+        if "\t" not in line:
+            first = first or (number, len(cells))
+            parted = parted or ((number, line, len(cells)) if len(cells) != first[1] else None)
+            if parted and has_tags:
+                raise ValueError(f"{path}, line {number}: {_parted(line, len(cells), *first)}")
+        words.append(cells[0])
+        tags += cells[1:][-1:] if has_tags else []
+    if parted:
+        number, line, count = parted
+        logger.warning(
+            "%s, line %d: %s; its word is %r", path, number, _parted(line, count, *first), _columns(line)[0]
+        )
     if found := [sentence for sentence in sentences if sentence[0]]:
         return found
     raise ValueError(f"{path} has no sentence")
+
+
+def _columns(line: str) -> list[str]:
+    if is_blank(line):
+        return []
+    if "\t" in line:
+        return [cell.strip(BLANKS) for cell in line.rstrip(BLANKS).split("\t")]
+    return [cell for cell in line.strip(BLANKS).split(" ") if cell]
+
+
+def _parted(line: str, count: int, first_line: int, first_count: int) -> str:
+    return (
+        f"spaces part {line!r} into {count} columns, and line {first_line} into {first_count}: give each as many, "
+        "or divide columns by tabs, where words hold spaces"
+    )
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:

@@ -1,5 +1,6 @@
 """Fine-tuning on token classification: tokens and their labels, and the scores of whole entities."""
 
+import re
 from typing import Any
 
 import datasets
@@ -132,7 +133,9 @@ def _hash(sentences: list[Sentence]) -> str:
 
 
 def _conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
-    return "\n".join(
-        "".join(f"{word} {tag}\n" for word, tag in zip(words, found, strict=True))
-        for (words, _), found in zip(sentences, tags, strict=True)
-    )
+    return "\n".join("".join(map(_line, words, found)) for (words, _), found in zip(sentences, tags, strict=True))
+
+
+def _line(word: str, tag: str) -> str:
+    word = re.sub(r"[\t\r\n]", " ", word)  # of a `datasets` source: in a line they would divide it
+    return f"{word}{chr(9) if ' ' in word else ' '}{tag}\n"

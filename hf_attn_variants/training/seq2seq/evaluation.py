@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from ...generation_calls import limits_of_the_call
 from ...modeling.configuration_attn_variants import can_cache
 from ..engine.evaluation import run_rows
 from ..engine.losses import target_logits, token_cross_entropy
@@ -72,7 +73,10 @@ class Decoder:
             accelerator, self.settings.disable_tqdm, iterable=data.loader, desc=name, leave=False
         ):
             start = time.perf_counter()
-            with accelerator.autocast():  # accelerate's own is around the model, whose encoder `generate` calls alone
+            with (
+                accelerator.autocast(),
+                limits_of_the_call(model),
+            ):  # accelerate's own is around the model, whose encoder `generate` calls alone
                 ids = model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],

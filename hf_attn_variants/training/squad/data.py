@@ -11,8 +11,9 @@ from typing import Any
 
 from datasets import load_dataset
 
-from ...files import parse_json
 from ...open_files import read_file
+from ...table_files import RepeatingObject, parse_rows, repeated_name
+from ...text_lines import is_unicode
 
 __all__ = ["Answer", "Question", "check_unanswerable", "hash_questions", "load_squad", "load_squad_hub", "read_squad"]
 
@@ -65,7 +66,7 @@ def _load_json(path: Path) -> Any:
     if not content.strip():
         raise ValueError(f"{path} is empty")
     try:
-        return parse_json(content)
+        return parse_rows(content)
     except ValueError as error:  # a UnicodeDecodeError as well
         raise ValueError(f"{path} is not JSON: {error}") from error
 
@@ -78,11 +79,17 @@ def _questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question
             for at_qa, qa in enumerate(_items(paragraph, "qas", where)):
                 where_qa = f"{where}.qas[{at_qa}]"
                 question = _text(qa, "question", where_qa), context
+                if (twice := repeated_name(qa)) is not None:
+                    raise ValueError(f"{where_qa} has the name {twice!r} twice; rename one")
                 found = _answers(qa, context, where_qa) if has_answers else ()
-                yield Question(str(qa.get("id", f"{at_article}-{at_paragraph}-{at_qa}")), *question, found)
+                given = qa.get("id")
+                own = f"{at_article}-{at_paragraph}-{at_qa}" if given is None else str(given)
+                yield Question(own, *question, found)
 
 
 def _items(holder: Any, key: str, where: str) -> list[Any]:
+    if isinstance(holder, RepeatingObject):
+        raise ValueError(f"{where} has the name {holder.name!r} twice; rename one")
     values = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(values, list):
         has = f"its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else "it is no JSON object"
@@ -95,24 +102,36 @@ def _text(holder: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
         has = f"; its keys are {', '.join(map(str, holder))}" if isinstance(holder, dict) else ""
         raise ValueError(f'{where} has no text "{key}"{has}')
+    if not is_unicode(value):
+        raise ValueError(f'{where} has half a surrogate pair in its "{key}", which is no text')
     return value
 
 
 def _answers(qa: dict[str, Any], context: str, where: str) -> tuple[Answer, ...]:
-    if qa.get("is_impossible"):
+    impossible = qa.get("is_impossible", False)
+    if not isinstance(impossible, bool):
+        raise ValueError(f"{where}: is_impossible must be true or false, got {impossible!r:.60}")
+    where_id = f"{where} (id {qa.get('id')})"
+    if impossible:
+        if qa.get("answers"):
+            raise ValueError(f"{where_id} is_impossible and has answers; plausible ones are plausible_answers")
         return ()
     answers = []
     for number, answer in enumerate(_items(qa, "answers", where)):
-        text, start = _text(answer, "text", f"{where}.answers[{number}]"), answer.get("answer_start")
-        _check_answer(text, start, context, f"{where} (id {qa.get('id')})")
-        answers.append(Answer(text, start))
+        text = _text(answer, "text", f"{where}.answers[{number}]")
+        answers.append(Answer(text, _checked_start(text, answer.get("answer_start"), context, where_id)))
     if not answers and "is_impossible" not in qa:
-        raise ValueError(f"{where} (id {qa.get('id')}) has no answer and no is_impossible")
+        raise ValueError(f"{where_id} has no answer and no is_impossible")
     return tuple(answers)
 
 
-def _check_answer(text: str, start: Any, context: str, where: str) -> None:
-    if not isinstance(start, int) or not 0 <= start <= len(context) - len(text) or not text:
+def _checked_start(text: str, start: Any, context: str, where: str) -> int:
+    """Return where an answer begins in its context; a whole number that was written as a string is taken."""
+    if isinstance(start, str) and start.isascii() and start.isdecimal():
+        start = int(start)
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise ValueError(f"{where}: answer_start must be a whole number, got {start!r:.60}")
+    if not 0 <= start <= len(context) - len(text) or not text:
         raise ValueError(
             f"{where}: the answer {text[:60]!r} at character {start} does not lie in its context of "
             f"{len(context)} characters"
@@ -122,6 +141,7 @@ def _check_answer(text: str, start: Any, context: str, where: str) -> None:
             f"{where}: the answer {text[:60]!r} is not what stands at character {start} of its context, "
             f"{context[start : start + len(text)][:60]!r}"
         )
+    return start
 
 
 def load_squad(
@@ -166,7 +186,7 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
         for answer in answers:
-            _check_answer(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
+            _checked_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
         questions.append(Question(row["id"], row["question"], row["context"], answers))
     _check_ids(f"{name} ({split})", questions)
     return questions

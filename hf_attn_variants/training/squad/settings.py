@@ -40,8 +40,12 @@ class SquadSettings(FineTuningSettings):
         range=A_NUMBER,
         resume=WITH_BEST_WEIGHTS,
     )
-    doc_stride: int = option(
-        "Tokens that two windows of a context share (default: %(default)s).", 128, range=AT_LEAST_0, resume=ALWAYS
+    doc_stride: int | None = option(
+        "Tokens that two windows of a context share (default: 128, or half of what a window has for its context where "
+        "that is no more).",
+        None,
+        range=AT_LEAST_0,
+        resume=ALWAYS,
     )
     max_query_length: int = option(
         "Tokens of a question; longer ones are cut (%(default)s).", 64, range=AT_LEAST_1, resume=ALWAYS

@@ -18,7 +18,7 @@ from .answers import Prediction, nbest_entries
 from .data import Question, hash_questions, load_squad
 from .evaluation import QuestionSet, SquadEvaluator, span_objective
 from .settings import SquadSettings
-from .windows import Window, check_squad_lengths, make_windows, window_collator
+from .windows import Window, checked_stride, make_windows, window_collator
 
 __all__ = ["SquadFineTuning"]
 
@@ -40,7 +40,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.config = load_config(settings)
         self.tokenizer = load_tokenizer(settings, self.config)
         fit_token_types(self.tokenizer, self.config)
-        check_squad_lengths(settings, self.config, self.tokenizer)
+        self.stride = checked_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()
         marks_questions = takes_global_mask(self.config)
@@ -104,7 +104,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return f"{self.name} dev ({rows}): {scores}; "
 
     def _windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
-        lengths = self.settings.max_length, self.settings.doc_stride, self.settings.max_query_length
+        lengths = self.settings.max_length, self.stride, self.settings.max_query_length
         token_types = getattr(self.config, "type_vocab_size", 0) > 1
         return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 

@@ -17,11 +17,13 @@ from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
 from .settings import SquadSettings
 
-__all__ = ["NO_ANSWER", "Window", "check_squad_lengths", "make_windows", "window_collator"]
+__all__ = ["NO_ANSWER", "Window", "checked_stride", "make_windows", "window_collator"]
 
 logger = logging.getLogger(__name__)
 # The token that stands for "no answer": the first one, which is [CLS] in BERT and ALBERT.
 NO_ANSWER = 0
+# Tokens that windows share, where they have more than that for the context.
+STRIDE = 128
 # Questions handed to the tokenizer at a time.
 TOKENIZER_BATCH = 256
 # Which part of an example a token belongs to, in a fast tokenizer's numbering.
@@ -43,8 +45,11 @@ class Window:
     end: int = NO_ANSWER
 
 
-def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def checked_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Check that windows of the lengths asked for fit the model, and that each has room to move on.
+
+    Returns:
+        How many tokens two windows share: `doc_stride`, where it is given.
 
     Raises:
         ValueError: if a length does not fit, or the tokenizer cannot say where its tokens stand in the text.
@@ -56,12 +61,17 @@ def check_squad_lengths(settings: SquadSettings, config: PreTrainedConfig, token
         )
     check_max_length(settings.max_length, config, tokenizer, pair=True)
     room = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
-    if room <= settings.doc_stride:
+    if room < 1 or room <= (settings.doc_stride or 0):
+        rule = "give a smaller --max_query_length"
+        if settings.doc_stride is not None and room > 0:
+            rule = f"--doc_stride {settings.doc_stride} must be less than that"
         raise ValueError(
             f"--max_length {settings.max_length} leaves {max(room, 0)} tokens for the context beside a question of "
-            f"--max_query_length {settings.max_query_length}; --doc_stride {settings.doc_stride} must be less than "
-            "that"
+            f"--max_query_length {settings.max_query_length}; {rule}"
         )
+    if settings.doc_stride is not None:
+        return settings.doc_stride
+    return STRIDE if room > STRIDE else room // 2
 
 
 def make_windows(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...decoder_inputs import DecoderInput
+from ...generation_calls import limits_of_the_call
 from ...modeling.configuration_attn_variants import can_cache
 from ...registration import longest_input
 from ..engine.evaluation import Scores
@@ -204,14 +205,15 @@ class UptrainingEvaluator(Scores):
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         model = self.accelerator.unwrap_model(self.model)
-        ids = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=self.settings.max_target_length or self.settings.max_length,
-            do_sample=False,
-            num_beams=1,
-            **({} if can_cache(model.config) else {"use_cache": False}),
-        )
+        with limits_of_the_call(model):
+            ids = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=self.settings.max_target_length or self.settings.max_length,
+                do_sample=False,
+                num_beams=1,
+                **({} if can_cache(model.config) else {"use_cache": False}),
+            )
         ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,0 +1,151 @@
+"""Models and tokenizers loaded by transformers: whatever it, or safetensors, raises names the checkpoint."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...errors import is_out_of_memory
+from ...files import load_json
+from .source import learned_tokens, local_folder
+
+__all__ = [
+    "check_learned_tokens",
+    "check_tokenizer_files",
+    "load_tokenizer_of",
+    "model_of_tensors",
+    "reading_checkpoint",
+]
+
+TOKENIZER_OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+# What a tokenizer is read from, by the endings of the names.
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".model", ".spm", ".bpe", ".vocab")
+
+
+@contextmanager
+def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
+    """Give what to load from; turn any error in reading it into an OSError or a ValueError."""
+    local_folder(source)  # of a path at which there is nothing, transformers says that it is no Hub id
+    # transformers, huggingface_hub and safetensors each have errors of their own.
+    try:
+        with _held_mismatches() as reports:
+            yield os.path.expanduser(source)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if reports:
+            raise ValueError(f"{os.fspath(source)}: its config.json does not fit its weights: {reports[0]}") from error
+        # Two lines: huggingface_hub's first one names the field and its second one the value.
+        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+        raise ValueError(f"{os.fspath(source)}: {type(error).__name__}: {text}") from error
+
+
+@contextmanager
+def _held_mismatches() -> Iterator[list[str]]:
+    """Hold transformers' tables of tensors that do not fit back until it is clear that this is no error.
+
+    Yields:
+        What they say of the first tensor of each.
+    """
+    reports: list[str] = []
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        found = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
+        if found is None:
+            return record.levelno >= level
+        reports.append(f"{found[1]}: {found[2].strip()}")
+        held.append(record)
+        return False
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    own, level = logger.level, logger.getEffectiveLevel()
+    logger.addFilter(hold)
+    if level > logging.WARNING:  # where only errors are shown
+        logger.setLevel(logging.INFO)  # of a logger that is at WARNING itself, transformers wants to know more
+    try:
+        yield reports
+    finally:
+        logger.removeFilter(hold)
+        logger.setLevel(own)
+    for record in held:
+        if record.levelno >= level:
+            logger.handle(record)
+
+
+def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a checkpoint's tokenizer; errors as for `reading_checkpoint` and `check_learned_tokens`."""
+    with reading_checkpoint(source) as found:
+        check_tokenizer_files(found)
+        tokenizer = AutoTokenizer.from_pretrained(found, **options)
+    check_learned_tokens(tokenizer, source, advice)
+    return tokenizer
+
+
+def check_tokenizer_files(source: str) -> None:
+    """Check the JSON beside a folder's tokenizer, of which transformers expects objects.
+
+    Raises:
+        ValueError: for one that is something else; the message names the file.
+    """
+    for name in TOKENIZER_OBJECTS:
+        path = Path(source) / name
+        value = load_json(path, "utf-8-sig") if path.is_file() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} must be a JSON object, got a {type(value).__name__}: mend or remove it")
+        if name == "added_tokens.json" and (wrong := [key for key, each in value.items() if type(each) is not int]):
+            raise ValueError(f"{path}: the token {wrong[0]!r} must have a number, got {value[wrong[0]]!r:.60}")
+
+
+def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
+    """Check that a tokenizer was made of files: without any, transformers v5 makes one that knows no word.
+
+    Args:
+        tokenizer: as transformers loaded it.
+        source: from where.
+        advice: what to do, the end of the message, with what divides it from the rest.
+
+    Raises:
+        OSError: if it was not; the message says which files there are.
+    """
+    if learned_tokens(tokenizer):
+        return
+    folder = Path(os.path.expanduser(source))
+    names = sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    if found := [name for name in names if name.endswith(TOKENIZER_FILES)]:
+        raise FileNotFoundError(
+            f"{os.fspath(source)} has {', '.join(found)}, and AutoTokenizer reads no word from it: a "
+            f"{type(tokenizer).__name__} needs other files, or these are of another tokenizer{advice}"
+        )
+    raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
+
+
+def model_of_tensors(
+    model_class: type, config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
+) -> PreTrainedModel:
+    """Return a model of a folder's tensors, as `from_pretrained` makes it of the folder itself.
+
+    Raises:
+        ValueError: if they do not fit the configuration.
+    """
+
+    def named(record: logging.LogRecord) -> bool:
+        record.msg = str(record.msg).replace("from: None", f"from: {folder}")
+        return True
+
+    # The report on tensors that are missing, or too many, says where these come from.
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(named)
+    try:
+        with reading_checkpoint(folder):
+            return model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
+    finally:
+        logger.removeFilter(named)

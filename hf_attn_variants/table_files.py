@@ -1,0 +1,165 @@
+"""The rows of tables of text: CSV, TSV, JSON and JSONL, plain or .gz; each row whole, or an error that names it."""
+
+import csv
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .files import parse_json
+from .text_lines import is_blank, lines_of, suffix_of, whole_lines
+
+__all__ = ["TABLE_SUFFIXES", "Record", "RepeatingObject", "parse_rows", "read_records", "repeated_name"]
+
+MAX_FIELD = 2**27  # characters of a CSV's field: a document, not a file whose quotes do not end
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
+# What is said of the csv module's errors, by its own words.
+ADVICE = {
+    "unexpected end of data": "a quote begins in this row and does not end",
+    "expected after": 'text follows a quoted cell; inside one a quote is written "", not \\"',
+    "new-line character": "a carriage return alone ends no row; write \\n or \\r\\n",
+}
+
+
+class Record(NamedTuple):
+    """A row, and where it is: "table.csv, line 4, row 3"."""
+
+    place: str
+    values: dict[str, Any]
+
+
+class RepeatingObject(dict):
+    """A JSON object in which a name stands twice."""
+
+    name: str
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield a table's rows.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no table, or a row does not fit the header, does not end, or names a column twice.
+    """
+    suffix = suffix_of(path)
+    if suffix not in TABLE_SUFFIXES:
+        raise ValueError(
+            f"{path}: parallel text in one file must be one of {', '.join(TABLE_SUFFIXES)} (or those .gz)"
+        )
+    yield from _delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _objects(path)
+
+
+def _delimited(path: Path, tabs: bool) -> Iterator[Record]:
+    csv.field_size_limit(MAX_FIELD)
+    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
+    reader = csv.reader(_table_lines(path), strict=True, **form)
+    header: list[str] = []
+    number = 0
+    while True:
+        place = f"{path}, line {reader.line_num + 1}, " + (f"row {number + 1}" if header else "the header")
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            advice = next((advice for words, advice in ADVICE.items() if words in str(error)), error)
+            raise ValueError(f"{place}: {advice}") from error
+        if cells is None:
+            return
+        if not cells or (len(cells) == 1 != len(header) and is_blank(cells[0])):
+            continue  # a blank line
+        if not header:
+            header = cells
+            if twice := _twice(name for name in header if name):
+                raise ValueError(f"{place}: two columns are named {twice!r}; rename one")
+            continue
+        number += 1
+        if len(cells) != len(header):
+            rule = "a tab divides cells, quoted or not" if tabs else "a cell that holds a comma must be quoted"
+            has = " ".join(", ".join(header).split())[:200]
+            raise ValueError(
+                f"{place}: {len(cells)} cells where the header has {len(header)} ({has}), the last "
+                f"{cells[-1][:60]!r}; {rule}"
+            )
+        yield Record(place, dict(zip(header, cells, strict=True)))
+
+
+def _table_lines(path: Path) -> Iterator[str]:
+    lines = whole_lines(path)
+    begin = list(itertools.islice(lines, 2))
+    if len(begin) == 1 and not begin[0].endswith("\n"):
+        begin = list(io.StringIO(begin[0], newline=""))  # an old Mac's file, whose lines end by \r
+    yield from itertools.chain(begin, lines)
+
+
+def _objects(path: Path) -> Iterator[Record]:
+    for number, (place, value) in enumerate(_json_values(path), start=1):
+        where = f"{path}, {place}row {number}"
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: must be a JSON object, got {type(value).__name__}")
+        if (twice := repeated_name(value)) is not None:
+            raise ValueError(f"{where}: an object has the name {twice!r} twice; rename one")
+        yield Record(where, value)
+
+
+def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    # What a JSON list holds, or a file of one value a line, and the line of each.
+    lines, begin = enumerate(lines_of(path), start=1), []
+    for number, line in lines:
+        begin.append((number, line))
+        if not is_blank(line):
+            break
+    lines = itertools.chain(begin, lines)
+    if begin and begin[-1][1].lstrip().startswith("["):
+        try:
+            values = parse_rows("\n".join(line for _, line in lines))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON list: {error}") from error
+        yield from (("", value) for value in values)
+        return
+    for number, line in lines:
+        if is_blank(line):
+            continue
+        try:
+            yield f"line {number}, ", parse_rows(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}, column {error.colno}: neither a JSON list nor one JSON object a line "
+                f"({error.msg})"
+            ) from error
+        except ValueError as error:  # a number of thousands of digits
+            raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def parse_rows(text: str | bytes) -> Any:
+    """Return the value of a JSON text; `repeated_name` then tells of objects with a name twice; errors: `parse_json`.
+
+    Raises:
+        ValueError: if it is not JSON, or nests too deep.
+    """
+    return parse_json(text, object_pairs_hook=_object)
+
+
+def repeated_name(value: Any) -> str | None:
+    """Return a name that an object of `parse_rows`, or one inside, has twice: JSON would keep the last value alone."""
+    inner = [value]
+    while inner:
+        value = inner.pop()
+        if isinstance(value, RepeatingObject):
+            return value.name
+        inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    repeating = RepeatingObject(values)
+    repeating.name = _twice(name for name, _ in pairs) or ""
+    return repeating
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)

@@ -1,0 +1,199 @@
+"""Tables that were written by libraries and then harmed, read beside pandas: the same rows, or an error with the row.
+
+Of each format some 100 tables by default and 500 with `-m slow`, always the same ones.
+"""
+
+import csv
+import gzip
+import io
+import json
+import random
+import re
+
+import pandas
+import pytest
+
+from hf_attn_variants.text_files import read_columns, read_lines
+from hf_attn_variants.training.ner.data import read_conll
+
+COUNTS = pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+PIECES = [
+    *"ab 5é東😀",
+    "word ",
+    "2\u00a0000",
+    "\u2028",
+    "\x85",
+    ", ",
+    '"',
+    "\\",
+    '\\"',
+    "'",
+    ";",
+    "#",
+    "NA",
+    "1e5",
+    "-",
+]
+INSIDE = [*PIECES, "\n", "\r", "\r\n", "\t", ""]
+HARM = [
+    '"',
+    ",",
+    "\n",
+    "\t",
+    "\r",
+    '""',
+    '\\"',
+    "\n\n",
+    " ",
+    "{",
+    "}",
+    "]",
+    ":",
+    '"source": "x", ',
+    "\ufeff",
+    "\0",
+    "\ud800",
+]
+# What an error has to say besides the file.
+PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|is no JSON list: .*line \d+|no sentence")
+
+
+def text(draw, pieces):
+    return "".join(draw.choices(pieces, k=draw.randint(0, 6)))
+
+
+def rows_of(draw, pieces):
+    names = ["source", "target", "other"][: draw.randint(1, 3)]
+    return names, [[text(draw, pieces) + "x" for _ in names] for _ in range(draw.randint(1, 8))]
+
+
+def harmed(draw, content):
+    """The same, or with up to three things written into it or cut out of it."""
+    for _ in range(draw.randint(0, 3)):
+        at, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
+        content = content[:at] + (harm + content[at:] if harm is not None else content[at + draw.randint(1, 9) :])
+    return content.encode(errors="surrogatepass")
+
+
+def found_or_said(path, read):
+    """What is read, or None after an error that says where."""
+    try:
+        return read()
+    except ValueError as error:
+        assert str(path) in str(error) and PLACE.search(str(error).replace(str(path), "")), str(error)
+        assert "\n" not in str(error)
+        return None
+
+
+def of_pandas(content, tabs):
+    form = {"sep": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
+    options = {"dtype": str, "keep_default_na": False, "index_col": False, "encoding_errors": "strict"}
+    return pandas.read_csv(io.BytesIO(content), **form, **options)
+
+
+def write_csv(draw, names, rows):
+    out = io.StringIO(newline="")
+    end, quoting = draw.choice([("\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_MINIMAL)])
+    # Where rows end by \\n, Python quotes no lone \\r, which pandas and others then take for an end.
+    csv.writer(out, lineterminator=end, quoting=quoting).writerows([names, *rows])
+    return out.getvalue()
+
+
+@COUNTS
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_tables_are_those_of_pandas(suffix, count, tmp_path):
+    read, whole = 0, 0
+    for seed in range(count):
+        draw = random.Random(f"{suffix}{seed}")
+        names, rows = rows_of(draw, INSIDE if suffix == "csv" else PIECES)
+        written = (
+            write_csv(draw, names, rows)
+            if suffix == "csv"
+            else "".join("\t".join(row) + "\n" for row in [names, *rows])
+        )
+        content = harmed(draw, written)
+        path = tmp_path / f"{seed}.{suffix}{draw.choice(['', '.gz'])}"
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        if content == written.encode():  # without harm every cell is there
+            whole += 1
+            assert found == [tuple(row) for row in rows], (seed, found)
+        if found is not None:
+            read += 1
+            expected = list(of_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
+            if len(names) == 1:  # pandas leaves white space alone out
+                found, expected = ([row for row in each if row[0].strip()] for each in (found, expected))
+            assert found == expected, (seed, content)
+    assert whole > 0.15 * count and 0.3 * count < read < 0.95 * count, (whole, read)
+
+
+@COUNTS
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_objects_are_those_of_json(suffix, count, tmp_path):
+    read = 0
+    for seed in range(count):
+        draw = random.Random(f"{suffix}{seed}")
+        names, rows = rows_of(draw, INSIDE)
+        records = [dict(zip(names, row, strict=True)) for row in rows]
+        plain = draw.random() < 0.5
+        if suffix == "json":
+            written = json.dumps(records, ensure_ascii=plain, indent=draw.choice([None, 1]))
+        else:
+            written = "\n".join(json.dumps(record, ensure_ascii=plain) for record in records)
+        content = harmed(draw, written)
+        path = tmp_path / f"{seed}.{suffix}"
+        path.write_bytes(content)
+        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        if content == written.encode():
+            assert found == [tuple(row) for row in rows], seed
+            table = pandas.read_json(io.BytesIO(content), lines=suffix == "jsonl", dtype=False)
+            assert found == list(table[names].itertuples(index=False, name=None))
+        if found is not None:
+            read += 1
+            text = content.decode("utf-8-sig")
+            values = json.loads(text) if suffix == "json" else [json.loads(x) for x in text.split("\n") if x.strip()]
+            assert found == [tuple(value[name] for name in names) for value in values], (seed, content)
+    assert 0.3 * count < read < 0.95 * count, read
+
+
+@COUNTS
+def test_tagged_words_are_those_of_pandas(count, tmp_path):
+    read = 0
+    inside = [each for each in PIECES if each != "\u2028"]
+    for seed in range(count):
+        draw = random.Random(f"conll{seed}")
+        words = [[(text(draw, inside).strip(" ") or "w") for _ in range(draw.randint(1, 5))] for _ in range(4)]
+        tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in each] for each in words]
+        lines = [
+            "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*each, strict=True)) for each in zip(words, tags, strict=True)
+        ]
+        written = "\n".join(lines)
+        content = harmed(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
+        path = tmp_path / f"{seed}.txt"
+        path.write_bytes(content)
+        found = found_or_said(path, lambda path=path: read_conll(path))
+        if content == written.encode():
+            assert found == list(zip(words, tags, strict=True)), seed
+        if found is not None:
+            read += 1
+            kept = [line for line in content.decode("utf-8-sig").split("\n") if line.strip(" \t\r\n\v\f")]
+            divided = [line for line in kept if "\t" in line]
+            form = {"sep": "\t", "quoting": csv.QUOTE_NONE, "header": None, "dtype": str, "keep_default_na": False}
+            columns = [pandas.read_csv(io.StringIO(line), lineterminator="\n", **form).iloc[0] for line in divided]
+            flat = [pair for each in found for pair in zip(*each, strict=True)]
+            if len(divided) == len(kept):
+                assert [word for word, _ in flat] == [row.iloc[0].strip(" \r\v\f") for row in columns], (seed, content)
+            assert len(flat) == len(kept) - sum(line.startswith("-DOCSTART-") for line in kept)
+    assert 0.3 * count < read < 0.95 * count, read
+
+
+@COUNTS
+def test_lines_are_those_between_line_ends(count, tmp_path):
+    for seed in range(count):
+        draw = random.Random(f"lines{seed}")
+        lines = [text(draw, [*PIECES, "\r", "\t"]).rstrip("\r") for _ in range(draw.randint(1, 8))] + ["end"]
+        path = tmp_path / f"{seed}.txt{draw.choice(['', '.gz'])}"
+        content = draw.choice(["\n", "\r\n"]).join(lines).encode()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+        assert read_lines([path], keep_blank=True) == lines, seed
+        assert read_lines([path]) == [line for line in lines if line.strip(" \t\r\n\v\f")], seed

@@ -1,0 +1,347 @@
+"""Checkpoints, arguments and surroundings that are wrong: one line of error, exit 2, and no result is lost."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.speech import recordings, whisper_checkpoint
+from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from safetensors.torch import load_file, save_file
+
+from hf_attn_variants import cli, pictures
+from hf_attn_variants.conversion import Calibration, convert
+from hf_attn_variants.errors import run_script
+from hf_attn_variants.inspection.frontier import saved
+from hf_attn_variants.modeling.configuration_attn_variants import AttnVariantT5Config
+from hf_attn_variants.text_lines import is_unicode
+
+REPOSITORY = Path(__file__).parents[2]
+KEY = "encoder.layer.0.attention.self.key.weight"
+TAGGED = "Ann B-PER\nsleeps O\n\n" * 6
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "text.txt").write_text("\n".join(lines_of_words(80)) + "\n")
+    (folder / "words.txt").write_text(TAGGED)
+    return {"bert": make_tiny_bert(folder / "bert"), "t5": make_tiny_t5(folder), "text": folder / "text.txt"}
+
+
+@pytest.fixture
+def bert(sources, tmp_path):
+    return shutil.copytree(sources["bert"], tmp_path / "bert")
+
+
+def run(capsys, *argv):
+    """The exit status, and the lines of error."""
+    capsys.readouterr()
+    status = cli.main([str(each) for each in argv])
+    return status, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
+
+
+def one_line(capsys, *argv):
+    status, lines = run(capsys, *argv)
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (status, lines)
+    return lines[0]
+
+
+def converts(source, out, text):
+    yield ["convert", source, "--output_dir", out, "--num_key_value_heads", 2, "--method", "mean"]
+    yield ["convert", source, "--output_dir", out, "--kv_lora_rank", 4, "--method", "mean"]
+    yield ["convert", source, "--output_dir", out, "--num_key_value_heads", 2, "--calibration_file", text]
+    yield ["convert", source, "--output_dir", out, "--talking_heads", "both"]
+    yield ["frontier", source, "--output_dir", out, "--num_key_value_heads", 2, "--calibration_file", text]
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(float("nan"), None), (float("-inf"), None), (float("nan"), "bfloat16")]
+)
+@pytest.mark.parametrize("name", [KEY, "embeddings.word_embeddings.weight"])
+def test_a_tensor_that_is_not_finite_is_named(bert, sources, tmp_path, capsys, number, dtype, name):
+    tensors = load_file(bert / "model.safetensors")
+    tensors[name].view(-1)[3] = number
+    tensors = {key: each.to(getattr(torch, dtype or "float32")) for key, each in tensors.items()}
+    save_file(tensors, bert / "model.safetensors", {"format": "pt"})
+    for argv in converts(bert, tmp_path / "out", sources["text"]):
+        line = one_line(capsys, *argv)
+        assert name in line and ("NaN" if number != number else "infinite") in line
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_of_a_model_in_memory_is_named(bert):
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(bert)
+    model.get_parameter(KEY).data[0, 0] = torch.inf
+    given = Calibration(lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
+    for options in ({"method": "mean"}, {"calibration": given}):
+        with pytest.raises(ValueError, match=f"'{KEY}' holds infinite numbers"):
+            convert(model, 2, **options)
+
+
+def test_weights_that_are_finite_and_too_large_are_named(bert, sources, tmp_path, capsys):
+    tensors = load_file(bert / "model.safetensors")
+    tensors[KEY][:] = 1e30
+    save_file(tensors, bert / "model.safetensors", {"format": "pt"})
+    *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
+    for argv in (calibrated, frontier):
+        assert "'encoder.layer.0.attention' cannot be fitted" in one_line(capsys, *argv)
+
+
+@pytest.mark.parametrize("change", [float, str, bool, lambda x: [x]])
+def test_offsets_are_whole_numbers(bert, sources, tmp_path, capsys, change):
+    path = bert / "model.safetensors"
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["data_offsets"] = [change(each) for each in entry["data_offsets"]]
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + raw[8 + length :])
+    for argv in converts(bert, tmp_path / "out", sources["text"]):
+        assert str(bert) in one_line(capsys, *argv)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
+def test_sizes_that_the_weights_do_not_have(bert, sources, tmp_path, capsys, caplog, field):
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps(config | {field: 10**12}))
+    words = ["--train_file", sources["text"].with_name("words.txt")]
+    words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu"]
+    for argv in [
+        *converts(bert, tmp_path / "out", sources["text"]),
+        ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"],
+        ["ner", bert, *words, "--output_dir", tmp_path / "out"],
+    ]:
+        assert "1000000000000" in one_line(capsys, *argv)
+    assert "LOAD REPORT" not in caplog.text
+    assert "not enough memory" in one_line(capsys, "benchmark", bert, "--length", 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"relative_attention_num_buckets": 0}, "must be at least 4"),
+        ({"relative_attention_num_buckets": -32}, "must be at least 4"),
+        ({"relative_attention_max_distance": 0}, "more than half of that; got 32 and 0"),
+        ({"layer_norm_epsilon": 1}, "'layer_norm_epsilon' expected float, got int"),
+        ({"output_hidden_states": 0.5}, "configuration is wrong: TypeError: .+"),
+    ],
+)
+def test_configurations_of_a_t5(sources, tmp_path, capsys, fields, message):
+    source = shutil.copytree(sources["t5"], tmp_path / "t5")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+    assert re.search(message, one_line(capsys, "benchmark", source, "--length", 8))
+    if "output_hidden_states" not in fields:
+        assert re.search(message, one_line(capsys, "inspect", source))
+
+
+def test_buckets_that_upstream_has_are_taken():
+    AttnVariantT5Config(relative_attention_num_buckets=8, relative_attention_max_distance=10)
+    AttnVariantT5Config()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("added_tokens.json", "[]", "added_tokens.json must be a JSON object, got a list"),
+        ("added_tokens.json", '{"a": "x"}', "added_tokens.json: the token 'a' must have a number"),
+        ("special_tokens_map.json", "3", "special_tokens_map.json must be a JSON object"),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json must be a JSON object"),
+    ],
+)
+def test_files_of_a_tokenizer_are_named(bert, sources, tmp_path, capsys, file, content, message):
+    (bert / file).write_text(content)
+    *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
+    drawn = ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"]
+    for argv in (frontier, calibrated, drawn):
+        assert message in one_line(capsys, *argv)
+
+
+def test_tokenizer_files_that_are_of_no_use_are_listed(sources, tmp_path, capsys):
+    source = shutil.copytree(sources["t5"], tmp_path / "t5")
+    for path in source.glob("*token*"):
+        path.unlink()
+    (source / "vocab.txt").write_text("[PAD]\na\n")
+    pair = ["--calibration_file", sources["text"], "--calibration_target_file", sources["text"]]
+    line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
+    assert "has vocab.txt, and AutoTokenizer reads no word from it" in line
+    (source / "vocab.txt").unlink()
+    line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
+    assert "has no tokenizer files" in line
+
+
+@pytest.mark.parametrize("text", ["a \udcff cat", "\ud83d"])
+def test_arguments_that_are_no_text(bert, tmp_path, capsys, text):
+    argv = ["--output_dir", tmp_path / "out"]
+    assert "is not UTF-8" in one_line(capsys, "visualize", "--model_name_or_path", bert, "--text", text, *argv)
+    assert "is not UTF-8" in one_line(capsys, "convert", f"{bert}{text}", "--num_key_value_heads", 2, *argv)
+    assert not is_unicode(text)
+    with pytest.raises(ValueError, match=r"texts\[1\] holds half a surrogate pair"):
+        Calibration(["a", text])
+
+
+# Names with a $, and pictures that fail.
+
+
+def test_a_name_with_dollars_is_no_formula(sources, tmp_path, capsys):
+    source = shutil.copytree(sources["bert"], tmp_path / "be$rt_{$x")
+    words = ["--train_file", sources["text"].with_name("words.txt")]
+    words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu", "--disable_tqdm"]
+    assert run(capsys, "ner", source, *words, "--output_dir", tmp_path / "n$er_{")[0] == 0
+    assert (tmp_path / "n$er_{/training_curves.png").is_file()
+    *_, frontier = converts(source, tmp_path / "f$_{", sources["text"])
+    assert run(capsys, *frontier)[0] == 0 and (tmp_path / "f$_{/frontier.png").is_file()
+    drawn = ["--text", "a $x_{ cat", "--output_dir", tmp_path / "v$_{"]
+    assert run(capsys, "visualize", "--model_name_or_path", source, *drawn)[0] == 0
+
+
+def test_a_picture_that_fails_is_a_warning(tmp_path, caplog):
+    def draw():
+        raise RuntimeError("no\nfont")
+
+    pictures.write_picture(tmp_path / "a.png", draw)
+    assert "a.png could not be drawn (RuntimeError: no font); all else is there" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+# A frontier that is stopped.
+
+
+def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    *_, argv = converts(sources["bert"], out, sources["text"])
+    argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
+    whole = saved.SavedFrontier.save
+
+    def stopped(self, frontier, left):
+        whole(self, frontier, left)
+        if left == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved.SavedFrontier, "save", stopped)
+    assert cli.main([str(each) for each in argv]) == 130
+    assert "frontier.json has what was measured, and the same command goes on" in capsys.readouterr().err
+    before = json.loads((out / "frontier.json").read_text())
+    assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
+    monkeypatch.setattr(saved.SavedFrontier, "save", whole)
+    assert "the rows of another call, with another" in one_line(capsys, *argv, "--seed", 4)
+    assert json.loads((out / "frontier.json").read_text()) == before
+    assert run(capsys, *argv)[0] == 0
+    after = json.loads((out / "frontier.json").read_text())
+    assert "unfinished" not in after and len(after["rows"]) == 4
+    known = {row["name"]: row | {"on_frontier": None} for row in after["rows"]}
+    assert all(known[row["name"]] == row | {"on_frontier": None} for row in before["rows"])
+    at_once = [*argv[:3], tmp_path / "at_once", *argv[4:]]
+    assert run(capsys, *at_once)[0] == 0
+    losses = [
+        {row["name"]: row["loss"] for row in json.loads((each / "frontier.json").read_text())["rows"]}
+        for each in (out, tmp_path / "at_once")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "is not empty" in one_line(capsys, *argv)
+
+
+# What lies around a process.
+
+
+def call(*argv, cwd=None, prefix="", **variables):
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | variables
+    command = " ".join([sys.executable, "-m", "attn_variants", *map(str, argv)])
+    return subprocess.run(["sh", "-c", prefix + command], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stdout_that_takes_nothing(sources, tmp_path, unbuffered):
+    argv = ["convert", sources["bert"], "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "o"]
+    found = call(*argv, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert found.returncode == 2 and "Traceback" not in found.stderr and "Exception ignored" not in found.stderr
+    assert "error: what is printed cannot be written" in found.stderr
+    assert (tmp_path / "o/model.safetensors").is_file() and (tmp_path / "o/config.json").is_file()
+
+
+def test_surroundings_that_are_wrong(sources, tmp_path):
+    (tmp_path / "gone").mkdir()
+    for message, options in (
+        ("the working directory is not there", {"cwd": tmp_path / "gone", "prefix": f"rmdir {tmp_path / 'gone'}; "}),
+        ("PYTHONOPTIMIZE=2", {"PYTHONOPTIMIZE": "2"}),
+    ):
+        found = call("inspect", sources["bert"], **options)
+        lines = found.stderr.splitlines()
+        assert found.returncode == 2 and len(lines) == 1 and message in lines[0], found.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+        OSError(12, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    ],
+)
+def test_want_of_memory_is_one_line(error, capsys):
+    def work():
+        raise error
+
+    assert run_script(work) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: there is not enough memory (")
+
+
+# What transformers says of calls that are right.
+
+
+def test_audio_is_transcribed_in_silence(tmp_path, capsys):
+    source = whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
+    settings = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps(settings | {"max_length": 448}))
+    folder = recordings(tmp_path / "audio", 60, seconds=0.5)
+    argv = ["--calibration_audio_dir", folder, "--fit_steps", 0, "--output_dir", tmp_path / "out", "--disable_tqdm"]
+    found = call("convert", source, "--num_key_value_heads", 4, *argv)
+    assert found.returncode == 0 and "[transformers]" not in found.stderr, found.stderr
+
+
+def test_a_trainers_files_stay(bert, tmp_path):
+    left = ["trainer_state.json", "eval_results.json", "train_results.json", "global_step5/mp_rank_00.txt"]
+    for name in left:
+        (bert / name).parent.mkdir(exist_ok=True)
+        (bert / name).write_text("{}")
+    report = convert(bert, 2, "mean", output_dir=tmp_path / "out")
+    assert not any((tmp_path / "out" / name).exists() for name in left)
+    assert "trainer_state.json" in report.files_left_out and "global_step5/" in report.files_left_out
+
+
+def test_what_is_counted_is_said(sources, tmp_path, capsys):
+    assert cli.main(["inspect", str(sources["t5"])]) == 0
+    printed = capsys.readouterr().out
+    assert "Parameters are the model's, tied ones once" in printed and " B more" in printed
+    assert not re.search(r"-[\d.]+ (B|KiB)", printed)
+    argv = ["convert", str(sources["bert"]), "--num_key_value_heads", "2", "--output_dir", str(tmp_path / "o")]
+    assert cli.main(argv) == 0 and "parameters in the files" in capsys.readouterr().out
+
+
+def test_the_report_of_missing_tensors_names_the_folder(bert, sources, tmp_path, caplog):
+    tensors = {name: each for name, each in load_file(bert / "model.safetensors").items() if "pooler" not in name}
+    save_file(tensors, bert / "model.safetensors", {"format": "pt"})
+    transformers.logging.set_verbosity_warning()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        convert(bert, 2, calibration=Calibration(lines_of_words(40), fit_steps=0), output_dir=tmp_path / "out")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert f"from: {bert}" in caplog.text and "from: None" not in caplog.text

@@ -1,0 +1,175 @@
+"""Rows, cells and fields that a reader once cut or swallowed: read whole, or an error with file and row."""
+
+import json
+import logging
+
+import pytest
+
+from hf_attn_variants.glue_tasks import TASKS
+from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
+from hf_attn_variants.training.glue.data import read_tsv
+from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.ner.task import _conll
+from hf_attn_variants.training.squad.data import read_squad
+
+
+def columns(tmp_path, name, text, names=("source", "target"), **options):
+    (tmp_path / name).write_bytes(text.encode())
+    return read_columns([tmp_path / name], names, **options)
+
+
+MANY = "".join(f"{i},row {i}\n" for i in range(100))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.csv",
+            "source,target\nA dog,Ein Hund, extra\nA cat,Eine Katze\n",
+            "line 2, row 1: 3 cells .* header has 2",
+        ),
+        ("a.csv", "source,target\nA dog,Ein Hund\nA cat\n", "line 3, row 2: 1 cells where the header has 2"),
+        ("a.csv", "source,target\n,a,b,c\n", "line 2, row 1: 4 cells"),
+        ("a.tsv", "source\ttarget\nA\tB\tC\n", "line 2, row 1: 3 cells .* a tab divides cells, quoted or not"),
+        ("a.tsv", 'source\ttarget\n"A\tx"\tB\n', "line 2, row 1: 3 cells"),
+        (
+            "a.csv",
+            f'source,target\n{MANY}x,"Hello\n{MANY}',
+            "line 102, row 101: a quote begins in this row and does no",
+        ),
+        (
+            "a.csv",
+            f'source,target\n{MANY}x,"Hello\n{MANY}y,"a, b"\n{MANY}',
+            "line 102, row 101: text follows a quoted",
+        ),
+        ("a.csv", 'source,target\n"He said \\"hi, there\\" now",Er\n', "line 2, row 1: text follows a quoted cell"),
+        ("a.csv", 'source,target\n\n"a ""b",c\n"d" e,f\n', "line 4, row 2: text follows a quoted cell"),
+        ("a.csv", 'source,"target\n', "line 1, the header: a quote begins"),
+        ("a.csv", "source,target\na\rb,c\n", "line 2, row 1: a carriage return alone ends no row"),
+        ("a.tsv", "source\ttarget\na\rb\tc\n", "line 2, row 1: a carriage return alone ends no row"),
+        ("a.csv", "source,target,source\na,b,c\n", "line 1, the header: two columns are named 'source'"),
+        (
+            "a.jsonl",
+            '{"source": "a", "target": "b", "source": "c"}\n',
+            "line 1, row 1: .* has the name 'source' twice",
+        ),
+        ("a.json", '[{"source": "a", "target": "b"},\n{"source": {"x": 1, "x": 2}}]', "row 2: .* the name 'x' twice"),
+        ("a.jsonl", '{"source": "a\\ud800", "target": "b"}\n', "row 1: column 'source' holds half a surrogate"),
+        (
+            "a.jsonl",
+            '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
+            "line 3, row 2: no text in column 'target'",
+        ),
+        ("a.csv.gz", "source,target\n", "no whole gzip"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(tmp_path, name, text, message):
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        columns(tmp_path, name, text)
+    assert name in str(raised.value)
+
+
+def test_what_fits_is_whole(tmp_path):
+    assert columns(tmp_path, "a.csv", "\n  \nsource,target\n\nA dog,Ein Hund\n") == [("A dog", "Ein Hund")]
+    assert columns(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # an old Mac's
+    assert columns(tmp_path, "c.csv", 'source,target\n5" nail,"a\n""b"", c"\n') == [('5" nail', 'a\n"b", c')]
+    assert columns(tmp_path, "d.tsv", 'source\ttarget\n"a\tb"\n') == [('"a', 'b"')]
+    assert columns(tmp_path, "e.csv", "source,target,,\na,b,,\n") == [("a", "b")]
+    assert columns(tmp_path, "f.csv", "source,target\n\u00a0,b\n") == [("\u00a0", "b")]
+    (tmp_path / "lines.txt").write_text("a\n\u3000\n \t\nb\n")
+    assert read_lines([tmp_path / "lines.txt"]) == ["a", "\u3000", "b"]
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
+    assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
+    assert "a.csv: 1 of 3 rows are left out, for one of their texts is blank; the first is row 2" in caplog.text
+    (tmp_path / "s.txt").write_text("a\nb\n")
+    (tmp_path / "t.txt").write_text("\nb\n")
+    assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt") == [("b", "b")]
+    assert "1 of 2 lines are left out" in caplog.text and "the first is line 1" in caplog.text
+
+
+def conll(tmp_path, text, **options):
+    (tmp_path / "words.txt").write_text(text)
+    return read_conll(tmp_path / "words.txt", **options)
+
+
+def test_words_keep_their_unicode_spaces(tmp_path):
+    tagged = "Paris\tB-LOC\n2\u00a0000\tO\nNew York\tNNP\tB-LOC \n \t\n\u2009 X O\na\u3000b  X  B-LOC\n"
+    assert conll(tmp_path, tagged) == [
+        (["Paris", "2\u00a0000", "New York"], ["B-LOC", "O", "B-LOC"]),
+        (["\u2009", "a\u3000b"], ["O", "B-LOC"]),
+    ]
+
+
+def test_words_of_a_test_file_keep_them_too(tmp_path, caplog):
+    found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", has_tags=False)
+    assert found == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
+    assert "line 4: spaces part 'New York' into 2 columns, and line 1 into 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("New York B-LOC", "line 2: spaces part 'New York B-LOC' into 3 columns, and line 1 into 2"),
+        ("\tB-LOC", "line 2: .* there is no word before it"),
+        ("a\tb\t", "line 2: .* is no word and, last, its tag"),
+    ],
+)
+def test_a_line_of_other_columns_is_named(tmp_path, line, message):
+    with pytest.raises(ValueError, match=f"words.txt, {message}"):
+        conll(tmp_path, f"Ann B-PER\n{line}\n")
+
+
+def test_words_that_are_written_are_read_again(tmp_path):
+    words = ["New York", "2\u00a0000", "\u00a0", "EU", "a\tb\nc"]
+    text = _conll([(words, [])], [["B-LOC", "O", "O", "B-ORG", "O"]])
+    assert conll(tmp_path, text) == [([*words[:4], "a b c"], ["B-LOC", "O", "O", "B-ORG", "O"])]
+
+
+def squad(tmp_path, answer, **qa):
+    content = {"context": "A cat sat.", "qas": [{"id": "q", "question": "Who?", "answers": [answer]} | qa]}
+    (tmp_path / "s.json").write_text(json.dumps({"data": [{"paragraphs": [content]}]}))
+    return read_squad(tmp_path / "s.json")
+
+
+def test_an_answers_start_may_be_written_as_a_string(tmp_path):
+    [found] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
+    assert found.answers[0].start == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "qa", "message"),
+    [
+        ("two", {}, "answer_start must be a whole number, got 'two'"),
+        (2.0, {}, "answer_start must be a whole number, got 2.0"),
+        (True, {}, "answer_start must be a whole number, got True"),
+        ("-2", {}, "answer_start must be a whole number"),
+        ("9", {}, "does not lie in its context"),
+        (2, {"is_impossible": "false"}, "is_impossible must be true or false, got 'false'"),
+        (2, {"is_impossible": True}, "is_impossible and has answers"),
+        (2, {"question": "a\ud800"}, "half a surrogate pair"),
+    ],
+)
+def test_answers_that_are_wrong_are_named(tmp_path, start, qa, message):
+    with pytest.raises(ValueError, match=rf"qas\[0\].*{message}"):
+        squad(tmp_path, {"text": "cat", "answer_start": start}, **qa)
+
+
+def test_a_name_twice_in_squad_is_refused(tmp_path):
+    squad(tmp_path, {"text": "cat", "answer_start": 2})
+    path = tmp_path / "s.json"
+    path.write_text(path.read_text().replace('"question": "Who?"', '"question": "Who?", "question": "What?"'))
+    with pytest.raises(ValueError, match=r"qas\[0\] has the name 'question' twice"):
+        read_squad(path)
+
+
+def test_empty_cells_of_glue_are_said(tmp_path, caplog):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\t1\n\t0\n \t1\n")
+    with caplog.at_level(logging.WARNING):
+        assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
+    assert "2 of 3 rows have an empty cell, which is read as an empty text; the first is row 3" in caplog.text
+    (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
+    with pytest.raises(ValueError, match="row 1: two columns are named 'sentence'"):
+        read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])
