@@ -113,8 +113,8 @@ def _of_interfaces() -> Iterator[dict[str, Any]]:
     common = {"functions": ATTENTIONS, "called": called, "modules": [SDPA]}
     for old in ("scaling", "dropout"):
         op = {"op": "drop_argument", **common, "old": old}
-        # T5 needs another scaling than the default.
-        without = {"but": ["t5", "umt5"]} if old == "scaling" else {}
+        # T5 and Whisper hand over another scaling than the default.
+        without = {"but": ["t5", "umt5", "whisper"]} if old == "scaling" else {}
         yield _mutation("interface", f"attention functions without {old}", op, [old], **without)
     for uses in (None, "query"):
         op = {"op": "require_argument", **common, "new": "new_thing", "uses": uses, "needle": "attention_mask"}
