@@ -41,7 +41,7 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     """ALBERT's attention with k key/value heads and, where asked for, talking heads."""
 
     roles = ("states", "mask")
-    upstream_attributes = ("attention_dropout", "is_causal", "scaling")
+    upstream_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `AlbertAttention.forward`."""

@@ -9,7 +9,7 @@ from .configuration_attn_variants import AttnVariantUMT5Config
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
 from .sinusoidal_positions import AddsSinusoids
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
-from .upstream import known_imports
+from .upstream import check_attributes, known_imports
 from .variant_mixins import AttnVariantModelMixin
 
 with known_imports():
@@ -42,6 +42,7 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
         """Prepare as for T5, and let no decoder see what comes after."""
+        check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
         # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, memory_dim)

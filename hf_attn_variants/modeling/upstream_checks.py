@@ -55,7 +55,9 @@ CACHE_ATTRIBUTES = ("is_compileable", "layers")
 PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
 # The first arguments of an attention function, which a layer hands over by place, and those that a mask function gets.
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
+KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # which a layer hands over by their names
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
@@ -107,8 +109,10 @@ def check_attention_function(owner: type) -> None:
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
         raise changed(f"`{owner.__module__}` has no `eager_attention_forward`")
-    taken = tuple(inspect.signature(function).parameters)
-    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS:
+    parameters = inspect.signature(function).parameters
+    taken = tuple(parameters)
+    needed = {name for name, each in parameters.items() if each.default is each.empty and each.kind not in _VARIABLE}
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KNOWN_BY_NAME - {*ATTENTION_ARGUMENTS}:
         raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
 
