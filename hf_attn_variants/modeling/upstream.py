@@ -53,8 +53,6 @@ CACHE_ROLES = ("cache", "cache_length")
 # All others that are not known stop a call: packed sequences (`cu_seq_lens_q`) for one would be read as a single text.
 UNCHANGING = frozenset(
     {
-        "cache_position",  # until 5.2x, beside the cache that has counted it itself
-        "kwargs",  # what a cache's `update` is told of the call
         "labels",  # Seq2SeqTrainer's, which `generate` hands to the encoder
         "num_items_in_batch",
         "output_attentions",
