@@ -123,27 +123,25 @@ class Arguments:
         )
         positions = {name: at for at, name in enumerate(self.order)}
         self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
+        self.others = tuple((name, at) for name, at in positions.items() if name not in self.names)
         if returns is not None:
             _check_returned(getattr(owner, method), returns, place)
 
-    def current(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by this release's names, where they came by a former one; changes what it is given."""
-        for old, name in self.former:
-            if old in kwargs:
-                value = kwargs.pop(old)
-                if kwargs.get(name) is None:
-                    kwargs[name] = value
-        return kwargs
-
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the roles; None for what was not given."""
-        self.current(kwargs)
+        """Return the values of the roles, None for what was not given; puts this release's names into `kwargs`."""
+        self._rename(kwargs)
         return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the values of the roles, and all other arguments by name."""
-        others = self.by_name(args, kwargs)
-        return [others.pop(name, None) for name in self.names], others
+        """Return the values of the roles, and all other arguments by name: what is left of `kwargs`."""
+        self._rename(kwargs)
+        given, found = len(args), []
+        for name, at in self.places:  # no comprehension: this is a part of each decoding step
+            found += (args[at] if at < given else kwargs.pop(name, None),)
+        for name, at in self.others:
+            if at < given:
+                kwargs[name] = args[at]
+        return found, kwargs
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
         """Return all arguments of a call by upstream's names.
@@ -152,9 +150,16 @@ class Arguments:
             args, kwargs: the call's.
             instead: values by role that take the place of the call's own.
         """
-        self.current(kwargs)
+        self._rename(kwargs)
         found = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
         return found | {self.name_of[role]: value for role, value in instead.items()}
+
+    def _rename(self, kwargs: dict[str, Any]) -> None:
+        for old, name in self.former:
+            if old in kwargs:
+                value = kwargs.pop(old)
+                if kwargs.get(name) is None:
+                    kwargs[name] = value
 
 
 def upstream_class(cls: type, ours: type) -> type:
