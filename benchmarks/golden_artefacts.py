@@ -8,7 +8,7 @@ Takes a minute on one core. Made on one thread, as the tests run: trainings end 
 and the number of threads are the same, and elsewhere near them.
 
 Example:
-    python benchmarks/golden_artefacts.py --output_dir /tmp/golden
+    python benchmarks/golden_artefacts.py --output_dir build/golden
 """
 
 import argparse
