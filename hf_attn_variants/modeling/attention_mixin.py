@@ -14,7 +14,7 @@ from .latent_attention import attend_to_latent, shared_latent
 from .loading_checks import check_implementation
 from .new_parameters import projection_shapes, projection_std
 from .upstream import Arguments, check_attributes, known_imports, upstream_class
-from .upstream_checks import CONFIG_ATTRIBUTES, check_attention_function
+from .upstream_checks import check_attention_function
 
 with known_imports():
     from transformers import initialization as init
@@ -54,7 +54,6 @@ class AttentionVariantMixin:
             memory_dim: the size of the memory-side inputs as the attention gets them.
         """
         check_attributes(self, ("config", *self.upstream_attributes))
-        check_attributes(self.config, CONFIG_ATTRIBUTES)
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         like = next(self.parameters())

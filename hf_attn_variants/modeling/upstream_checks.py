@@ -10,7 +10,6 @@ from torch import nn
 from .upstream import changed, check_attributes, check_method, known_imports
 
 __all__ = [
-    "CONFIG_ATTRIBUTES",
     "check_attention_function",
     "check_caches",
     "check_configurations",
