@@ -82,8 +82,13 @@ def _is_upstream_changed(error: Exception) -> bool:
 
 
 def _is_of_a_print(error: Exception) -> bool:
-    """Say whether an error is that of a `print` to a stdout that takes nothing; one of a file names the file."""
-    if not isinstance(error, OSError) or error.filename is not None or error.__traceback__ is None:
+    """Say whether an error is that of a `print` to a stdout that takes nothing.
+
+    The system's errors have a number, ours have words alone; one of a file names the file.
+    """
+    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
+        return False
+    if error.__traceback__ is None:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return "print" in frame.f_code.co_names

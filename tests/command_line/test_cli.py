@@ -417,3 +417,16 @@ def test_what_reads_text_refuses_what_hears(words, tmp_path, capsys):
     where = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out")]
     assert cli.main([name, *where, *rest]) == 2
     assert "reads audio" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_error_of_ours_in_a_function_that_prints_is_not_taken_for_a_full_stdout(capsys):
+    """`push` of a folder that is not there was told as a stdout that cannot be written."""
+    from hf_attn_variants.errors import run_script
+
+    def main():
+        if sys.stdout is None:
+            print()
+        raise FileNotFoundError("there is no checkpoint folder 'nowhere'.")
+
+    assert run_script(main) == 2
+    assert capsys.readouterr().err == "error: there is no checkpoint folder 'nowhere'.\n"
