@@ -24,6 +24,7 @@ __all__ = [
     "INDEX_NAME",
     "LOGS",
     "LOG_FILE",
+    "NO_MODEL",
     "PICKLE_INDEX_NAME",
     "PICKLE_SUFFIXES",
     "PICKLE_WEIGHTS_NAME",
@@ -40,6 +41,7 @@ __all__ = [
     "atomic_write",
     "check_disk_space",
     "check_output_dir",
+    "is_no_model",
     "load_json",
     "make_folders",
     "parse_json",
@@ -65,6 +67,8 @@ RESULTS_NAME = "all_results.json"
 LOG_FILE = "train_log.jsonl"
 CURVES_FILE = "training_curves.png"
 BEST_MODEL_FILE = "best_model.safetensors"
+# While a model is written into a folder that was there, its config.json begins so: no loader takes it.
+NO_MODEL = b"This is no model: "
 # What `attn-variants refresh` keeps in a folder begins so. While it swaps files, the second holds the old and the new,
 # and config.json is no JSON.
 REFRESH_PREFIX = ".refresh-"
@@ -271,17 +275,30 @@ def _move_up(stage: Path, folder: Path) -> None:
     """Move what `stage` holds into `folder`, its parent, which is empty otherwise; all of it or nothing."""
     if any(path != stage for path in folder.iterdir()):
         raise FileExistsError(f"files came into the output folder {str(folder)!r} in the meantime; give a new one.")
-    # Without a config.json it is no checkpoint yet.
     paths = sorted(stage.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name))
+    config = folder / CONFIG_NAME
+    if paths and paths[-1].name == CONFIG_NAME:
+        # Without a config.json, a class would load the weights with its own defaults: it comes last, a notice first.
+        atomic_write(config, NO_MODEL + b"the run that wrote it was killed. Empty this folder and repeat the run.\n")
     try:
         for path in paths:
-            os.rename(path, folder / path.name)
+            os.replace(path, folder / path.name)
         stage.rmdir()
     except BaseException:
         for path in paths:
-            if (folder / path.name).exists():
-                os.rename(folder / path.name, path)
+            if not path.exists():
+                os.replace(folder / path.name, path)
+        if is_no_model(config):
+            config.unlink()
         raise
+
+
+def is_no_model(config: Path) -> bool:
+    """Return whether a file is the notice that stands in the place of config.json while a model is written."""
+    if not config.is_file():
+        return False
+    with open(config, "rb") as file:
+        return file.read(len(NO_MODEL)) == NO_MODEL
 
 
 def _existing_ancestor(path: Path) -> Path:

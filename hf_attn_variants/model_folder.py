@@ -18,12 +18,14 @@ from .files import (
     CURVES_FILE,
     HISTORY_NAME,
     INDEX_NAME,
+    NO_MODEL,
     PICKLE_INDEX_NAME,
     REPORT_NAME,
     RESULTS_NAME,
     SENTENCE_MODULES_NAME,
     WEIGHTS_NAME,
     atomic_write,
+    is_no_model,
 )
 
 __all__ = ["ADAPTER_FILES", "RESULTS", "STAGE", "replace_model", "unfinished_swap"]
@@ -44,8 +46,8 @@ OF_MODEL = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENI
 # A tokenizer loads by itself: its settings leave first and come last.
 ENDS = ("tokenizer.json", "tokenizer_config.json")
 # In the place of config.json while a model is replaced.
-NOTICE = (
-    b"This is no model: a run was killed while it replaced the one here. Move what is in .old-model/, or where that "
+NOTICE = NO_MODEL + (
+    b"a run was killed while it replaced the one here. Move what is in .old-model/, or where that "
     b"is not there in .new-model/, up into this folder; or repeat the run with --overwrite_output_dir.\n"
 )
 
@@ -73,7 +75,7 @@ def replace_model(stage: Path, folder: Path, goes_on: bool) -> None:
         found = {path.name for path in folder.iterdir() if any(fnmatchcase(path.name, each) for each in patterns)}
         replaced = {name for name in names if (folder / name).exists()} | found - {BEST_MODEL_FILE, CONFIG_NAME}
         old.mkdir(exist_ok=True)
-        if config.exists() and not _is_notice(config):
+        if config.exists() and not is_no_model(config):
             atomic_write(old / CONFIG_NAME, config.read_bytes())
             atomic_write(config, NOTICE)
         for name in reversed(_in_order(replaced)):
@@ -97,7 +99,7 @@ def replace_model(stage: Path, folder: Path, goes_on: bool) -> None:
 
 def unfinished_swap(folder: Path) -> str | None:
     """Return what to do about a folder whose model was being replaced, or written, by a run that was killed."""
-    is_notice = _is_notice(folder / CONFIG_NAME)
+    is_notice = is_no_model(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None
     moves = {OLD: "brings the old one back", NEW: "finishes that"}
@@ -136,10 +138,3 @@ def _discard(path: Path) -> None:
 def _emptied(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     return path
-
-
-def _is_notice(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(NOTICE)) == NOTICE

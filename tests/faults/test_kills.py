@@ -14,7 +14,9 @@ from fixtures.kills import draw_points, run_killed, run_watched
 from hub.local_hub import TOKEN, LocalHub
 from safetensors import safe_open
 
+from hf_attn_variants import AttnVariantBertModel
 from hf_attn_variants.commands import convert, glue
+from hf_attn_variants.files import staged_folder
 from hf_attn_variants.hub import plan_push, push_checkpoint
 from hf_attn_variants.model_folder import unfinished_swap
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
@@ -98,11 +100,12 @@ def test_conversion(bert, tmp_path, count, exists):
         if exists:
             out.mkdir()
         run_killed(at, convert_to, bert, out)
-        if (out / "config.json").exists():
+        if (out / "config.json").exists() and not unfinished_swap(out):
             assert without_names(contents(out), out) == without_names(expected, whole), at
         elif exists:
             # It is refused as it is; what the killed one left is told, and nothing of it is a checkpoint.
             if any(out.iterdir()):
+                assert_refused(out)
                 with pytest.raises(FileExistsError, match="is not empty"):
                     convert_to(bert, out)
                 shutil.rmtree(out)
@@ -111,6 +114,33 @@ def test_conversion(bert, tmp_path, count, exists):
             assert not out.exists()
             convert_to(bert, out)
         assert without_names(contents(out), out) == without_names(expected, whole), at
+
+
+def assert_refused(folder):
+    with pytest.raises((OSError, ValueError)):
+        AttnVariantBertModel.from_pretrained(folder)
+
+
+def fill(weights, out):
+    with staged_folder(out) as stage:
+        for path in weights.iterdir():
+            shutil.copyfile(path, stage / path.name)
+
+
+def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_path):
+    (tmp_path / "whole").mkdir()
+    convert_to(bert, tmp_path / "model")
+    things, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
+    assert contents(tmp_path / "whole") == contents(tmp_path / "model")
+    moves = len(contents(tmp_path / "model")) + 3  # a notice is opened and renamed, and the stage is removed
+    for at in range(things - moves, things + 1):
+        out = tmp_path / f"out-{at}"
+        out.mkdir()
+        assert run_killed(at, fill, tmp_path / "model", out)
+        if at < things:
+            assert_refused(out)
+        else:
+            AttnVariantBertModel.from_pretrained(out)
 
 
 def without_names(files, folder):
