@@ -202,14 +202,13 @@ def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
         assert torch.equal(one, other)  # the trial drew no random number
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "bert"])
-def test_under_a_newer_release_another_meaning_is_refused(name, newer, monkeypatch):
+@EVERY_HOST
+def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypatch):
     """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
     from hf_attn_variants.modeling import attention_variants
 
     exact = attention_variants.fused_attention
     monkeypatch.setattr(attention_variants, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
-    host = ROWS[name]
     head = next(iter(host.heads))
     for _ in range(2):  # whoever catches the first error gets the second
         with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
