@@ -16,6 +16,7 @@ Example:
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -358,6 +359,8 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     figure, panels = plt.subplots(
         1, len(sizes), figsize=(1 + 5 * len(sizes), 4.5), layout="constrained", squeeze=False
     )
+    caches = [row["cache_bytes"] for row in results["rows"]]
+    middle = math.sqrt(min(caches) * max(caches))
     for axes, at in zip(panels[0], sizes, strict=True):
         for row in results["rows"]:
             if (row["batch_size"], row["source_length"]) == at:
@@ -367,7 +370,10 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
                 axes.scatter(*point, **style)
                 kept = [other for other in kept_rows if alike(row, other)]
                 axes.scatter([point[0]] * len(kept), [other["tokens_per_second"] for other in kept], s=12, color="C2")
-                axes.annotate(name, point, xytext=(5, 5), textcoords="offset points", fontsize=8)
+                # Names stay inside the panel: of large caches to the left; upstream's and those of latents below.
+                place = (-6 if row["cache_bytes"] > middle else 6, -12 if latent or name == UPSTREAM else 5)
+                side = "right" if place[0] < 0 else "left"
+                axes.annotate(name, point, xytext=place, textcoords="offset points", fontsize=8, ha=side)
         axes.set_xscale("log")
         axes.margins(x=0.2)
         axes.set_ylim(bottom=0)
@@ -378,8 +384,9 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
     where = results["machine"]["device"]
     where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where
-    where += ", small dots: memory kept" if kept_rows else ""
-    figure.suptitle(f"{args.shape}, {args.max_new_tokens} new tokens, {search}, {args.dtype}, {where}")
+    title = [f"{args.shape}, {args.max_new_tokens} new tokens, {search}", f"{args.dtype}, {where}"]
+    title += ["small green dots: the same with memory kept"] if kept_rows else []
+    figure.suptitle("\n".join(title) if len(sizes) == 1 else ", ".join(title), fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
