@@ -1,6 +1,6 @@
 """What makes upstream's attention a variant: a mixin for its classes. Letters as in `attention_variants`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from .loading_checks import check_implementation
 from .new_parameters import projection_shapes, projection_std
 from .upstream import Arguments, check_attributes, known_imports, upstream_class
 from .upstream_checks import check_attention_function
+from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers import initialization as init
@@ -22,7 +23,14 @@ with known_imports():
 __all__ = ["AttentionVariantMixin"]
 
 
-class AttentionVariantMixin:
+# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    _Attention = VariantAttention
+else:
+    _Attention = object
+
+
+class AttentionVariantMixin(_Attention):
     """What a variant attention adds to upstream's attention class; listed before it among the bases.
 
     Class attributes:
@@ -130,7 +138,7 @@ class AttentionVariantMixin:
 
     def from_latent(
         self,
-        maps: tuple[nn.Module, nn.Module, nn.Module],
+        maps: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
         mask: torch.Tensor | None,
         dropout: float,

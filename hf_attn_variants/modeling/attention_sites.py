@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from .attention_kernels import AttentionKernel
 from .attention_patterns import MAX_SIZE, Reach, TransientGlobal
 from .block_patterns import BlockPattern
 
-__all__ = ["AttentionHeads", "AttentionSite", "named_attentions", "sites_root"]
+__all__ = ["AttentionHeads", "AttentionSite", "Projections", "named_attentions", "sites_root"]
 
 
 class AttentionHeads(NamedTuple):
@@ -25,6 +25,15 @@ class AttentionHeads(NamedTuple):
     output: int  # h_v, which the output projection reads
     head_dim: int  # d
     rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
+
+
+class Projections(TypedDict):
+    """The paths of an attention's linear maps, relative to its module."""
+
+    query: str
+    key: str
+    value: str
+    output: str
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,9 @@ class AttentionSite:
         if pattern != "sliding_window":
             return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)
         window = config.layer_value(f"{prefix}attention_window", layer)
-        sizes = (getattr(config, prefix + name) for name in ("attention_dilation", "num_global_tokens"))
-        return Reach.of(window, *sizes, is_causal)
+        dilation = getattr(config, f"{prefix}attention_dilation")
+        global_tokens = getattr(config, f"{prefix}num_global_tokens")
+        return Reach.of(window, dilation, global_tokens, is_causal)
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
@@ -123,7 +133,9 @@ class AttentionSite:
 
         Of two (a group of ALBERT, and the layer in it) the second counts within the first.
         """
-        outer, *inner = map(int, re.fullmatch(self.module, path).groups())
+        match = re.fullmatch(self.module, path)
+        assert match is not None, path  # a site is asked for paths that it has found
+        outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
     def latent_path(self, path: str) -> str:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
+from torch import nn
 
-from .attention_sites import AttentionSite
+from .attention_sites import AttentionSite, Projections
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 BART_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -44,8 +45,13 @@ BART_FAMILY_SITES = (
 class BartFamilyAttentionMixin(AttentionVariantMixin):
     """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
 
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+
     roles = ("states", "memory", "cache", "mask")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""

@@ -44,6 +44,8 @@ class CountsHeadsByProjection:
     where Whisper's scales queries.
     """
 
+    arguments: Arguments
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as `BartAttention` does; arguments of `WhisperAttention.forward`."""
         given, others = self.arguments.split(args, kwargs)
