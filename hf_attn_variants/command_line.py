@@ -70,7 +70,9 @@ def parse_with_checkpoint(
 def package_version() -> str:
     """Return the package's version: read from the file that says it, whose import takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
-    return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    found = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, source
+    return found[1]
 
 
 def program_name(script: str) -> str:

@@ -30,6 +30,13 @@ class HeadCounts:
     rank: tuple[int | None, int | None] = (None, None)
 
     @property
+    def new_rank(self) -> int:
+        """The rank of the latent that it gets; asked where it gets one."""
+        rank = self.rank[1]
+        assert rank is not None
+        return rank
+
+    @property
     def relation(self) -> str:
         """What the conversion does to the heads of this module: "same", "pool" or "expand"."""
         relations = {relation(*self.key), relation(*self.value)} - {"same"}

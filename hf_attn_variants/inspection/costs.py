@@ -118,7 +118,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return config_class.from_upstream(dict(config), **fields)
 
 
-def values_by_layer(config: Any, field: str) -> list[LayerValue]:
+def values_by_layer(config: Any, field: str) -> list[Any]:
     """Return the value that a field of a variant configuration has in each layer of its stack."""
     return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
