@@ -47,7 +47,7 @@ def supported_architectures() -> list[str]:
     return sorted({name.removeprefix(PREFIX) for row in ARCHITECTURES for name in row.auto_classes.values()})
 
 
-def variant_config_class(model_type: str | None) -> type[AttnVariantConfigMixin]:
+def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
     """Return the configuration class for an upstream or variant `model_type`.
 
     Raises:

@@ -166,6 +166,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
         files = (args.held_out_file, args.held_out_target_file)
     texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
     everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
+    assert calibration is not None  # its text is a flag that must be given
     return calibration, split_text(calibration, everything, args.held_out_size, args.seed)
 
 
@@ -173,8 +174,8 @@ def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: An
     """Return all that a row depends on, by which a second call knows the rows of the first."""
     from ..inspection.frontier.saved import hash_examples
 
-    names = ("model_name_or_path", "revision", "length", "source_length", "seed")
-    names += tuple(name for name in CALIBRATION_OPTIONS if not name.endswith("_file"))
+    names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
+    names += [name for name in CALIBRATION_OPTIONS if not name.endswith("_file")]
     texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
     return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 

@@ -36,7 +36,7 @@ BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 MIN_TEXTS = 2
 # The share of the texts that nothing is fitted to: on them errors are measured.
 HELD_OUT = 0.1
-FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
+FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
 @dataclass(frozen=True)

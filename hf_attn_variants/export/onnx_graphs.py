@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.upstream import cache_name, cache_of
+from ..modeling.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .upstream import upstream_architecture
 
@@ -59,7 +60,7 @@ class Graph:
     longest: dict[str, int]
 
 
-def model_graphs(model: PreTrainedModel) -> list[Graph]:
+def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     """Return the graphs of one of this package's models.
 
     Raises:
@@ -181,7 +182,7 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
     own, memory = {0: BATCH, 2: PAST}, ({0: BATCH} if hears else {0: BATCH, 2: SOURCE})
     cached = _cached(model.config, "decoder", "past_key_values"), _cached(model.config, "encoder", "past_key_values")
     # Layer by layer, as the outputs: optimum fills the inputs of caches by their place, not by their name.
-    names = {}
+    names: dict[str, Any] = {}
     for of_own, of_memory in zip(*cached, strict=True):
         names |= dict.fromkeys(of_own, own) | dict.fromkeys(of_memory, memory)
     return [

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .attention_sites import AttentionHeads
+from .attention_sites import AttentionHeads, VariantAttention
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
@@ -15,7 +15,6 @@ from .loading_checks import check_implementation
 from .new_parameters import projection_shapes, projection_std
 from .upstream import Arguments, check_attributes, known_imports, upstream_class
 from .upstream_checks import check_attention_function
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers import initialization as init

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_sites import VariantAttention
 from .configuration_attn_variants import EAGER, SDPA
 from .flex_windows import attention_in_windows
 from .global_tokens import global_tokens_of, with_global_tokens_first
@@ -26,7 +27,6 @@ from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_p
 from .talking_heads import check_mask, talking_heads_attention
 from .upstream import known_imports, refuse_unknown
 from .upstream_checks import check_mask_functions
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface

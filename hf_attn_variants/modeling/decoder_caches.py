@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from .attention_patterns import MAX_SIZE
+from .attention_sites import VariantAttention
 from .hybrid_attention import HybridState
 from .linear_attention import KernelState
 from .sliding_window_attention import keep_window, layers_up_to
 from .upstream import known_imports
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer

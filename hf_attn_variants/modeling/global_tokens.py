@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .attention_patterns import Reach, has_pattern
-from .variant_attention import VariantAttention
+from .attention_sites import VariantAttention
 
 __all__ = ["MASK", "check_global_mask", "global_tokens_of", "with_global_tokens_first"]
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from .attention_kernels import LEARNED, RANDOM, AttentionKernel
-from .attention_sites import AttentionHeads
+from .attention_sites import AttentionHeads, VariantAttention
 from .length_projection import segment_means
 from .upstream import known_imports
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers import initialization as init

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_sites import VariantAttention
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 from .upstream import known_imports
 from .upstream_checks import check_caches
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .attention_sites import KernelAttention
 from .hybrid_attention import HybridState, NearKeys, attend_in_blocks_and_sums, hybrid_weights
 from .length_projection import attend_to_projected, projected_weights
 from .query_folding import QueryFold, beams_of, is_exporting
 from .talking_heads import without_autocast
-from .variant_attention import KernelAttention
 
 __all__ = [
     "KernelState",

@@ -15,9 +15,9 @@ import torch
 from transformers.utils import logging
 
 from .attention_patterns import Reach, TransientGlobal
+from .attention_sites import VariantAttention
 from .block_patterns import BlockPattern, is_of_keys, text_places
 from .query_folding import is_traced
-from .variant_attention import VariantAttention
 from .variant_names import COUNTS_TOKENS
 
 __all__ = ["RolledRows", "from_first_token", "rolled_rows", "settle_padding"]

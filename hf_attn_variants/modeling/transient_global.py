@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .attention_sites import VariantAttention
 from .attention_variants import attention_with_weights, fused_attention, wants_weights
 from .padded_rows import rolled_rows
 from .query_folding import is_exporting
 from .sliding_window_attention import relative_bias
 from .upstream import check_method, known_imports, refuse_unknown
-from .variant_attention import VariantAttention
 
 with known_imports():
     from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm

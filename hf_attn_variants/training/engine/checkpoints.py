@@ -92,7 +92,9 @@ def last_good_checkpoint(output_dir: str | Path) -> str:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int(NAME_PATTERN.fullmatch(checkpoint.name)[1])
+    found = NAME_PATTERN.fullmatch(checkpoint.name)
+    assert found is not None, checkpoint  # one that was listed
+    return int(found[1])
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:

@@ -57,6 +57,7 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     Raises:
         ValueError: if a field is unknown, or a value breaks a rule.
     """
+    assert settings.model_type is not None  # checked, where nothing is given to begin from
     variant_class = variant_config_class(settings.model_type)
     given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
     variant = {name: value for name, value in given.items() if value is not None}
