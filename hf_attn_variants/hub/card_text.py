@@ -282,8 +282,8 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     if variant is None:
         return []
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
-    counts = {(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)}
-    counts = {count for count, heads in counts if count != heads}
+    pairs = {(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)}
+    counts = {count for count, heads in pairs if count != heads}
     ranks = {rank for name in variant.rank_fields() if name in fields for rank in values_by_layer(variant, name)}
     are_true = {
         "MQA": 1 in counts,

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error

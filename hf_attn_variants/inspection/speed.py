@@ -176,8 +176,8 @@ def measure_speed(
     found = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
     rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
-        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        work and work[0], work and work[1], dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
+        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length, work and work[0],
+        work and work[1], dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class _Call:
             size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
-    def launch(self, kernel, pointers, batch: slice, row: slice, memory: int, settings: dict) -> None:
+    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, memory: int, settings: dict) -> None:
         rows = row.stop - row.start
         bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
         mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()

@@ -158,7 +158,9 @@ class AttnVariantModelMixin(_Model):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         """Load a checkpoint, upstream's plain ones included; see `PreTrainedModel.from_pretrained`.
 
         Raises:

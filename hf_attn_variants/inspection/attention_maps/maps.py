@@ -216,7 +216,7 @@ class _Recorder:
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         self.calls.append((*self._modules[module], module))
 
-    def _attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
+    def _attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if module in self._modules and module.projection_names:
             self.mixed[len(self.calls) - 1] = _mixing_stages(module, query, key, *args, **kwargs)
         return eager_attention_forward(module, query, key, *args, **kwargs)
