@@ -110,7 +110,8 @@ class _Decoder(nn.Module):
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Return the logits [b, n, vocabulary] and the caches: of a step, only that of the decoder's own tokens."""
-        cache, states = None, inputs.get("encoder_hidden_states")
+        states: Any = inputs.get("encoder_hidden_states")
+        cache = None
         if self.is_step:
             own, memory = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
             cache = EncoderDecoderCache(own, memory)

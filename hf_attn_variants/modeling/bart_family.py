@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from .attention_sites import AttentionSite, Projections
@@ -53,7 +52,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     roles = ("states", "memory", "cache", "mask")
     upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
         states, memory, cache, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from .attention_sites import AttentionSite, Projections
@@ -46,7 +45,7 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     roles = ("states", "mask", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, cache, kwargs)
@@ -63,7 +62,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     roles = ("states", "memory", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
         states, memory, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)

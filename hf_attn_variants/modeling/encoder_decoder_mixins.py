@@ -19,7 +19,7 @@ __all__ = ["BeamsShareMemory", "MakesCrossLatent"]
 if TYPE_CHECKING:
     _Stack = nn.Module
 
-    class _Generation(GenerationMixin):
+    class _Generation(nn.Module):  # upstream's methods, some of which were static once, are not known to the checker
         config: Any
 else:
     _Stack = _Generation = object
