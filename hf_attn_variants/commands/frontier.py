@@ -160,13 +160,12 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..conversion.calibration.texts import read_calibration
     from ..inspection.frontier.inputs import split_text
 
-    calibration = read_calibration_arguments(args)
+    calibration: Any = read_calibration_arguments(args)  # there is one: its text is a flag that must be given
     files = (args.calibration_file, args.calibration_target_file)
     if args.held_out_file is not None:
         files = (args.held_out_file, args.held_out_target_file)
     texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
     everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
-    assert calibration is not None  # its text is a flag that must be given
     return calibration, split_text(calibration, everything, args.held_out_size, args.seed)
 
 

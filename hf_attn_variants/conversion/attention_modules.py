@@ -50,8 +50,7 @@ class AttentionModule:
     @property
     def new_kernel(self) -> AttentionKernel:
         """What takes its softmax's place; asked where something does."""
-        kernel = self.kernel[1]
-        assert kernel is not None
+        kernel: Any = self.kernel[1]
         return kernel
 
     @property

@@ -162,8 +162,8 @@ class Calibration:
     @property
     def batch_rows(self) -> int:
         """`batch_size`, which has a default by now."""
-        assert self.batch_size is not None
-        return self.batch_size
+        rows: Any = self.batch_size
+        return rows
 
     @property
     def examples(self) -> Sequence[Any]:

@@ -336,9 +336,9 @@ class _Request:
         check_matching_layers(probe, fields, self.matching_layers, self.calibration)
         method_to_calibrate(probe, self.calibration)  # refuses what cannot be calibrated
         model, tokenizer = source(probe)
-        assert self.calibration is not None  # or `check_matching_layers` had refused it
-        tokenizer = self.calibration.processor or tokenizer
-        self.matching_shares = matching_shares(probe, model, tokenizer, self.calibration)
+        calibration: Any = self.calibration  # there is one, or `check_matching_layers` had refused
+        tokenizer = calibration.processor or tokenizer
+        self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
         return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
 
     def _losses(

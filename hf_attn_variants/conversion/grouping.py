@@ -1,6 +1,7 @@
 """Which heads share a key/value head, and how a projection with one number of heads becomes one with another."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,8 +33,7 @@ class HeadCounts:
     @property
     def new_rank(self) -> int:
         """The rank of the latent that it gets; asked where it gets one."""
-        rank = self.rank[1]
-        assert rank is not None
+        rank: Any = self.rank[1]
         return rank
 
     @property

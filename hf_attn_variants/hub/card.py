@@ -194,8 +194,8 @@ def refreshed_card(text: str) -> str | None:
     """
     if not is_untouched(text):
         return None
-    repo_id, mark = REPO_ID_PATTERN.search(text), MARK_PATTERN.search(text)
-    assert mark is not None  # it is untouched by its mark
+    mark: Any = MARK_PATTERN.search(text)  # by which it is untouched
+    repo_id = REPO_ID_PATTERN.search(text)
     body = text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text

@@ -184,8 +184,7 @@ class AttentionSite:
 
         Of two (a group of ALBERT, and the layer in it) the second counts within the first.
         """
-        match = re.fullmatch(self.module, path)
-        assert match is not None, path  # a site is asked for paths that it has found
+        match: Any = re.fullmatch(self.module, path)  # a site is asked for paths that it has found
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 

@@ -92,8 +92,7 @@ def last_good_checkpoint(output_dir: str | Path) -> str:
 
 
 def _step_of(checkpoint: Path) -> int:
-    found = NAME_PATTERN.fullmatch(checkpoint.name)
-    assert found is not None, checkpoint  # one that was listed
+    found: Any = NAME_PATTERN.fullmatch(checkpoint.name)  # it is one that was listed
     return int(found[1])
 
 

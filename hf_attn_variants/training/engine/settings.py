@@ -62,8 +62,8 @@ class ModelSettings(Settings):
     @property
     def source(self) -> str:
         """`model_name_or_path`, of a model that is not from scratch."""
-        assert self.model_name_or_path is not None
-        return self.model_name_or_path
+        source: Any = self.model_name_or_path
+        return source
 
     def check(self) -> None:
         super().check()

@@ -190,8 +190,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         objective = self.uptraining_objective
         if not (self.weights.hidden_states or self.weights.attention_outputs):
             return
-        assert objective.teacher is not None  # whose layers the terms compare
-        objective.teacher.measure_variances(
+        teacher: Any = objective.teacher  # whose layers the terms compare
+        teacher.measure_variances(
             ({key: value for key, value in batch.items() if key != "labels"}, objective.masks(batch))
             for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
@@ -253,8 +253,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the held-out data": hash_texts(self.data.held_out.texts)}
 
-    def before_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator | None) -> None:
-        assert evaluator is not None
+    def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
         metrics = evaluator()
         wanted = loop.settings.metric_for_best_model
         if loop.settings.keep_best and wanted not in metrics:
@@ -267,8 +266,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
-    def after_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator | None, model: nn.Module) -> nn.Module:
-        assert evaluator is not None
+    def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
         # The scores are those of the updates beside the weights: merged, they round in another way.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
