@@ -228,7 +228,8 @@ def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
 
     from hf_attn_variants.inspection import similarity_spearman
 
-    pairs, scores = _texts(splits["dev"]), splits["dev"]["label"]
+    pairs: list[Any] = _texts(splits["dev"])
+    scores = splits["dev"]["label"]
     sentences = list(dict.fromkeys((text,) for pair in _texts(splits["train"]) for text in pair))
 
     def score(checkpoint: str | Path, _: Path) -> float:
@@ -280,7 +281,7 @@ def _size(checkpoint: str | Path) -> dict[str, Any]:
 def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], seed: int, folder: Path) -> None:
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
-    examples = [text if len(text) == 2 else text[0] for text in texts]
+    examples: list[Any] = [text if len(text) == 2 else text[0] for text in texts]
     calibration = Calibration(examples, fit_steps=200) if way == "calibrated" else None
     convert_checkpoint(job.source, folder, heads, WAYS[way], calibration=calibration, seed=seed)
 

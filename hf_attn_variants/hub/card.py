@@ -217,7 +217,7 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
         names = [name.removeprefix(prefix) for name in results if name.startswith(prefix)]
         names = [name for name in names if _is_number(results[prefix + name]) and not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
-        data: dict[str, Any] = data_name(results, files) or HELD_OUT
+        data: dict[str, Any] = (data_name(results, files) if names else None) or HELD_OUT
         found += [
             EvalResult(
                 task_type=task or "other",

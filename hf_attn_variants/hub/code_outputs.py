@@ -36,7 +36,7 @@ def _tokens(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _main(folder: str, inputs_file: str, outputs_file: str) -> None:
-    sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]
+    sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]  # which makes its import an error
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module

@@ -56,6 +56,7 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
     config = _today_config(repository)
     architecture = next(iter(repository.config.get("architectures") or ()), config.auto_classes["AutoModel"])
     model_class = variant_model_class(architecture)
+    loader: Any = model_class  # it returns two things, where both are asked for
     if repository.config.get("quantization_config"):
         with open_checkpoint(repository.folder) as reader:
             count = len(reader.entries)
@@ -67,7 +68,7 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
         no_progress_bars(),
         as_value_error(what),
     ):
-        model, info = model_class.from_pretrained(
+        model, info = loader.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,

@@ -6,7 +6,7 @@ attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), slid
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
@@ -315,7 +315,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             return super().from_dict(without_replaced(config_dict, fields) | fields, **kwargs)
 
     @classmethod
-    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
+    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
         """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -160,7 +160,7 @@ class AttnVariantModelMixin(_Model):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
-    ) -> Any:
+    ) -> Self:
         """Load a checkpoint, upstream's plain ones included; see `PreTrainedModel.from_pretrained`.
 
         Raises:
@@ -171,7 +171,7 @@ class AttnVariantModelMixin(_Model):
         adds = source is not None and adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _adds_talking_heads.set(adds)
         try:
-            loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
+            loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
         finally:
             _adds_talking_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
