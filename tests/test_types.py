@@ -96,5 +96,5 @@ def test_a_users_code_is_checked(tmp_path):
     assert revealed == ["PreTrainedModel", "ConversionReport", "int | None", "AttnVariantBertModel", "int | None"], (
         told
     )
-    assert re.search(r'user\.py:12: error: Module has no attribute "convrt"', told), told
-    assert re.search(r"user\.py:13: error: No overload variant of \"convert\"", told), told
+    assert re.search(r'user\.py:11: error: Module has no attribute "convrt"', told), told
+    assert re.search(r"user\.py:12: error: No overload variant of \"convert\"", told), told
