@@ -23,6 +23,7 @@ from .checkpoint.entries import TensorEntry
 from .grouping import repeat_heads
 from .latents import best_latent, on_latent, weight_forms
 from .methods.base import CalibratedMethod, ConversionMethod, LayerContext
+from .other_tensors import check_nothing_missing, check_other_shapes
 from .positions import FIELDS as POSITION_FIELDS
 from .projections import AttentionTensors, pool_key_value
 
@@ -195,9 +196,10 @@ def make_plan(
         if dtype is not None:
             new_config.dtype = dtype
         with torch.device("meta"):
-            target = model_class(new_config)
+            source, target = model_class(source_config), model_class(new_config)
     modules = attention_modules(target, source_config, entries)
-    _check_other_shapes(target, entries, modules, wrong)
+    check_other_shapes(target, entries, modules, wrong)
+    check_nothing_missing(source, entries, wrong)
     _check_all_used(model_class.__name__, config_class, given, new_config, modules)
     _check_layers_given(given, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
@@ -237,22 +239,6 @@ def _talking_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
         *config_class.from_scratch_fields(),
     }
     return [name for name in config_class.variant_fields() if name not in others]
-
-
-def _check_other_shapes(
-    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
-) -> None:
-    # Of what stays as it is: a configuration of another size makes a folder that cannot be loaded.
-    shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
-    converted = {name for module in modules for name in module.tensors.values()}
-    prefix = f"{target.base_model_prefix}."
-    for name, entry in entries.items():
-        found = next((each for each in (name, prefix + name, name.removeprefix(prefix)) if each in shapes), None)
-        if found is not None and name not in converted and shapes[found] != tuple(entry.shape):
-            raise ValueError(
-                f"{wrong}: it makes {name!r} of shape {list(shapes[found])}, and the checkpoint's has "
-                f"{list(entry.shape)}."
-            )
 
 
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:

@@ -2,7 +2,7 @@
 
 Names and signatures can be checked (`upstream`), meanings cannot. So before the first model of a host is built there,
 a tiny one of upstream's and ours with the same weights read the same tokens, at once and one by one through a cache.
-It takes some hundredths of a second, once a process, and changes no state of random numbers.
+It takes some tenths of a second at most, once a process, and changes no state of random numbers.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .upstream import cache_name, cache_of, changed
+from .upstream import UpstreamChanged, cache_name, cache_of, changed
 from .variant_names import NEWEST_RUN
 
 __all__ = ["try_host"]
@@ -23,7 +23,8 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
 # Of the largest output.
 TOLERANCE = 1e-4
-_tried: set[str] = set()
+# What each host's trial found to be wrong, if anything: every later model of the host is refused for it too.
+_tried: dict[str, str | None] = {}
 
 
 def try_host(model_class: Any) -> None:
@@ -36,13 +37,24 @@ def try_host(model_class: Any) -> None:
         UpstreamChanged: where outputs differ, or ours cannot be computed.
     """
     name = model_class.config_class.model_type
-    if name in _tried or not is_newer(transformers.__version__, NEWEST_RUN):
+    if not is_newer(transformers.__version__, NEWEST_RUN):
         return
-    _tried.add(name)  # first, for the trial builds models itself
+    if name in _tried:
+        if (found := _tried[name]) is not None:
+            raise UpstreamChanged(found)
+        return
+    _tried[name] = None  # first, for the trial builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for fields in _kinds(model_class):
-            if not _try(model_class, **fields):  # without memory, by `init_empty_weights` for one: the next is tried
-                _tried.discard(name)
+            for implementation in ("eager", "sdpa"):
+                try:
+                    # Without memory, by `init_empty_weights` for one: the next model is tried.
+                    if not _try(model_class, implementation, **fields):
+                        del _tried[name]
+                        return
+                except UpstreamChanged as error:
+                    _tried[name] = str(error)
+                    raise
 
 
 def is_newer(version: str, than: str) -> bool:
@@ -61,7 +73,7 @@ def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
         yield {"is_decoder": True, "add_cross_attention": True}
 
 
-def _try(model_class: Any, **fields: Any) -> bool:
+def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
     """Compare tiny models of these fields; return False where models have no memory to be compared in.
 
     Raises:
@@ -70,11 +82,13 @@ def _try(model_class: Any, **fields: Any) -> bool:
     upstream_class, our_class = next(iter(model_class.variant_classes.items()))
     try:
         config = _tiny_config(our_class.config_class, fields)
+        config._attn_implementation = implementation
         upstream = upstream_class(config).float().eval()
         if any(each.is_meta for each in upstream.parameters()):
             return False
+        drawn = torch.Generator().manual_seed(0)
         for each in upstream.parameters():
-            each.copy_(torch.linspace(-1.0, 1.0, each.numel()).mul(7.0).sin().view(each.shape))
+            each.copy_(torch.randn(each.shape, generator=drawn))
         expected = _outputs(upstream, config)
     except Exception as error:  # upstream's own: it does not say that ours is wrong
         reason = f"{type(error).__name__}: {error}"
@@ -82,7 +96,8 @@ def _try(model_class: Any, **fields: Any) -> bool:
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
-    for variant in ({}, exact, shared):
+    # The others differ in what does not depend on the implementation.
+    for variant in ({}, exact, shared) if implementation == "eager" else ({},):
         try:
             ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
             if variant is not shared:
@@ -111,28 +126,28 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     heads = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",))
     sizes |= {config_class.attribute_map.get(name, name): HEADS for name in heads}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = upstream(**sizes | tokens | fields)
-    config._attn_implementation = "eager"
-    return config
+    return upstream(**sizes | tokens | fields)
 
 
 def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states [1, n, D] of a text read at once, and read token by token through a cache.
 
-    Of an encoder the second is of a text with padding.
+    Of an encoder the second is of a text with padding; what a decoder reads of its source has some, too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
     memory: dict[str, Any] = {}
     name = "input_ids"
     if getattr(config, "is_encoder_decoder", False):
         source = {model.main_input_name: _source(model, config, ids)}
-        memory, name = {"encoder_outputs": model.get_encoder()(**source)}, "decoder_input_ids"
+        if model.main_input_name == "input_ids":
+            source["attention_mask"] = memory["attention_mask"] = _padding(ids.shape[1])
+        memory, name = memory | {"encoder_outputs": model.get_encoder()(**source)}, "decoder_input_ids"
     elif getattr(config, "is_decoder", False):
         states = torch.linspace(-1.0, 1.0, 3 * config.hidden_size).view(1, 3, -1)
-        memory = {"encoder_hidden_states": states}
+        memory = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
     else:
-        padded = {"attention_mask": torch.tensor([[1] * (LENGTH - 1) + [0]])}
-        return model(input_ids=ids)[0], model(input_ids=ids, **padded)[0][:, :-1]
+        padded = model(input_ids=ids, attention_mask=_padding(LENGTH))[0]
+        return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
         given: dict[str, Any] = {} if cache is None else {cache_name(): cache}
@@ -140,6 +155,11 @@ def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.T
         cache = cache_of(output)
         steps.append(output.last_hidden_state)
     return model(**memory, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
+
+
+def _padding(length: int) -> torch.Tensor:
+    """Return a mask [1, length] whose last token is padding."""
+    return torch.tensor([[1] * (length - 1) + [0]])
 
 
 def _source(model: PreTrainedModel, config: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ def test_versions_are_compared_by_minor():
 def newer(monkeypatch):
     """As if the installed transformers had not been run yet."""
     monkeypatch.setattr(host_trial.transformers, "__version__", "5.99.0")
-    monkeypatch.setattr(host_trial, "_tried", set())
+    monkeypatch.setattr(host_trial, "_tried", {})
 
 
 @EVERY_HOST
@@ -195,21 +195,21 @@ def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
     head = next(iter(host.heads))
     torch.manual_seed(0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
-    assert host_trial._tried == {host.config_class.model_type}
+    assert host_trial._tried == {host.config_class.model_type: None}
     torch.manual_seed(0)
     again = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)  # the trial drew no random number
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "bert"])
-def test_under_a_newer_release_another_meaning_is_refused(name, newer, monkeypatch):
+@EVERY_HOST
+def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypatch):
     """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
     from hf_attn_variants.modeling import attention_variants
 
     exact = attention_variants.fused_attention
     monkeypatch.setattr(attention_variants, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
-    host = ROWS[name]
     head = next(iter(host.heads))
-    with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
-        getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+    for _ in range(2):  # whoever catches the first error gets the second
+        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):
+            getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))

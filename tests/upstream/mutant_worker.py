@@ -143,6 +143,8 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
             return "invalid", _last_lines()
         if difference:
             return "invalid", f"upstream's own model differs: {difference}"
+        if mutation.get("is_newer"):  # no name has changed: what says it is the number of the release alone
+            importlib.import_module("transformers").__version__ = "5.99.0"
         for name, run in _ours(host, model, upstream, wanted, kept, mutation):
             outcome, note = _outcome(run, mutation["names"])
             if ORDER.index(outcome) > ORDER.index(worst[0]):

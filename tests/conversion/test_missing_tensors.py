@@ -1,0 +1,71 @@
+"""A checkpoint that lacks a part: `from_pretrained` draws it at random, with a report that few read."""
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from conversion.conftest import loaded
+from relatives import RELATIVES
+
+from hf_attn_variants.conversion import convert_checkpoint
+
+HOSTS = (*ARCHITECTURES, *RELATIVES)
+# Of encoder-decoders.
+ENCODERS = {f"{name}{end}" for name in ("T5", "UMT5") for end in ("EncoderModel", "ForTokenClassification")}
+ENCODERS |= {"WhisperForAudioClassification"}
+
+
+@pytest.mark.parametrize(
+    "name", ["intermediate.dense.weight", "layer.1.output.LayerNorm.bias", "word_embeddings.weight"]
+)
+def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
+    source = make_source("BertForMaskedLM")
+
+    def without(tensors):
+        for each in [each for each in tensors if each.endswith(name)]:
+            del tensors[each]
+
+    edit_tensors(source, without)
+    with pytest.raises(ValueError, match=rf"no tensor 'bert\.\S*{name}'.* would draw at random"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
+    source = make_source("BertForSequenceClassification")
+    edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
+    with caplog.at_level("WARNING", "hf_attn_variants"):
+        convert_checkpoint(source, tmp_path / "out", 4)
+    assert "no 'classifier.weight', which a AttnVariantBertForSequenceClassification has" in caplog.text
+
+
+def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
+    source = make_source("BertModel")
+    expected = loaded(transformers.BertModel, source)
+
+    def as_in_2018(tensors):
+        for name in list(tensors):
+            if "pooler" in name:
+                del tensors[name]
+            elif "LayerNorm" in name:
+                old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+                tensors[f"bert.{old}"] = tensors.pop(name)
+            else:
+                tensors[f"bert.{name}"] = tensors.pop(name)
+
+    edit_tensors(source, as_in_2018)
+    convert_checkpoint(source, tmp_path / "out", 12)
+    ids = torch.arange(5, 15)[None]
+    found = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
+    torch.testing.assert_close(found, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
+    assert "draws it at random" not in caplog.text
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
+def test_whole_checkpoints_of_every_head_lack_nothing(host, tmp_path, caplog):
+    for head in host.heads:
+        host.upstream_model(head).save_pretrained(tmp_path / head)
+        of_decoder, *of_encoder = host.config_class.kv_heads_fields()
+        field = of_encoder[0] if of_encoder and head in ENCODERS else of_decoder
+        convert_checkpoint(tmp_path / head, tmp_path / f"{head}-out", **{field: 1})
+    assert "draws it at random" not in caplog.text
