@@ -15,7 +15,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
-	@echo "make quality     check style"
+	@echo "make quality     check style and types"
 	@echo "make matrix      load saved repositories under every transformers (slow, needs a package index)"
 	@echo "make matrix-newest  the same under the newest one alone, and the newest pre-release"
 	@echo "make dist        the sdist and the wheel, in dist; TAG=v1.2.3 must be their version"
@@ -51,7 +51,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 quality: install
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 matrix: install
 	@$(BIN)/python benchmarks/transformers_matrix.py $(ARGS)
@@ -70,4 +70,4 @@ dist: install
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz && ls dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 Importing the package registers its classes with transformers' Auto factories.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from . import public as _public
     from .public import *  # noqa: F403
 
-    __all__ = ["convert", *_public.__all__]  # noqa: F405
+    if not TYPE_CHECKING:  # as in `public`
+        __all__ = ["convert", *_public.__all__]
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> Any:
     if name == "convert":  # its imports take seconds too
         from .conversion import convert
 
@@ -28,11 +30,18 @@ def __getattr__(name: str) -> Any:
         return package_version()
     # Python asks for a submodule's name here, too, before it imports that.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
-        from . import public
-
+        public: Any = importlib.import_module(".public", __name__)
         return ["convert", *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# A type checker that saw it would take any name for one that is here.
+if TYPE_CHECKING:
+    from .conversion import convert
+else:
+    __getattr__ = _found
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *sys.modules[__name__].__all__})
+    package: Any = sys.modules[__name__]
+    return sorted({*globals(), *package.__all__})

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["HelpFormatter", "add_checkpoint_argument", "package_version", "parse_with_checkpoint", "program_name"]
 
@@ -70,7 +71,8 @@ def parse_with_checkpoint(
 def package_version() -> str:
     """Return the package's version: read from the file that says it, whose import takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
-    return re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    found: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1]
 
 
 def program_name(script: str) -> str:

@@ -47,8 +47,8 @@ class GlueTask:
 
 
 _PAIR = (("sentence1", "premise"), ("sentence2", "hypothesis"))
-_PAIR_LAYOUT = {4: ("index", "sentence1", "sentence2", "label")}
-_PAIR_TEST_LAYOUT = {3: ("index", "sentence1", "sentence2")}
+_PAIR_LAYOUT: dict[int, tuple[str, ...]] = {4: ("index", "sentence1", "sentence2", "label")}
+_PAIR_TEST_LAYOUT: dict[int, tuple[str, ...]] = {3: ("index", "sentence1", "sentence2")}
 _STSB_LAYOUT = tuple("index genre filename year old_index source1 source2 sentence1 sentence2 score".split())
 _PARSES = ("sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse", "sentence2_parse")
 _MNLI_START = ("index", "promptID", "pairID", "genre", *_PARSES, "sentence1", "sentence2")

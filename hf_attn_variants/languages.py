@@ -1,6 +1,7 @@
 """The languages of a multilingual tokenizer (mBART's, M2M100's, NLLB's), and what texts in a language begin with."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -89,8 +90,9 @@ def _languages(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     if (codes := getattr(tokenizer, "lang_code_to_id", None)) is not None:
         return dict(codes)
     # NLLB's has them among its special tokens, whose others have names in angle brackets.
-    codes = [token for token in tokenizer.all_special_tokens if not token.startswith("<")]
-    return {code: tokenizer.convert_tokens_to_ids(code) for code in codes}
+    names = [token for token in tokenizer.all_special_tokens if not token.startswith("<")]
+    numbers: Any = tokenizer.convert_tokens_to_ids(names)
+    return dict(zip(names, numbers, strict=True))
 
 
 def _shown(known: dict[str, int]) -> str:

@@ -36,8 +36,8 @@ PARTIAL = ".*.partial-*"  # of `files.staged_folder`
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", PICKLE_INDEX_NAME)
 WEIGHT_FILES = (WEIGHTS_NAME, "model-*-of-*.safetensors", INDEX_NAME, *PICKLES, *ADAPTER_FILES)
-TOKENIZER_FILES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.spm", "*piece*.model")
-TOKENIZER_FILES += ("special_tokens_map.json", "added_tokens.json")
+_VOCABULARIES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.spm", "*piece*.model")
+TOKENIZER_FILES = (*_VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
 OTHER_FILES = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
 # What is true of a set of weights alone, and what would make another model of the new weights.
 RESULTS = (RESULTS_NAME, CURVES_FILE, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))

@@ -148,7 +148,8 @@ def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: boo
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    found, missing = [], []
+    found: list[Path] = []
+    missing: list[str] = []
     for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
         try:
             # Once the Hub could not be reached, each further try would take as long as that one.
@@ -231,7 +232,7 @@ def _step(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
         found["source"] = PurePath(found["source"]).name  # a folder of some machine
     layers = report.get("layers")
     details = [each.get("details") for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
-    fits = [{name: each[name] for name in FIT} for each in details if _fits(each, FIT)]
+    fits = [{name: each[name] for name in FIT} for each in details if each is not None and _fits(each, FIT)]
     return {"kind": kind, **found, **({"layers": [{"details": each} for each in fits]} if fits else {})}
 
 

@@ -7,7 +7,7 @@ import stat
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 __all__ = ["COMPRESSED_SUFFIX", "check_ordinary", "open_file", "read_file"]
 
@@ -89,7 +89,7 @@ class _Lines(io.RawIOBase):
     def tell(self) -> int:
         return self.file.tell()
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         found = self.file.read1(len(buffer))
         buffer[: len(found)] = found
         end = found.rfind(b"\n")

@@ -326,11 +326,11 @@ def attention_core(
     Raises:
         ValueError: head counts do not divide, a dynamic matrix without its static one, or a boolean bias or mask.
     """
-    logits = [
+    heads = [
         scale * query[:, head] @ key[:, group].transpose(1, 2)  # [b, n, m]
         for head, group in enumerate(_group_of_heads(query.shape[1], key.shape[1]))
     ]
-    logits = torch.stack(_mix_heads(logits, P_l, x2l, m2l), dim=1)  # [b, h, n, m]
+    logits = torch.stack(_mix_heads(heads, P_l, x2l, m2l), dim=1)  # [b, h, n, m]
     weights = list(masked_softmax(_add(logits, bias, mask)).unbind(1))
     weights = _mix_heads(weights, P_w, x2w, m2w)
     groups = _group_of_heads(len(weights), value.shape[1])

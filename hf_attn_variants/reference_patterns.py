@@ -9,6 +9,7 @@ that nothing is shared with the package's masks and blocks.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +172,7 @@ def memory_compressed_attention(
         read.append(padding[:, list(tokens)].any(1))
         for states, conv, made in ((K, C_k, short[0]), (V, C_v, short[1])):
             real = [states[:, :, j] * padding[:, None, j, None] for j in tokens]
-            made.append(sum(torch.einsum("bgd,gde->bge", x, conv[:, t]) for t, x in enumerate(real)))
+            made.append(_sum(torch.einsum("bgd,gde->bge", x, conv[:, t]) for t, x in enumerate(real)))
     mask = torch.zeros(len(padding), 1, 1, len(read), dtype=Q.dtype)
     mask = mask.masked_fill(~torch.stack(read, 1)[:, None, None], -torch.inf)
     return attention_core(Q, *(torch.stack(made, 2) for made in short), scale=scale, mask=mask)[0]
@@ -204,7 +205,7 @@ def transient_global_attention(
     n, h, length = len(X), len(P_q), len(X) if length is None else length
     whole, most = length // block, n // block
     own = [min(i // block, whole - 1) for i in range(length)]
-    sums = [sum(X[i] for i in range(length) if own[i] == b) for b in range(whole)]
+    sums = [_sum(X[i] for i in range(length) if own[i] == b) for b in range(whole)]
     inputs = [s * gamma / (s.square().mean() + epsilon).sqrt() for s in sums]
     outputs = X.new_zeros(length, h, P_v.shape[2])
     for head in range(h):
@@ -212,13 +213,20 @@ def transient_global_attention(
         for i in range(length):
             near = [j for j in range(length) if abs(i - j) <= window // 2]
             logits = [scale * (X[i] @ P_q[head]) @ (x @ p_k) for x in (*inputs, *X[near])]
-            for b in range(whole if block_bias is not None else 0):
-                logits[b] = logits[b] + block_bias[head, b - own[i] + most - 1]
-            for place, j in enumerate(near if bias is not None else ()):
-                logits[whole + place] = logits[whole + place] + bias[head, j - i + n - 1]
+            if block_bias is not None:
+                for b in range(whole):
+                    logits[b] = logits[b] + block_bias[head, b - own[i] + most - 1]
+            if bias is not None:
+                for place, j in enumerate(near):
+                    logits[whole + place] = logits[whole + place] + bias[head, j - i + n - 1]
             weights = masked_softmax(torch.stack(logits))
             outputs[i, head] = sum(w * (x @ p_v) for w, x in zip(weights, (*inputs, *X[near]), strict=True))
     return outputs
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    total: Any = sum(terms)
+    return total
 
 
 def _read(i: int, near: set[int], far: set[int], part: int | None, causal: bool) -> list[int]:

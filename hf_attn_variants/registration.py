@@ -1,11 +1,15 @@
 """Which architectures there are, and their registration with transformers' Auto factories."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from .modeling.configuration_attn_variants import CONFIG_CLASSES, AttnVariantConfigMixin
 from .modeling.sinusoidal_positions import has_sinusoids
+
+if TYPE_CHECKING:  # its import builds every attention function
+    from .modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "ARCHITECTURES",
@@ -68,7 +72,7 @@ def longest_input(config: transformers.PreTrainedConfig) -> int | None:
     return positions - config.pad_token_id - 1
 
 
-def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]:
+def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
     """Return our class for an upstream or variant class name, "BertForMaskedLM" or "MT5EncoderModel" for example.
 
     Raises:
@@ -86,5 +90,5 @@ def variant_model_class(architecture: str) -> type[transformers.PreTrainedModel]
     raise ValueError(f"Architecture {architecture!r} is not supported; supported are transformers' {known}.")
 
 
-def _modeling_module(config_class: type[AttnVariantConfigMixin]):
+def _modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:
     return importlib.import_module(f".modeling.{config_class.modeling_file}", __package__)

@@ -105,12 +105,12 @@ def _objects(path: Path) -> Iterator[Record]:
 
 def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
     # What a JSON list holds, or a file of one value a line, and the line of each.
-    lines, begin = enumerate(lines_of(path), start=1), []
-    for number, line in lines:
+    rest, begin = enumerate(lines_of(path), start=1), []
+    for number, line in rest:
         begin.append((number, line))
         if not is_blank(line):
             break
-    lines = itertools.chain(begin, lines)
+    lines = itertools.chain(begin, rest)
     if begin and begin[-1][1].lstrip().startswith("["):
         try:
             values = parse_rows("\n".join(line for _, line in lines))

@@ -1,6 +1,7 @@
 """Files of text examples: lines, parallel files of lines, and the columns of tables, each plain or .gz."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def read_lines(paths: Sequence[str | Path], keep_blank: bool = False) -> list[str]:
+def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> list[str]:
     """Return the lines of text files (UTF-8, plain or .gz) in the files' order; blank ones by `keep_blank` alone.
 
     Raises:
@@ -38,7 +39,7 @@ def read_lines(paths: Sequence[str | Path], keep_blank: bool = False) -> list[st
     return texts
 
 
-def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[str, ...]]:
+def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> list[tuple[str, ...]]:
     """Return parallel text: line i of one file belongs to line i of the other; pairs with a blank side are left out.
 
     Raises:
@@ -57,7 +58,7 @@ def read_pairs(source_file: str | Path, target_file: str | Path) -> list[tuple[s
 
 
 def read_columns(
-    paths: Sequence[str | Path], columns: Sequence[str], named_by: str | None = None, keep_blank: bool = False
+    paths: Sequence[str | os.PathLike], columns: Sequence[str], named_by: str | None = None, keep_blank: bool = False
 ) -> list[tuple[str, ...]]:
     """Return the rows of text columns of tables; those with a blank one are left out.
 
@@ -100,7 +101,7 @@ def _filled(place: str, what: str, rows: list[tuple[str, ...]]) -> list[tuple[st
     return filled
 
 
-def has_text(path: str | Path, column: str) -> bool:
+def has_text(path: str | os.PathLike, column: str) -> bool:
     """Say whether a table's first row has a text in a column; errors as for `read_columns`."""
     first = next(read_records(Path(path)), None)
     return first is not None and isinstance(column_value(first.values, column), str)
@@ -122,7 +123,7 @@ def column_names(record: dict[str, Any]) -> list[str]:
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
 
-def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+def text_columns(paths: Sequence[str | os.PathLike], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     """Return the columns that hold an encoder's texts, one, or two of pairs; none where the files are lines of text.
 
     Args:
@@ -146,6 +147,6 @@ def text_columns(paths: Sequence[str | Path], columns: Sequence[str] | None, fla
     return tuple(columns or ("text",))
 
 
-def is_table(path: str | Path) -> bool:
+def is_table(path: str | os.PathLike) -> bool:
     """Say whether a file's name is that of a table: .csv, .tsv, .json or .jsonl, or those .gz."""
     return suffix_of(Path(path)) in TABLE_SUFFIXES

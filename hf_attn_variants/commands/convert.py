@@ -302,7 +302,8 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     from ..conversion.methods.base import CalibratedMethod
 
     given = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
-    if given and args.method is not None and not issubclass(METHODS[args.method], CalibratedMethod):
+    method: Any = None if args.method is None else METHODS[args.method]
+    if given and method is not None and not issubclass(method, CalibratedMethod):
         raise ValueError(f"--method {args.method} looks at no text: leave --{given[0]} out, or the method.")
     settings = {name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in given}
     if args.calibration_audio_dir is not None:

@@ -1,7 +1,7 @@
 """The command `attn-variants export`, which `scripts/export_checkpoint.py` is too."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
@@ -53,10 +53,15 @@ def main(args: argparse.Namespace) -> Any:
 
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS or value is not None}
+    export: Callable[..., Any]
     if args.to == "onnx":
-        from ..export.onnx import export_onnx as export
+        from ..export.onnx import export_onnx
+
+        export = export_onnx
     else:
-        from ..export.plain import export_transformers as export
+        from ..export.plain import export_transformers
+
+        export = export_transformers
     with no_progress_bars(args.disable_tqdm):
         written = export(**options)
     print(written.summary())

@@ -160,7 +160,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..conversion.calibration.texts import read_calibration
     from ..inspection.frontier.inputs import split_text
 
-    calibration = read_calibration_arguments(args)
+    calibration: Any = read_calibration_arguments(args)  # there is one: its text is a flag that must be given
     files = (args.calibration_file, args.calibration_target_file)
     if args.held_out_file is not None:
         files = (args.held_out_file, args.held_out_target_file)
@@ -173,8 +173,8 @@ def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: An
     """Return all that a row depends on, by which a second call knows the rows of the first."""
     from ..inspection.frontier.saved import hash_examples
 
-    names = ("model_name_or_path", "revision", "length", "source_length", "seed")
-    names += tuple(name for name in CALIBRATION_OPTIONS if not name.endswith("_file"))
+    names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
+    names += [name for name in CALIBRATION_OPTIONS if not name.endswith("_file")]
     texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
     return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 

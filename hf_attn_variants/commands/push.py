@@ -120,7 +120,7 @@ def _read_evaluations(path: str | None) -> list[dict[str, Any]]:
     from ..files import parse_json
 
     try:
-        values = parse_json(_read_text(path))
+        values = parse_json(_read_text(path) or "")
     except ValueError as error:
         raise ValueError(f"--evaluations {path} is not JSON: {error}") from error
     if not isinstance(values, list):

@@ -36,7 +36,8 @@ def training_command(
             return train_and_push(settings, lambda: found(settings))
         from ..training.engine.finetune import fine_tune
 
-        return train_and_push(settings, lambda: fine_tune(found, settings))
+        task: Any = found
+        return train_and_push(settings, lambda: fine_tune(task, settings))
 
     return parse_args, main
 

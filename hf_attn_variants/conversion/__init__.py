@@ -8,7 +8,7 @@ said of it), `conversions`.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Imported when it is first used: whoever reads a checkpoint's folder needs none of the code that fits. No module here
 # may be called `convert`: it would take the function's place.
@@ -27,13 +27,41 @@ _PLACES = {
     "read_audio_calibration": "calibration.audio",
     "read_calibration": "calibration.texts",
 }
-__all__ = [*_PLACES]
+__all__ = [
+    "METHODS",
+    "AttentionTensors",
+    "Calibration",
+    "ConversionMethod",
+    "ConversionReport",
+    "LayerContext",
+    "LayerReport",
+    "convert",
+    "convert_checkpoint",
+    "convert_model",
+    "load_converted",
+    "read_audio_calibration",
+    "read_calibration",
+]
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+
+
+# A type checker that saw it would take any name for one that is here.
+if TYPE_CHECKING:
+    from .calibration.audio import read_audio_calibration
+    from .calibration.texts import read_calibration
+    from .calibration_settings import Calibration
+    from .conversions import convert, convert_checkpoint, convert_model, load_converted
+    from .methods import METHODS
+    from .methods.base import ConversionMethod, LayerContext
+    from .projections import AttentionTensors
+    from .report import ConversionReport, LayerReport
+else:
+    __getattr__ = _found
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..modeling.attention_kernels import AttentionKernel
 from ..modeling.attention_sites import AttentionSite
 from ..modeling.kernel_parameters import kernel_tensors
+from ..modeling.variant_mixins import AttnVariantModelMixin
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors
@@ -47,6 +48,12 @@ class AttentionModule:
     kernel: tuple[AttentionKernel | None, AttentionKernel | None] = (None, None)
 
     @property
+    def new_kernel(self) -> AttentionKernel:
+        """What takes its softmax's place; asked where something does."""
+        kernel: Any = self.kernel[1]
+        return kernel
+
+    @property
     def gets_kernel(self) -> bool:
         """Whether a kernel takes the place of its softmax."""
         return self.kernel[0] is None and self.kernel[1] is not None
@@ -71,15 +78,17 @@ class AttentionModule:
 
     def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
-        return AttentionTensors(**{part: read(name) for part, name in self.tensors.items()}, kernel=self.kernel[0])
+        tensors: dict[str, Any] = {part: read(name) for part, name in self.tensors.items()}
+        return AttentionTensors(**tensors, kernel=self.kernel[0])
 
     def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections after the conversion, from where these are."""
-        return AttentionTensors(**{part: read(name) for part, name in self.new_tensors.items()}, kernel=self.kernel[1])
+        tensors: dict[str, Any] = {part: read(name) for part, name in self.new_tensors.items()}
+        return AttentionTensors(**tensors, kernel=self.kernel[1])
 
 
 def attention_modules(
-    target: PreTrainedModel, source_config: Any, entries: Mapping[str, TensorEntry]
+    target: AttnVariantModelMixin, source_config: Any, entries: Mapping[str, TensorEntry]
 ) -> list[AttentionModule]:
     """Return every attention module of a checkpoint that is to become `target`, its tensors found and checked.
 
@@ -125,11 +134,11 @@ def _attention_module(
     for rank, named in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
             named[LATENT] = f"{prefix}{site.latent_path(path)}.weight"
-    if LATENT in tensors:
+    if heads.rank[0] is not None:
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
-    if LATENT in new_tensors:
+    if heads.rank[1] is not None:
         shapes[LATENT] = (heads.rank[1], width)
-    core_module = module.get_submodule(site.core)
+    core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
     of_kernel = kernel_tensors(core_module)
@@ -160,9 +169,9 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
     """
     before, after = site.heads(source, path), site.heads(target, path)
     # A latent as wide as its input is that.
-    ranks = tuple(None if rank == target.hidden_size else rank for rank in (before.rank, after.rank))
+    old, new = (None if rank == target.hidden_size else rank for rank in (before.rank, after.rank))
     heads = HeadCounts(
-        after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, ranks
+        after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
     for field, check in ((site.kv_heads_field, "relation"), (site.rank_field, "rank_relation")):
         try:
@@ -185,7 +194,7 @@ def _check_memory_terms(site: AttentionSite, *configs: Any) -> None:
 
 
 def _check_nothing_unclaimed(
-    target: PreTrainedModel, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
+    target: AttnVariantModelMixin, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
     # They would stay as they are, and the converted model would silently be without their layers.
     claimed = {name for module in modules for name in module.tensors.values()}

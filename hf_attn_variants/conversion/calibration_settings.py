@@ -36,7 +36,7 @@ BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 MIN_TEXTS = 2
 # The share of the texts that nothing is fitted to: on them errors are measured.
 HELD_OUT = 0.1
-FIT_DEFAULTS = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
+FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Calibration:
         if not len(self.texts):
             raise ValueError("a calibration needs `texts`; the list is empty.")
         # A pair that was read from JSON is a list.
-        rows = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
+        rows: list[Any] = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
         pairs = isinstance(rows[0], tuple)
         for row in rows:
@@ -134,17 +134,18 @@ class Calibration:
             self._check_targets(self.target_texts)
 
     def _check_audio(self) -> None:
-        _check_is_list("audio", self.audio)
+        files = self.audio or ()
+        _check_is_list("audio", files)
         for name in ("texts", "target_texts", "tokenizer"):
             if getattr(self, name):
                 raise ValueError(f"a calibration has `audio` or `{name}`, not both.")
-        for path in self.audio:
+        for path in files:
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"`audio` of a calibration must be paths of files; got {path!r:.80}.")
-        if len(self.audio) < MIN_TEXTS:
+        if len(files) < MIN_TEXTS:
             raise ValueError(
                 f"a calibration needs {MIN_TEXTS} files of `audio` at least, one to fit to and one that is held out "
-                f"to measure errors on; got {len(self.audio)}."
+                f"to measure errors on; got {len(files)}."
             )
 
     def _check_targets(self, targets: Sequence[str]) -> None:
@@ -157,6 +158,12 @@ class Calibration:
                 f"a calibration has a target for each text: {len(self.texts)} texts, {len(targets)} targets."
             )
         _check_unicode("target_texts", targets)
+
+    @property
+    def batch_rows(self) -> int:
+        """`batch_size`, which has a default by now."""
+        rows: Any = self.batch_size
+        return rows
 
     @property
     def examples(self) -> Sequence[Any]:

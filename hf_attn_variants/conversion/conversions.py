@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
+from ..modeling.variant_mixins import AttnVariantModelMixin
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
@@ -63,7 +64,7 @@ REPLACED = (
 )
 HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
 # Loads a plan's source, in float32, with the tokenizer or feature extractor beside it.
-SourceModel = Callable[[ConversionPlan], tuple[PreTrainedModel, Any]]
+SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -173,7 +174,7 @@ def convert_model(
         check_has_processor(calibration)
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
 
-    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, None]:
+    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
         return assemble(plan.model_class, plan.source_config, tensors, model), None
 
@@ -283,8 +284,8 @@ class _Request:
 
     num_key_value_heads: int | None
     asked_method: str | ConversionMethod | None
-    calibration: CalibrationLike | None
-    dtype: torch.dtype | str | None
+    asked_calibration: CalibrationLike | None
+    asked_dtype: torch.dtype | str | None
     seed: int
     fields: dict[str, Any]
 
@@ -293,10 +294,11 @@ class _Request:
         if self.kv_cache_bytes is not None:
             asked = self.fields | {"num_key_value_heads": self.num_key_value_heads}
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, asked)
-        self.calibration = as_calibration(self.calibration, self.seed)
-        self.matching_layers, self.matching_shares = self.fields.pop("keep_matching_layers", None), None
+        self.calibration = as_calibration(self.asked_calibration, self.seed)
+        self.matching_layers = self.fields.pop("keep_matching_layers", None)
+        self.matching_shares: list[float] | None = None
         self.method = resolve_method(self.asked_method, self.calibration)
-        self.dtype = checked_dtype(self.dtype)
+        self.dtype = checked_dtype(self.asked_dtype)
 
     def plan(
         self, config: dict[str, Any], reader: TensorSource, source: SourceModel, config_file: Path | None = None
@@ -334,8 +336,9 @@ class _Request:
         check_matching_layers(probe, fields, self.matching_layers, self.calibration)
         method_to_calibrate(probe, self.calibration)  # refuses what cannot be calibrated
         model, tokenizer = source(probe)
-        tokenizer = self.calibration.processor or tokenizer
-        self.matching_shares = matching_shares(probe, model, tokenizer, self.calibration)
+        calibration: Any = self.calibration  # there is one, or `check_matching_layers` had refused
+        tokenizer = calibration.processor or tokenizer
+        self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
         return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
 
     def _losses(
@@ -366,7 +369,7 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
     """Return the function that loads the model in a folder, in float32, and what makes its inputs, where needed."""
 
-    def source(plan: ConversionPlan) -> tuple[PreTrainedModel, Any]:
+    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
         # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.

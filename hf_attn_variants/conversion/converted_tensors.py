@@ -26,7 +26,7 @@ __all__ = ["converted_tensors", "planned_entries", "write_weights"]
 
 def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
     """Return every tensor of the converted model by name."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     with _one_thread():
         latents = _shared_latents(plan, reader)
         for module in plan.modules:
@@ -35,8 +35,8 @@ def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, t
         for name in reader.entries:
             if name not in plan.converted_names:
                 tensor = reader.read(name)
-                casts = plan.dtype is not None and tensor.is_floating_point()
-                tensors[name] = cast(tensor, plan.dtype, name) if casts else tensor
+                dtype = plan.dtype if tensor.is_floating_point() else None
+                tensors[name] = tensor if dtype is None else cast(tensor, dtype, name)
     return tensors
 
 
@@ -109,9 +109,9 @@ def _shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, tor
             forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
             # Without text all metrics are the identity, and forms add up.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
-            ranks[name] = module.heads.rank[1]
-    forms = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
-    return {name: best_latent([form], ranks[name]) for name, form in forms.items()}
+            ranks[name] = module.heads.new_rank
+    of_all = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
+    return {name: best_latent([form], ranks[name]) for name, form in of_all.items()}
 
 
 @contextmanager

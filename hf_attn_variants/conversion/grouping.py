@@ -1,6 +1,7 @@
 """Which heads share a key/value head, and how a projection with one number of heads becomes one with another."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,12 @@ class HeadCounts:
     output: int
     head_dim: int
     rank: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def new_rank(self) -> int:
+        """The rank of the latent that it gets; asked where it gets one."""
+        rank: Any = self.rank[1]
+        return rank
 
     @property
     def relation(self) -> str:

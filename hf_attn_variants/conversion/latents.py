@@ -17,7 +17,7 @@ W_o,i all that values do. With text: `calibration.latent_forms`.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ def lost_by_rank(forms: Sequence[LatentForm]) -> torch.Tensor:
 
 def _directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the energies [D], ascending, of the directions that a latent may keep, and what reads them [D, D]."""
-    metric = sum(form.energy * form.metric / form.metric.trace() for form in forms)
+    metric: Any = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
     gram = sum(form.gram * (form.energy / (form.gram * metric).sum().clamp_min(1e-300)) for form in forms)
     values, vectors = torch.linalg.eigh((metric + metric.T) / 2)
@@ -117,7 +117,8 @@ def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
         metric = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
         forms.append(LatentForm(gram / gram.trace().clamp_min(1e-300), metric))
-    return LatentForms(*forms)
+    of_key, of_value = forms
+    return LatentForms(of_key, of_value)
 
 
 def _regression(form: LatentForm, latent: torch.Tensor) -> torch.Tensor:

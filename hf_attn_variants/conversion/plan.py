@@ -15,7 +15,8 @@ from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.field_checks import nearest
 from ..modeling.given_fields import quietly, wrong_name
-from ..modeling.variant_mixins import projection_std
+from ..modeling.variant_config import AttnVariantConfigMixin
+from ..modeling.variant_mixins import AttnVariantModelMixin, projection_std
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry
@@ -43,7 +44,7 @@ class ConversionPlan:
         dtype: of the floating-point tensors afterwards; None keeps each one's.
     """
 
-    model_class: type[torch.nn.Module]
+    model_class: type[AttnVariantModelMixin]
     source_config: Any
     config: Any
     modules: list[AttentionModule]
@@ -111,11 +112,11 @@ class ConversionPlan:
             new = self.with_new_heads(module, new)
             if module.heads.rank_relation == "compress":
                 forms = weight_forms(new, module.heads)
-                shared = (latents or {}).get(module.new_latent)
-                latent = best_latent([forms.key, forms.value], module.heads.rank[1]) if shared is None else shared
+                shared = (latents or {}).get(module.new_latent or "")
+                latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
                 new = on_latent(new, latent, forms)
             if module.gets_kernel:
-                new = new.with_new_kernel(module.kernel[1], module.heads)
+                new = new.with_new_kernel(module.new_kernel, module.heads)
         if tensors.latent_weight is not None:
             new = new.behind(tensors.latent_weight)
             if module.heads.rank[1] is None:
@@ -223,12 +224,12 @@ def _by_layer(config: Any, name: str) -> Any:
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
 
-def _key_value_fields(config_class: type) -> list[str]:
+def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     """Return the fields that say what keys and values are: their heads, and the ranks of latents."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
-def _talking_fields(config_class: type) -> list[str]:
+def _talking_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     """Return the fields of talking heads: all others of a variant that has weights."""
     others = {
         "per_layer_values",
@@ -250,7 +251,9 @@ def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: At
             )
 
 
-def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[str, Any], changes: bool) -> None:
+def _check_fields(
+    config_class: type[AttnVariantConfigMixin], config: Mapping[str, Any], given: Mapping[str, Any], changes: bool
+) -> None:
     kv_fields = config_class.kv_heads_fields()
     for name in given:
         if name not in config_class.variant_fields():
@@ -288,7 +291,9 @@ def _check_fields(config_class: type, config: Mapping[str, Any], given: Mapping[
         )
 
 
-def _converted_config(config_class: type, source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]) -> Any:
+def _converted_config(
+    config_class: type[AttnVariantConfigMixin], source_config: Any, raw: dict[str, Any], given: Mapping[str, Any]
+) -> Any:
     # Where layers differ, now or afterwards, no one number is kept; lists of fields that are not asked for are.
     asked = given.get("per_layer_values")
     asked = asked if isinstance(asked, Mapping) else {}
@@ -335,7 +340,11 @@ def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[A
 
 
 def _check_all_used(
-    name: str, config_class: type, given: Mapping[str, Any], config: Any, modules: list[AttentionModule]
+    name: str,
+    config_class: type[AttnVariantConfigMixin],
+    given: Mapping[str, Any],
+    config: Any,
+    modules: list[AttentionModule],
 ) -> None:
     # A field that changes nothing is a mistake: the output would say that it was converted, and be the source.
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}

@@ -90,17 +90,17 @@ def with_positions(
         if extension is not None:
             raise ValueError(f"`{EXTENSION}` says how positions are made more: give `{FIELD}` too; got {extension!r}.")
         return config, reader
-    names = [name for name in reader.entries if name.endswith(WEIGHT)]
-    if len(names) != 1:
+    found = [name for name in reader.entries if name.endswith(WEIGHT)]
+    if len(found) != 1:
         raise ValueError(
             f"`{FIELD}` is for the learned positions of BERT and its relatives, which {config.get('model_type')!r} "
             "checkpoints have not."
         )
-    now = reader.entries[names[0]].shape[0]
+    now = reader.entries[found[0]].shape[0]
     check_size(FIELD, positions, now + 1)
     if config.get("attention_kernel") == "linformer":
         raise ValueError(f"`{FIELD}` cannot change in a model with linformer, which has learned sums over {now}.")
-    longer = LongerCheckpoint(reader, names[0], positions, _without_token(config), extension or EXTENSIONS[0])
+    longer = LongerCheckpoint(reader, found[0], positions, _without_token(config), extension or EXTENSIONS[0])
     return config | {FIELD: positions}, longer
 
 

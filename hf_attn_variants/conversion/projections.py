@@ -68,12 +68,13 @@ class AttentionTensors:
 
     def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
         """Return the same projections with a kernel in a softmax's place, as a new model has it."""
-        made = nn.Module()
+        made: Any = nn.Module()
         made.register_parameter("like", nn.Parameter(self.query_weight.new_zeros(())))
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, heads.head_dim)
         install_kernel(made, kernel, counts)
         init_kernel(made)
-        return replace(self, kernel=kernel, **{name: each.detach() for name, each in kernel_tensors(made).items()})
+        added: dict[str, Any] = {name: each.detach() for name, each in kernel_tensors(made).items()}
+        return replace(self, kernel=kernel, **added)
 
     def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":
         """Return the same attention without a latent: W A in the place of W, in this dtype."""
@@ -85,7 +86,9 @@ class AttentionTensors:
 
     def to(self, device: torch.device | str) -> "AttentionTensors":
         """Return the same on a device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **tensors)
 
     def joined(self, role: str) -> torch.Tensor:
@@ -115,7 +118,7 @@ def pool_key_value(
         heads: the head counts; a role that keeps its heads is left as it is.
         pool: makes a projection of `target` heads out of one of `source` heads.
     """
-    changed = {}
+    changed: dict[str, Any] = {}
     for role, (source, target) in (("key", heads.key), ("value", heads.value)):
         if source != target:
             changed |= tensors.mapped(role, partial(pool, source=source, target=target))

@@ -253,7 +253,9 @@ def _cache_bytes(
             sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
         found.append(cache_bytes_per_token(config, sizes))
     old, new = found
-    return old and new and {site: {"before": old[site], "after": new[site]} for site in old}
+    if old is None or new is None:
+        return None
+    return {site: {"before": old[site], "after": new[site]} for site in old}
 
 
 def _count_parameters(entries: dict[str, TensorEntry]) -> int:

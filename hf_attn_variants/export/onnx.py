@@ -120,7 +120,7 @@ def _write(graph: Graph, opset: int, path: Path) -> None:
     shapes = {name: {at: dimensions[axis] for at, axis in axes.items()} for name, axes in graph.axes.items()}
     inputs = {name: graph.inputs(EXPORTED)[name] for name in graph.axes}
     with _quiet():
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             graph.module,
             (),
             kwargs={"inputs": inputs},

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.upstream import cache_name, cache_of
+from ..modeling.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .upstream import upstream_architecture
 
@@ -59,7 +60,7 @@ class Graph:
     longest: dict[str, int]
 
 
-def model_graphs(model: PreTrainedModel) -> list[Graph]:
+def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     """Return the graphs of one of this package's models.
 
     Raises:
@@ -109,7 +110,8 @@ class _Decoder(nn.Module):
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Return the logits [b, n, vocabulary] and the caches: of a step, only that of the decoder's own tokens."""
-        cache, states = None, inputs.get("encoder_hidden_states")
+        states: Any = inputs.get("encoder_hidden_states")
+        cache = None
         if self.is_step:
             own, memory = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
             cache = EncoderDecoderCache(own, memory)
@@ -181,7 +183,7 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
     own, memory = {0: BATCH, 2: PAST}, ({0: BATCH} if hears else {0: BATCH, 2: SOURCE})
     cached = _cached(model.config, "decoder", "past_key_values"), _cached(model.config, "encoder", "past_key_values")
     # Layer by layer, as the outputs: optimum fills the inputs of caches by their place, not by their name.
-    names = {}
+    names: dict[str, Any] = {}
     for of_own, of_memory in zip(*cached, strict=True):
         names |= dict.fromkeys(of_own, own) | dict.fromkeys(of_memory, memory)
     return [

@@ -109,14 +109,18 @@ def export_transformers(
         with output_folder.written() as (stage, _):
             upstream_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
-        parameters = tuple(
+        before, after = (
             sum(entry.numel for entry in each.values()) for each in (reader.entries, output_folder.entries)
         )
     ranks = {name: None for name in plan.config.rank_fields()}
     changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(
-        os.fspath(output_dir), upstream_architecture(plan.model_class), changed, parameters, output_folder.left_out
+        os.fspath(output_dir),
+        upstream_architecture(plan.model_class),
+        changed,
+        (before, after),
+        output_folder.left_out,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -11,6 +11,9 @@ from ..files import CARD_NAME, GENERATED_CARD
 from ..inspection.costs import variant_config
 from ..registration import PREFIX, variant_model_class
 
+if TYPE_CHECKING:
+    from ..modeling.variant_mixins import AttnVariantModelMixin
+
 __all__ = ["OWN_CODE", "source_model", "travels_without_code", "upstream_architecture", "upstream_config"]
 
 OWN_CODE = {path.name for path in Path(modeling.__file__).parent.glob("*.py")}
@@ -18,7 +21,7 @@ OWN_CODE = {path.name for path in Path(modeling.__file__).parent.glob("*.py")}
 NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
 
 
-def source_model(config: Mapping[str, Any]) -> tuple[type, Any]:
+def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
     """Return the model class that a config.json describes, and its configuration, both of this package.
 
     Raises:

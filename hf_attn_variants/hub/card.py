@@ -194,7 +194,9 @@ def refreshed_card(text: str) -> str | None:
     """
     if not is_untouched(text):
         return None
-    repo_id, body = REPO_ID_PATTERN.search(text), text[: MARK_PATTERN.search(text).start()]
+    mark: Any = MARK_PATTERN.search(text)  # by which it is untouched
+    repo_id = REPO_ID_PATTERN.search(text)
+    body = text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     made = CODE_PATTERN.sub(lambda _: code_paragraph(repo_id[1]), body, count=1)
@@ -215,6 +217,7 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
         names = [name.removeprefix(prefix) for name in results if name.startswith(prefix)]
         names = [name for name in names if _is_number(results[prefix + name]) and not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
+        data: dict[str, Any] = (data_name(results, files) if names else None) or HELD_OUT
         found += [
             EvalResult(
                 task_type=task or "other",
@@ -222,7 +225,7 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
                 metric_type=name,
                 metric_name=name,
                 metric_value=round(results[prefix + name], 4),
-                **(data_name(training, files) or HELD_OUT),
+                **data,
             )
             for name in names
         ]

@@ -145,7 +145,7 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
     for site, count in (now.kv_cache_bytes_per_token or {}).items():
         token = "a token of the encoder" if site == "cross" else "a generated token"
         name = f"key/value cache, bytes for {token} ({table.dtype}, all layers)"
-        before = full.kv_cache_bytes_per_token[site]
+        before = (full.kv_cache_bytes_per_token or {})[site]
         made.append((name, f"{count:,}" + (f" (multi-head: {before:,})" if before != count else "")))
     return made
 
@@ -282,8 +282,8 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     if variant is None:
         return []
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
-    counts = {(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)}
-    counts = {count for count, heads in counts if count != heads}
+    pairs = {(count, variant.query_heads(name)) for name in kv_fields for count in values_by_layer(variant, name)}
+    counts = {count for count, heads in pairs if count != heads}
     ranks = {rank for name in variant.rank_fields() if name in fields for rank in values_by_layer(variant, name)}
     are_true = {
         "MQA": 1 in counts,
@@ -331,8 +331,8 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
     if variant.talking_heads is not None:
-        kind = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
-        parts.append(f"talking heads {kind[variant.talking_heads]}")
+        at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
+        parts.append(f"talking heads {at[variant.talking_heads]}")
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
     parts += [
         f"the kernel {kernel} in the place of {what}{where}" for kernel, what, where in _kernels(variant, fields)

@@ -36,7 +36,7 @@ def _tokens(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _main(folder: str, inputs_file: str, outputs_file: str) -> None:
-    sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]
+    sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]  # which makes its import an error
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -48,7 +48,7 @@ def _main(folder: str, inputs_file: str, outputs_file: str) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     named = {each.rpartition(".")[2]: each for each in config.auto_map.values() if isinstance(each, str)}
     reference = named[config.architectures[0]] if config.architectures else config.auto_map["AutoModel"]
-    model_class = get_class_from_dynamic_module(reference, folder)
+    model_class: Any = get_class_from_dynamic_module(reference, folder)
     model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     save_file(model_outputs(model, inputs) | _tokens(model, inputs), outputs_file)
 

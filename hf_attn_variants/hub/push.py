@@ -249,7 +249,7 @@ def _commit(
     info = api.model_info(repo_id, revision=revision)
     existing = [each.rfilename for each in info.siblings or []]
     if CARD_NAME in existing and not overwrite_card:
-        _check_remote_card(api, repo_id, info.sha, plan.card)
+        _check_remote_card(api, repo_id, str(info.sha), plan.card)
     of_a_model = (name for name in existing if _is_weight_file(name) or name in WITHOUT_PATHS)
     stale = sorted(name for name in of_a_model if name not in plan.files)
     operations: list[Any] = [CommitOperationDelete(name) for name in stale]

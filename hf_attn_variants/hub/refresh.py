@@ -123,7 +123,7 @@ def refresh_repository(
     folder = local_folder(model_name_or_path)
     _check_request(name, folder, output, dry_run, push_to_hub, hub_model_id, private, revision)
     in_place = folder is not None and output is None and not dry_run
-    with held(folder) if in_place else nullcontext():
+    with held(folder) if folder is not None and in_place else nullcontext():
         ended = _end_interrupted(name, folder, in_place)
         repository = read_repository(model_name_or_path, revision, token)
         if output is not None:
@@ -231,13 +231,15 @@ def _push_changes(
     repository: Repository = plan.repository
     operations: list[Any] = []
     for each in plan.changes:
-        is_gone = each.content is None
-        operations.append(CommitOperationDelete(each.name) if is_gone else CommitOperationAdd(each.name, each.content))
+        content = each.content
+        operations.append(
+            CommitOperationDelete(each.name) if content is None else CommitOperationAdd(each.name, content)
+        )
     url, gone = f"{api.endpoint}/{repository.name}", [each.name for each in plan.changes if each.kind == "removed"]
     with explained(repository.name):
         check_visibility(api, repository.name, private)
         if not operations:
-            return PushResult(repository.name, url, repository.commit, False, [])
+            return PushResult(repository.name, url, str(repository.commit), False, [])
         commit = api.create_commit(
             repository.name,
             operations,

@@ -56,6 +56,7 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
     config = _today_config(repository)
     architecture = next(iter(repository.config.get("architectures") or ()), config.auto_classes["AutoModel"])
     model_class = variant_model_class(architecture)
+    loader: Any = model_class  # it returns two things, where both are asked for
     if repository.config.get("quantization_config"):
         with open_checkpoint(repository.folder) as reader:
             count = len(reader.entries)
@@ -67,7 +68,7 @@ def check_weights(plan: RefreshPlan) -> tuple[str, dict[str, torch.Tensor]]:
         no_progress_bars(),
         as_value_error(what),
     ):
-        model, info = model_class.from_pretrained(
+        model, info = loader.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -177,7 +178,8 @@ def trial_inputs(model: Any) -> dict[str, torch.Tensor]:
 
     inputs = {}
     if model.main_input_name == "input_features":
-        frames = 2 * source_window(config)
+        window: Any = source_window(config)  # which such a model has
+        frames = 2 * window
         inputs["input_features"] = torch.linspace(-1, 1, config.num_mel_bins * frames).reshape(1, -1, frames).sin()
     else:
         inputs["input_ids"] = ids(config.vocab_size)
@@ -246,7 +248,8 @@ def _view(repository: Repository, changes: Mapping[str, bytes | None], code: boo
     with tempfile.TemporaryDirectory() as folder:
         for name in linked:
             os.symlink((repository.folder / name).resolve(), Path(folder) / name)
-        contents = {name: (repository.folder / name).read_bytes() for name in written} | changes
+        contents: dict[str, bytes | None] = {name: (repository.folder / name).read_bytes() for name in written}
+        contents |= changes
         for name, content in contents.items():
             if content is not None:
                 (Path(folder) / name).write_bytes(content)

@@ -69,13 +69,14 @@ def _value_span(text: str, wanted: str) -> tuple[int, int, dict[str, Any]]:
 
 
 def _skipped(text: str, position: int) -> int:
-    return re.compile(r"[ \t\r\n]*").match(text, position).end()
+    blank: Any = re.compile(r"[ \t\r\n]*").match(text, position)  # of any length, none too
+    return blank.end()
 
 
 def _dumped(value: dict[str, Any], text: str, start: int) -> str:
     """Write a value as the text around it is written: on one line, or indented."""
     line = text[text.rfind("\n", 0, start) + 1 : start]
-    indent = re.match(r"[ \t]*", line)[0]
+    indent = line[: len(line) - len(line.lstrip(" \t"))]
     if "\n" not in text[:start] or not indent:
         return json.dumps(value, ensure_ascii=False)
     newline = "\r\n" if "\r\n" in text else "\n"

@@ -189,7 +189,7 @@ def what_changes_meaning(config: Mapping[str, Any]) -> list[str]:
 def travelling_code(config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files that a model of this configuration takes along when it is saved, by name."""
     config_class = variant_config_class(config["model_type"])
-    entries = [MODELING / f"{config_class.modeling_file}.py", MODELING / "configuration_attn_variants.py"]
+    entries: list[Any] = [MODELING / f"{config_class.modeling_file}.py", MODELING / "configuration_attn_variants.py"]
     paths = {Path(each) for entry in entries for each in (entry, *get_relative_import_files(entry))}
     return {path.name: path.read_bytes() for path in sorted(paths)}
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ..files import (
     CARD_NAME,
@@ -172,7 +173,7 @@ def _checked_journal(unfinished: Path) -> tuple[str, list[str]]:
     if unfinished.is_symlink():
         raise ValueError(f"{unfinished} is a link: no refresh left it. Remove it.")
     places = [unfinished / JOURNAL, unfinished / "old" / JOURNAL]
-    journal = next((load_json(path) for path in places if path.is_file() and not path.is_symlink()), {})
+    journal: Any = next((load_json(path) for path in places if path.is_file() and not path.is_symlink()), {})
     journal = journal if isinstance(journal, dict) else {"backup": None}
     backup, removed = journal.get("backup", f"{BACKUP}old"), journal.get("removed", [])
     found = [path for part in ("new", "old") for path in (unfinished / part).glob("*")]

@@ -75,7 +75,7 @@ def _generator(model: Any) -> torch.Generator:
 def _decoded(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens decoded from outputs of an encoder, half of the second text padding, and their logits."""
     shape = (ROWS, SOURCE, model.config.d_model)
-    states = torch.randn(shape, generator=_generator(model), device=model.device)
+    states: Any = torch.randn(shape, generator=_generator(model), device=model.device)
     given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": _mask(model, SOURCE)}
     # A text of one token over and over, as random weights write it, gives the same whether it is remembered or not.
     given["decoder_input_ids"] = _words(model, PROMPT)

@@ -22,7 +22,8 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
     folder = local_folder(checkpoint)
     if folder is None:
         try:
-            folder = Path(cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)).parent
+            found: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
+            folder = Path(found).parent
         except OSError as error:
             raise OSError(f"there is no folder {checkpoint!r}, and as a Hub id it cannot be read: {error}") from error
     elif revision is not None:

@@ -5,10 +5,9 @@ The variants: each possible number of key/value heads, latents of some ranks, ta
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
@@ -18,6 +17,9 @@ from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.layer_values import LayerValue
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
+
+if TYPE_CHECKING:
+    from ..modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "CostTable",
@@ -91,7 +93,8 @@ class CostTable:
     def savings(self, row: VariantCost) -> dict[str, int | None]:
         """What `row` saves against the checkpoint as it is; a negative number is what it costs more."""
         now, size = self.current, getattr(torch, self.dtype).itemsize
-        cache = None if row.kv_cache_bytes is None else now.kv_cache_bytes - row.kv_cache_bytes
+        both = (now.kv_cache_bytes, row.kv_cache_bytes)
+        cache = None if both[0] is None or both[1] is None else both[0] - both[1]
         saved = {"weight_bytes": (now.parameters - row.parameters) * size, "kv_cache_bytes": cache}
         flops = {
             f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in now.flops_per_token.items()
@@ -118,7 +121,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return config_class.from_upstream(dict(config), **fields)
 
 
-def values_by_layer(config: Any, field: str) -> list[LayerValue]:
+def values_by_layer(config: Any, field: str) -> list[Any]:
     """Return the value that a field of a variant configuration has in each layer of its stack."""
     return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
 
@@ -280,7 +283,7 @@ def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield from ({name: quarter} for name in ranks)
 
 
-def used_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
+def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the fields of key/value heads and ranks that a class has attentions for; of T5's, an encoder has two."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attentions()]
@@ -288,7 +291,7 @@ def used_fields(model_class: type[nn.Module], config: Any) -> tuple[str, ...]:
     return tuple(name for name in (*config.kv_heads_fields(), *config.rank_fields()) if name in used)
 
 
-def kv_heads_field(model_class: type[nn.Module], config: Any) -> str:
+def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
     """Return the field of the heads that the table varies: the decoder's, but for an encoder alone."""
     return next(iter(used_fields(model_class, config)), "num_key_value_heads")
 
@@ -310,13 +313,15 @@ def _convertible(source: Any, target: Any) -> bool:
         return False
     width = source.hidden_size
     try:
-        for field, check in (
+        checks: list[tuple[str, Any]] = [
             *((name, relation) for name in source.kv_heads_fields()),
             *((name, rank_relation) for name in source.rank_fields()),
-        ):
+        ]
+        for field, check in checks:
             for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
                 # A latent as wide as its input is that.
-                check(*(None if value == width and check is rank_relation else value for value in pair))
+                old, new = (None if value == width and check is rank_relation else value for value in pair)
+                check(old, new)
     except ValueError:
         return False
     return True

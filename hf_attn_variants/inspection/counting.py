@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..kv_cache import cache_bytes_per_token, cached_numbers
-from ..modeling.attention_sites import AttentionHeads, AttentionSite
+from ..modeling.attention_sites import AttentionHeads, AttentionSite, VariantAttention
 from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.latent_attention import absorbs, is_short
 from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
@@ -56,7 +56,7 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
     """
     sizes = []
     for site, path, module in model.named_attentions():
-        core, heads = module.get_submodule(site.core), site.heads(model.config, path)
+        core, heads = _core(module, site), site.heads(model.config, path)
         kept = source_length if site.is_cross_attention else length
         kept = kept if core.reach is None else min(kept, core.reach.before)
         size = itemsize * kept * cached_numbers(heads, model.config.hidden_size)
@@ -68,8 +68,13 @@ def kv_cache_bytes(model: AttnVariantModelMixin, itemsize: int, length: int, sou
     return None if cache is None else sum(cache.values())
 
 
+def _core(module: Any, site: AttentionSite) -> VariantAttention:
+    """Return what calls the attention function, of one of this package's attentions."""
+    return module.get_submodule(site.core)
+
+
 def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
-    kernel = module.get_submodule(site.core).kernel
+    kernel = _core(module, site).kernel
     return kernel is not None and kernel.is_causal
 
 
@@ -95,7 +100,8 @@ def flops_per_token(
         {"encoder": ..., "decoder": ...}, the stacks that the model has. The encoder's includes what a token of it
         costs in the cross-attentions' keys, values or latent; a head that reads a sequence once is left out.
     """
-    config, flops = model.config, Counter()
+    config = model.config
+    flops: Counter[str] = Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     linears = {name.removeprefix(prefix): each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
@@ -108,7 +114,7 @@ def flops_per_token(
         latent = linears.pop(site.latent_path(path), None)  # there once, where layers share it
         flops[memory_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        core = module.get_submodule(site.core)
+        core = _core(module, site)
         attended = attended if core.reach is None else core.reach.keys_read(attended)
         if core.compression is not None:
             attended = -(-attended // core.compression.stride)
@@ -144,9 +150,10 @@ def _attention_flops(
 ) -> Iterator[tuple[str, int]]:
     """Yield ("query" or "memory", FLOPs a token of that side): of dot products, weighted sums and what they read."""
     attends = 2 * attended * heads.head_dim * (heads.query + heads.output)
-    key, value = (module.get_submodule(path) for path in (site.key, site.value))
+    key: Any = module.get_submodule(site.key)
+    value: Any = module.get_submodule(site.value)
     made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
-    if (kernel := module.get_submodule(site.core).kernel) is not None:
+    if (kernel := _core(module, site).kernel) is not None:
         a_head = 2 * kernel.width(heads.head_dim) * (heads.head_dim + 1)  # a token's part of the sums, or its reading
         a_head += 0 if kernel.name == "elu" else 2 * kernel.features * heads.head_dim
         if kernel.length is not None:  # keys and values into each row, and what a query reads of these
@@ -162,11 +169,11 @@ def _attention_flops(
     length = 1 if stack == "decoder" else attended
     query = torch.empty(batch_size, heads.query, length, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
-    maps = tuple(
+    key_map, value_map = (
         nn.Linear(each.in_features, each.out_features, each.bias is not None, device="meta") for each in (key, value)
     )
     stays = site.is_cross_attention and is_short(latent)
-    if not stays and absorbs(module.get_submodule(site.core), query, latent, maps, {}):
+    if not stays and absorbs(_core(module, site), query, latent, (key_map, value_map), {}):
         yield "query", 2 * heads.rank * (heads.query + heads.output) * (heads.head_dim + attended)
         return
     # Made once of each token of a memory that stays or is read in one pass; anew in each step of a decoder.

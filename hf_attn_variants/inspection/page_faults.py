@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+resource: Any
 try:
     import resource
 except ImportError:  # Windows counts them otherwise
@@ -70,8 +71,11 @@ class Watch:
 
     def __exit__(self, *exception: Any) -> None:
         after = _now()
-        spent = (None if end is None else end - start for start, end in zip(self._before, after, strict=True))
-        self.usage = Usage(*spent)
+        faults, system = (
+            None if end is None or start is None else end - start
+            for start, end in zip(self._before[1:], after[1:], strict=True)
+        )
+        self.usage = Usage(after[0] - self._before[0], faults, system)
 
 
 def _now() -> tuple[float, float | None, float | None]:
@@ -85,10 +89,11 @@ def summary(usages: Sequence[Usage]) -> dict[str, Any]:
     """Return the medians of one figure's repeats, as JSON values, and whether its faults are few."""
 
     def median(values: Sequence[float | None]) -> float | None:
-        return None if None in values else statistics.median(values)
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if len(known) == len(values) else None
 
     names = ("seconds", "minor_faults", "system_seconds")
-    found = {name: median([getattr(usage, name) for usage in usages]) for name in names}
+    found: dict[str, Any] = {name: median([getattr(usage, name) for usage in usages]) for name in names}
     return found | {"few_faults": has_few_faults(found["minor_faults"], found["seconds"])}
 
 

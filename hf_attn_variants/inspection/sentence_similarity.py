@@ -57,7 +57,9 @@ def sentence_embeddings(
                 embeddings[i] = embedding
     finally:
         model.train(was_training)
-    return torch.stack(embeddings) if embeddings else torch.empty(0, model.config.hidden_size)
+    made: Any = embeddings  # all of them by now
+    config: Any = model.config
+    return torch.stack(made) if made else torch.empty(0, config.hidden_size)
 
 
 def cosine_similarities(

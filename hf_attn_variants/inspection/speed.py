@@ -6,6 +6,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,8 +176,8 @@ def measure_speed(
     found = _timed({name: decoding_or_pass(m, batch_size, length, work) for name, m in made}, rounds, device)
     rows = _rows(contestants, *found, batch_size * (max_new_tokens if decodes else length), work and max_new_tokens)
     return SpeedTable(
-        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length,
-        *(work or (None, None)), dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
+        checkpoint, model_class.__name__, "generate" if decodes else "forward", batch_size, length, work and work[0],
+        work and work[1], dtype, device, _machine(device), rows, _break_even(current, rows), memory_now(),
     )  # fmt: skip
 
 
@@ -214,10 +215,12 @@ def _rows(
     for name, found in times.items():
         each = [end * 1e3 for _, end in found]
         median, first, step = statistics.median(each), None, None
+        begins = [begin for begin, _ in found if begin is not None]  # of a generation, when its first token is there
         if max_new_tokens is not None:
-            first = statistics.median(begin * 1e3 for begin, _ in found)
+            first = statistics.median(begin * 1e3 for begin in begins)
         if max_new_tokens is not None and max_new_tokens > 1:
-            step = statistics.median((end - begin) * 1e3 for begin, end in found) / (max_new_tokens - 1)
+            pairs = zip(begins, (end for _, end in found), strict=True)
+            step = statistics.median((end - begin) * 1e3 for begin, end in pairs) / (max_new_tokens - 1)
         baseline = made[0].milliseconds if made else median
         speed = (tokens / median * 1e3, baseline / median, first, step, summary(usages[name]))
         made.append(VariantSpeed(name, contestants[name][0], median, each, *speed))
@@ -227,7 +230,7 @@ def _rows(
 def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     exact = {"cross_kv_lora_rank": current.hidden_size}
     plain = [row for row in rows if row.name in ("upstream", "MHA")]
-    pairs = [(row, other) for row in rows for other in plain if row.fields == exact]
+    pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in plain if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None
     ours, multi_head = pairs[-1]  # our own class, where it is there: it is listed after upstream's
@@ -261,7 +264,7 @@ def _length(given: int | None, config: Any, auto_class: str) -> int:
     """Return how many tokens, or positions of audio, are read; raise ValueError where there are not so many."""
     positions = source_window(config) if auto_class in HEARING else longest_input(config)
     default = positions if auto_class in HEARING else LENGTH
-    length = default if given is None else given
+    length: Any = default if given is None else given
     if positions is not None and length > positions:
         raise ValueError(f"`length` is {length}; the model has {positions} positions.")
     if auto_class == "AutoModelForAudioClassification" and length != positions:
@@ -325,7 +328,7 @@ def _contestants(
     field = kv_heads_field(model_class, current)
     for fields in rows:
         made = variant_config(config, **fields)
-        yield variant_name(made, field), (fields, lambda made=made: model_class(made))
+        yield variant_name(made, field), (fields, partial(model_class, made))
 
 
 def _checked(

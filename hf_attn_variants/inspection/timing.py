@@ -47,7 +47,7 @@ def decoding_or_pass(
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
         return lambda: (model(input_ids=ids), None)[1]
-    states = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
+    states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
 

@@ -34,7 +34,7 @@ class AdditiveScore(nn.Module):
 
     def __init__(self, heads: int, key_heads: int, head_dim: int, like: torch.Tensor) -> None:
         super().__init__()
-        options = {"dtype": like.dtype, "device": like.device}
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.query_map = nn.Parameter(torch.empty(heads, head_dim, head_dim, **options))  # W, [h_k, d, d]
         self.key_map = nn.Parameter(torch.empty(key_heads, head_dim, head_dim, **options))  # U, [k, d, d]
         self.vector = nn.Parameter(torch.empty(heads, head_dim, **options))  # v, [h_k, d]

@@ -10,7 +10,7 @@ cross-attention. The maths is in `linear_attention`, `hybrid_attention` and `len
 
 import zlib
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .attention_patterns import Reach, has_pattern
 from .field_checks import check_size
@@ -34,8 +34,22 @@ RANDOM, LEARNED = ("favor", "rfa"), ("hedgehog", "rfa", "hybrid", "linformer")
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
+# Fields are of no configuration before they stand beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    class _Config(PreTrainedConfig):
+        num_attention_heads: int = 0
+        num_hidden_layers: int = 0
+        hidden_size: int = 0
+
+        def validate(self) -> None: ...  # which a decorator gives upstream's
+else:
+    _Config = object
+
+
 @dataclass(kw_only=True, repr=False)
-class KernelFields:
+class KernelFields(_Config):
     """The fields of kernels that every configuration here has.
 
     Args:

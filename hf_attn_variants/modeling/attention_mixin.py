@@ -1,11 +1,11 @@
 """What makes upstream's attention a variant: a mixin for its classes. Letters as in `attention_variants`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .attention_sites import AttentionHeads
+from .attention_sites import AttentionHeads, VariantAttention
 from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
 from .configuration_attn_variants import can_cache
 from .decoder_caches import prepare_cache
@@ -22,7 +22,14 @@ with known_imports():
 __all__ = ["AttentionVariantMixin"]
 
 
-class AttentionVariantMixin:
+# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    _Attention = VariantAttention
+else:
+    _Attention = object
+
+
+class AttentionVariantMixin(_Attention):
     """What a variant attention adds to upstream's attention class; listed before it among the bases.
 
     Class attributes:
@@ -130,7 +137,7 @@ class AttentionVariantMixin:
 
     def from_latent(
         self,
-        maps: tuple[nn.Module, nn.Module, nn.Module],
+        maps: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
         mask: torch.Tensor | None,
         dropout: float,

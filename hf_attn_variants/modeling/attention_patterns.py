@@ -133,8 +133,15 @@ class TransientGlobal(NamedTuple):
     radius: int
     block: int
 
-    is_causal = property(lambda self: False)
-    before = property(lambda self: MAX_SIZE)  # of an encoder, which has no cache
+    @property
+    def is_causal(self) -> bool:
+        """Never: it is of an encoder."""
+        return False
+
+    @property
+    def before(self) -> int:
+        """All keys: an encoder has no cache."""
+        return MAX_SIZE
 
     def keys_read(self, memory: int) -> int:
         """Return how many of `memory` keys and their summaries a query in their midst reads."""
@@ -154,7 +161,7 @@ def check_patterns(config: Any) -> None:
         if pattern is not None and (not isinstance(pattern, str) or pattern not in PATTERNS):
             names = ", ".join(f'"{name}"' for name in PATTERNS)
             raise ValueError(f"`{prefix}attention_pattern` must be None or one of {names}; got {pattern!r}.")
-        needed, _ = PATTERNS.get(pattern, ((), ()))
+        needed, _ = PATTERNS.get(pattern or "", ((), ()))
         for name, default in PATTERN_FIELDS.items():
             value = getattr(config, prefix + name)
             if name != "attention_pattern":
@@ -185,7 +192,7 @@ def check_patterns(config: Any) -> None:
 
 
 def _check_fits(prefix: str, name: str, value: Any, default: Any, pattern: str | None) -> None:
-    if value == default or name in sum(PATTERNS.get(pattern, ((), ())), ()):
+    if value == default or name in sum(PATTERNS.get(pattern or "", ((), ())), ()):
         return
     having = [f'"{each}"' for each, fields in PATTERNS.items() if name in sum(fields, ())]
     raise ValueError(
@@ -232,7 +239,8 @@ def takes_global_mask(config: Any) -> bool:
     """Say whether a model of this configuration is an encoder that takes a `global_attention_mask`."""
     pattern = getattr(config, "attention_pattern", None)
     has_bias = hasattr(config, "relative_attention_num_buckets")
-    return not (config.is_encoder_decoder or has_bias) and "num_global_tokens" in PATTERNS.get(pattern, ((), ()))[1]
+    _, optional = PATTERNS.get(pattern or "", ((), ()))
+    return not (config.is_encoder_decoder or has_bias) and "num_global_tokens" in optional
 
 
 def _prefixes(config: Any) -> tuple[str, ...]:

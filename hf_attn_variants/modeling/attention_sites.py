@@ -1,18 +1,31 @@
-"""Where the attentions of an architecture live, what they are and how many heads each has: declared once, as sites."""
+"""Where the attentions of an architecture live, what they are and how many heads each has: declared once, as sites.
+
+And what our functions read of an attention, for type checkers.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .additive_score import AdditiveScore
 from .attention_kernels import AttentionKernel
 from .attention_patterns import MAX_SIZE, Reach, TransientGlobal
 from .block_patterns import BlockPattern
+from .memory_compression import MemoryCompression
 
-__all__ = ["AttentionHeads", "AttentionSite", "named_attentions", "sites_root"]
+__all__ = [
+    "AttentionHeads",
+    "AttentionSite",
+    "KernelAttention",
+    "Projections",
+    "VariantAttention",
+    "named_attentions",
+    "sites_root",
+]
 
 
 class AttentionHeads(NamedTuple):
@@ -25,6 +38,53 @@ class AttentionHeads(NamedTuple):
     output: int  # h_v, which the output projection reads
     head_dim: int  # d
     rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
+
+
+class VariantAttention(nn.Module):
+    """An attention of upstream's with `AttentionVariantMixin`; nothing is made of this class, which says types alone.
+
+    What upstream's constructors set is `Any`: each host's is another.
+    """
+
+    config: Any
+    dropout: Any
+    is_causal: Any
+    layer_idx: Any
+    num_key_value_groups: Any
+    scaling: Any
+    _is_hf_initialized: bool
+
+    heads: AttentionHeads
+    projection_names: tuple[str, ...]
+    dynamic_names: tuple[str, ...]
+    keeps_cache: bool
+    implementation: str
+    is_own: bool
+    kv_a_proj: nn.Module  # where the latent is smaller than the input
+    reach: Any  # a `Reach`, `BlockPattern` or `TransientGlobal`; None: all is read
+    score: AdditiveScore | None
+    compression: MemoryCompression | None
+    padding_rule: int
+    kernel: AttentionKernel | None
+
+
+class KernelAttention(VariantAttention):
+    """One with a kernel, and what `install_kernel` adds, each where the kernel has it."""
+
+    kernel: AttentionKernel
+    kernel_scale: Tensor
+    kernel_vectors: Tensor
+    length_proj: Tensor
+    window_log_factor: Tensor
+
+
+class Projections(TypedDict):
+    """The paths of an attention's linear maps, relative to its module."""
+
+    query: str
+    key: str
+    value: str
+    output: str
 
 
 @dataclass(frozen=True)
@@ -108,8 +168,9 @@ class AttentionSite:
         if pattern != "sliding_window":
             return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)
         window = config.layer_value(f"{prefix}attention_window", layer)
-        sizes = (getattr(config, prefix + name) for name in ("attention_dilation", "num_global_tokens"))
-        return Reach.of(window, *sizes, is_causal)
+        dilation = getattr(config, f"{prefix}attention_dilation")
+        global_tokens = getattr(config, f"{prefix}num_global_tokens")
+        return Reach.of(window, dilation, global_tokens, is_causal)
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
@@ -123,7 +184,8 @@ class AttentionSite:
 
         Of two (a group of ALBERT, and the layer in it) the second counts within the first.
         """
-        outer, *inner = map(int, re.fullmatch(self.module, path).groups())
+        match: Any = re.fullmatch(self.module, path)  # a site is asked for paths that it has found
+        outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
     def latent_path(self, path: str) -> str:

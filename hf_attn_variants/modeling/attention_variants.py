@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_sites import VariantAttention
 from .configuration_attn_variants import EAGER, SDPA
 from .flex_windows import attention_in_windows
 from .global_tokens import global_tokens_of, with_global_tokens_first
@@ -105,7 +106,7 @@ def attention_with_weights(
     if position_bias is not None:
         logits = logits + position_bias
     if is_causal:
-        mask = _with_causal_mask(mask, *logits.shape[-2:], logits.device)
+        mask = _with_causal_mask(mask, logits.shape[-2], logits.shape[-1], logits.device)
     weights = _masked_softmax(logits, mask).to(value.dtype)
     weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
@@ -168,7 +169,7 @@ def fused_attention(
     # An exported graph must serve every batch size: it may not depend on one.
     by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
     if by_matmul and not (key is value and memories >= _threads()):
-        options = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
+        options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
         mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
@@ -195,7 +196,7 @@ def fused_attention(
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -205,15 +206,15 @@ def eager_attention_forward(
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention_with_weights` behind upstream's attention interface ("eager")."""
     refuse_unknown(kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     if (reach := kwargs.get("reach", module.reach)) is not None:  # of rows with padding it may be another
-        call = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
-        attention_mask, position_bias = as_full_attention(*call)
+        told = (reach, query, key, attention_mask, position_bias, global_tokens_of(reach, kwargs))
+        attention_mask, position_bias = as_full_attention(*told)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= _projections(module) | {name: kwargs.get(name) for name in ("x2l", "m2l", "x2w", "m2w")}
     options["score"] = module.score
@@ -221,7 +222,7 @@ def eager_attention_forward(
 
 
 def sdpa_attention_forward(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -248,9 +249,10 @@ def sdpa_attention_forward(
     in_blocks = reach is not None and not with_weights and fills_blocks(reach, query, key, attention_mask)
     is_global = global_tokens_of(reach, kwargs)
     if not asked and is_global is None and gathers(reach, query, key, attention_mask):
-        attend = partial(fused_attention, **_options(module, query, None, scaling, dropout, False))
+        options = _options(module, query, None, scaling, dropout, False)
+        attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
-            attend = partial(attention_with_weights, **attend.keywords, **_projections(module), score=module.score)
+            attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
         return attend_in_blocks(attend, reach, (query, key, value), attention_mask, position_bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
         output, weights = eager_attention_forward(
@@ -258,33 +260,33 @@ def sdpa_attention_forward(
         )
         return output, weights if asked else None
     if reach is not None and not in_blocks:
-        call = (reach, query, key, attention_mask, position_bias, is_global)
-        attention_mask, position_bias = as_full_attention(*call)
+        told = (reach, query, key, attention_mask, position_bias, is_global)
+        attention_mask, position_bias = as_full_attention(*told)
     options = _options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
         if not in_blocks:
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options["is_causal"] = False  # the reach says it
-        attend = partial(attention_in_windows, position_bias=position_bias, **options)
+        options |= {"is_causal": False, "position_bias": position_bias}  # the reach says what is causal
         if is_global is None:
-            return attend(query, key, value, attention_mask, reach=reach), None
+            return attention_in_windows(query, key, value, attention_mask, reach=reach, **options), None
+        attend = partial(attention_in_windows, **options)
         return with_global_tokens_first(attend, reach, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
-def _projections(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def _projections(module: VariantAttention) -> dict[str, Any]:
     return {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj")}
 
 
-def wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
     """Say whether a call of `module` asks for its attention weights, by itself or by the configuration."""
     asked = kwargs.get("output_attentions")
     # The field behind the property, here and below: properties of a configuration cost microseconds a layer and step.
     return bool(module.config._output_attentions if asked is None else asked)
 
 
-def implementation_of(module: nn.Module) -> str | None:
+def implementation_of(module: VariantAttention) -> str:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
 
@@ -295,7 +297,7 @@ def attention_function(name: str) -> Callable[..., tuple[torch.Tensor, torch.Ten
     return own if own is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
-def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     # One query's weights are small and made faster at once; our operator must not be in an exported graph, and gives a
     # mask no gradient.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -304,7 +306,7 @@ def _needs_weights(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | 
 
 
 def _options(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
@@ -355,7 +357,7 @@ def _biased_mask(
 ) -> torch.Tensor:
     position_bias = position_bias.to(query.dtype)
     if is_causal:
-        mask = _causal_mask(*position_bias.shape[-2:], query.device)
+        mask = _causal_mask(position_bias.shape[-2], position_bias.shape[-1], query.device)
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:
@@ -386,7 +388,7 @@ def _mix_heads(
     return mixed
 
 
-OWN_FUNCTIONS = {
+OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: from_first_token(compressing(function))
     for name, function in ((EAGER, eager_attention_forward), (SDPA, sdpa_attention_forward))
 }

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import torch
+from torch import nn
 
-from .attention_sites import AttentionSite
+from .attention_sites import AttentionSite, Projections
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 BART_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -44,10 +44,15 @@ BART_FAMILY_SITES = (
 class BartFamilyAttentionMixin(AttentionVariantMixin):
     """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
 
-    roles = ("states", "memory", "cache", "mask")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    roles = ("states", "memory", "cache", "mask")
+    upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
         states, memory, cache, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)

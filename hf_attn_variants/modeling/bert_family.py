@@ -2,19 +2,18 @@
 
 from typing import Any
 
-import torch
+from torch import nn
 
-from .attention_sites import AttentionSite
+from .attention_sites import AttentionSite, Projections
 from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
 
-PROJECTIONS = {
+PROJECTIONS: Projections = {
     "query": "self.query",
     "key": "self.key",
     "value": "self.value",
     "output": "output.dense",
-    "core": "self",
 }
 BERT_FAMILY_SITES = (
     AttentionSite(
@@ -22,10 +21,16 @@ BERT_FAMILY_SITES = (
         r"encoder\.layer\.(\d+)\.attention",
         rank_field="kv_lora_rank",
         latent="self.kv_a_proj",
+        core="self",
         **PROJECTIONS,
     ),
     AttentionSite(
-        "cross", r"encoder\.layer\.(\d+)\.crossattention", stack="decoder", is_cross_attention=True, **PROJECTIONS
+        "cross",
+        r"encoder\.layer\.(\d+)\.crossattention",
+        stack="decoder",
+        is_cross_attention=True,
+        core="self",
+        **PROJECTIONS,
     ),
 )
 
@@ -33,10 +38,14 @@ BERT_FAMILY_SITES = (
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     """What a variant adds to the self-attention of BERT or of a relative; listed before it among the bases."""
 
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+
     roles = ("states", "mask", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, cache, kwargs)
@@ -53,7 +62,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     roles = ("states", "memory", "cache")
     upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
         states, memory, cache = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, memory, cache, kwargs)

@@ -6,7 +6,7 @@ l-th before them; or the own block and the last tokens of each block. `local_blo
 own block. Letters as in `attention_variants`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -35,7 +35,10 @@ class BlockPattern(NamedTuple):
     first: torch.Tensor | None = None  # the place of each row's first token, [b]; None: 0
     blocks: torch.Tensor | None = None  # the blocks of each row's text, [b]; None: all
 
-    before = property(lambda self: MAX_SIZE)  # a cache keeps everything
+    @property
+    def before(self) -> int:
+        """All keys: a cache keeps everything."""
+        return MAX_SIZE
 
     @classmethod
     def of(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> "BlockPattern":
@@ -59,7 +62,7 @@ class BlockPattern(NamedTuple):
             is_causal,
         )
 
-    def of_rows(self, mask: torch.Tensor | None) -> "BlockPattern":
+    def of_rows(self, mask: torch.Tensor) -> "BlockPattern":
         """Return the pattern of rows that may be padded.
 
         Args:
@@ -132,7 +135,7 @@ class BlockPattern(NamedTuple):
         return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
 
 
-def is_of_keys(mask: torch.Tensor | None) -> bool:
+def is_of_keys(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Say whether there is a mask, boolean, and of keys alone: [b, 1, 1, m], or the same for all queries."""
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 

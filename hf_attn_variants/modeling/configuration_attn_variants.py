@@ -1,6 +1,6 @@
 """A configuration class an architecture: upstream's with the fields of `AttnVariantConfigMixin`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .encoder_decoder_config import EncoderDecoderConfigMixin
 from .field_checks import check_buckets
@@ -248,7 +248,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
     """What BART's relatives have in common: the names of their fields, and a number of heads for each stack."""
 
     layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
-    size_fields = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
+    size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
@@ -352,7 +352,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
         super().__post_init__(**kwargs)
         # By this name, asked of a live model, upstream's `generate` lets a prompt begin as it does, and its pipeline
         # transcribes long audio and gives timestamps. What is saved is the class's.
-        self.model_type = "whisper"
+        vars(self)["model_type"] = "whisper"
 
 
 # A new architecture is one class and one row.

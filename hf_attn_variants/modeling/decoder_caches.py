@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from .attention_patterns import MAX_SIZE
+from .attention_sites import VariantAttention
 from .hybrid_attention import HybridState
 from .linear_attention import KernelState
 from .sliding_window_attention import keep_window, layers_up_to
@@ -72,10 +72,10 @@ class KernelStateLayer(DynamicLayer):
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
             kept = (None if tensor is None else change(tensor) for tensor in self.state)
-            self.state = type(self.state)(*kept)
+            self.state = type(self.state)._make(kept)
 
 
-def prepare_cache(module: nn.Module, cache: Any, memory: torch.Tensor | None) -> None:
+def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | None) -> None:
     """Check that a variant attention can use a cache, and have it keep what the attention's window reads.
 
     Args:
@@ -113,7 +113,7 @@ def prepare_cache(module: nn.Module, cache: Any, memory: torch.Tensor | None) ->
             f"cache, as long as what is read; got {type(cache).__name__}."
         )
     if reach.before < MAX_SIZE:
-        keep_window(cache, module.layer_idx, reach)
+        keep_window(cache, module.layer_idx, reach.before)
 
 
 def _keep_state(cache: Any, layer: int) -> None:

@@ -1,8 +1,9 @@
 """What encoder-decoders have of their own: a latent of the encoder's outputs, and beams that share these."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .latent_attention import holds_latent
 from .upstream import Arguments, check_called, check_method, known_imports, upstream_class
@@ -14,8 +15,20 @@ with known_imports():
 __all__ = ["BeamsShareMemory", "MakesCrossLatent"]
 
 
-class MakesCrossLatent:
+# A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    _Stack = nn.Module
+
+    class _Generation(nn.Module):  # upstream's methods, some of which were static once, are not known to the checker
+        config: Any
+else:
+    _Stack = _Generation = object
+
+
+class MakesCrossLatent(_Stack):
     """What a decoder's stack adds: it makes the latent of the encoder's outputs, once for all its layers."""
+
+    memory_arguments: Arguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,7 +48,7 @@ check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
 check_called(GenerationMixin, "_beam_search", "_reorder_cache")
 
 
-class BeamsShareMemory:
+class BeamsShareMemory(_Generation):
     """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
 
     def _expand_inputs_for_generation(
@@ -50,7 +63,8 @@ class BeamsShareMemory:
             names = ("encoder_outputs", "attention_mask")
             kept = {name: kwargs.pop(name) for name in names if name in kwargs}
             is_encoder_decoder = False  # else upstream asks for the outputs
-        input_ids, kwargs = super()._expand_inputs_for_generation(
+        upstreams: Any = super()
+        input_ids, kwargs = upstreams._expand_inputs_for_generation(
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
         )
         return input_ids, kwargs | kept

@@ -53,8 +53,8 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
     """
     fields = list(fields)
     _, bare = without_prefix(name.lower(), fields)
-    for known in (("",), PREFIXES):  # a field first, then one with a stack's name before it
-        pairs = [(each, prefix + field) for each in (name.lower(), bare) for prefix in known for field in fields]
+    for prefixes in (("",), PREFIXES):  # a field first, then one with a stack's name before it
+        pairs = [(each, prefix + field) for each in (name.lower(), bare) for prefix in prefixes for field in fields]
         edits = [_edits(*pair) for pair in pairs]
         if min(edits) <= MOST_EDITS:
             return without_prefix(pairs[edits.index(min(edits))][1], fields)[1]

@@ -187,7 +187,7 @@ def _compiled() -> Callable[..., Tensor]:
 
     compiled = torch.compile(flex_attention, fullgraph=True)
 
-    def attend(*states: Tensor, **options: Any) -> Tensor:
+    def attend(*states: Any, **options: Any) -> Tensor:
         with torch._dynamo.config.patch(cache_size_limit=MOST_KERNELS):
             return compiled(*states, **options)
 
@@ -214,7 +214,7 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     """
     if readable is None and table is None:
         return None
-    middle = None if table is None else _number("middle", table.shape[-1] // 2, table.device)
+    middle: Any = None if table is None else _number("middle", table.shape[-1] // 2, table.device)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if table is not None:
@@ -245,8 +245,12 @@ def _block_mask(reach: Reach, length: int, memory: int, device: torch.device) ->
 
     with torch.inference_mode(False):  # as in `_number`
         some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(reach, length, memory))
-        blocks = [part for read in (some & ~whole, whole) for part in _in_order(read)]
-        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=(length, memory))
+        count, order = _in_order(some & ~whole)
+        of_whole = _in_order(whole)
+        lengths = (length, memory)
+        return BlockMask.from_kv_blocks(
+            count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
+        )
 
 
 def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,10 +353,11 @@ def _outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex:
     d_output = states.pop("d_output")
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
-            call = [states.get(name) for name in ("query", "key", "value", "mask", "position_bias")]
-            output = _flex(*call, reach, kind.scaling)
+            query, key, value = (states[name] for name in ("query", "key", "value"))
+            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), reach, kind.scaling)
         else:
-            output = talking_heads_attention(**states, scaling=kind.scaling, reach=reach, backend="blocked")
+            call: dict[str, Any] = {**states, "scaling": kind.scaling, "reach": reach}
+            output = talking_heads_attention(**call, backend="blocked")
         outcome = {"output": output}
         if trained:
             gradients = torch.autograd.grad(output, [states[name] for name in trained], d_output)

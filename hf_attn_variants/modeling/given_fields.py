@@ -189,7 +189,7 @@ def _upstream_names() -> set[str]:
     return found
 
 
-def settled_format(values: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return what a configuration says with the format of its fields, where these are stored values of ours.
 
     What was saved without a number is of format 1; where nothing that the later ones changed is in it, it is of the

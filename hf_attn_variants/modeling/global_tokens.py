@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from .attention_patterns import Reach, has_pattern
+from .attention_sites import VariantAttention
 
 __all__ = ["MASK", "check_global_mask", "global_tokens_of", "with_global_tokens_first"]
 
 MASK = "global_attention_mask"
 
 
-def check_global_mask(module: nn.Module, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
     """Check the `global_attention_mask` of a call, if it has one.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .upstream import UpstreamChanged, cache_name, cache_of, changed
@@ -129,13 +129,14 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     return upstream(**sizes | tokens | fields)
 
 
-def _outputs(model: nn.Module, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last hidden states [1, n, D] of a text read at once, and read token by token through a cache.
 
     Of an encoder the second is of a text with padding; what a decoder reads of its source has some, too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
-    memory, name = {}, "input_ids"
+    memory: dict[str, Any] = {}
+    name = "input_ids"
     if getattr(config, "is_encoder_decoder", False):
         source = {model.main_input_name: _source(model, config, ids)}
         if model.main_input_name == "input_ids":
@@ -149,7 +150,7 @@ def _outputs(model: nn.Module, config: Any) -> tuple[torch.Tensor, torch.Tensor]
         return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
-        given = {} if cache is None else {cache_name(): cache}
+        given: dict[str, Any] = {} if cache is None else {cache_name(): cache}
         output = model(**memory, **{name: token}, **given, use_cache=True)
         cache = cache_of(output)
         steps.append(output.last_hidden_state)
@@ -161,7 +162,7 @@ def _padding(length: int) -> torch.Tensor:
     return torch.tensor([[1] * (length - 1) + [0]])
 
 
-def _source(model: nn.Module, config: Any, ids: torch.Tensor) -> torch.Tensor:
+def _source(model: PreTrainedModel, config: Any, ids: torch.Tensor) -> torch.Tensor:
     if model.main_input_name == "input_ids":
         return ids
     size = (1, config.num_mel_bins, 2 * config.max_source_positions)

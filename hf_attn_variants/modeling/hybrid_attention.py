@@ -112,7 +112,7 @@ def attend_in_blocks_and_sums(
         for each in (queries, query_features)
     )  # [b, k, N, g, C, ...]
     values = nn.functional.pad(near.values, (0, 1), value=1.0)
-    operands = (near.keys, values, key_features, near.read)
+    operands = [near.keys, values, key_features, near.read]
     operands = [nn.functional.pad(each, (0, 0, 0, missing + reach.after)) for each in operands]
     spans = [each.unfold(2, block + around, block) for each in operands]  # [b, k, N, ..., S]
     is_near, is_far = _places(block, reach, queries.device)

@@ -4,12 +4,13 @@ Letters as in `linear_attention`.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from .attention_kernels import LEARNED, RANDOM, AttentionKernel
-from .attention_sites import AttentionHeads
+from .attention_sites import AttentionHeads, VariantAttention
 from .length_projection import segment_means
 from .upstream import known_imports
 
@@ -31,13 +32,13 @@ KERNEL_TENSORS = (
 )
 
 
-def install_kernel(module: nn.Module, kernel: AttentionKernel | None, heads: AttentionHeads) -> None:
+def install_kernel(module: VariantAttention, kernel: AttentionKernel | None, heads: AttentionHeads) -> None:
     """Note an attention's kernel, if it has one, and add what this computes with; the model initialises it."""
     module.kernel = kernel
     if kernel is None:
         return
     like = next(module.parameters())
-    new = {"dtype": like.dtype, "device": like.device}
+    new: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     if kernel.maps == "hedgehog":
         for name, count in (("query_kernel_proj", heads.query), ("key_kernel_proj", heads.key)):
             module.register_parameter(name, nn.Parameter(torch.empty(count, heads.head_dim, kernel.features, **new)))
@@ -68,17 +69,19 @@ def init_kernel(module: nn.Module) -> None:
         return
     for name in ("query_kernel_proj", "key_kernel_proj"):
         if (maps := getattr(module, name, None)) is not None:
-            init.copy_(maps, _first_maps(*maps.shape[1:], kernel.seed).to(maps).expand_as(maps))
+            init.copy_(maps, _first_maps(maps.shape[1], maps.shape[2], kernel.seed).to(maps).expand_as(maps))
     if kernel.name == "rfa":
-        init.ones_(module.kernel_scale)
+        init.ones_(module.get_parameter("kernel_scale"))
     if kernel.window is not None:
         # gamma = 1 / F: what phi(q) phi(k) is of features that are all alike, and exp(s - c) is 1 of such logits.
-        init.constant_(module.window_log_factor, -math.log(2 * kernel.features))
+        init.constant_(module.get_parameter("window_log_factor"), -math.log(2 * kernel.features))
     if kernel.length is not None:
-        init.copy_(module.length_proj, segment_means(*module.length_proj.shape).to(module.length_proj))
+        projection = module.get_parameter("length_proj")
+        init.copy_(projection, segment_means(*projection.shape).to(projection))
     if kernel.name in RANDOM:
-        vectors = draw_vectors(*module.kernel_vectors.shape, kernel.seed, kernel.name == "favor")
-        init.copy_(module.kernel_vectors, vectors.to(module.kernel_vectors))
+        vectors = module.get_buffer("kernel_vectors")
+        count, size = vectors.shape
+        init.copy_(vectors, draw_vectors(count, size, kernel.seed, kernel.name == "favor").to(vectors))
 
 
 def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:

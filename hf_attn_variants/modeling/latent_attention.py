@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_sites import VariantAttention
 from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
 from .upstream import known_imports
 from .upstream_checks import check_caches
@@ -94,7 +95,7 @@ class SharedLatentLayer(DynamicLayer):
 
 
 def attend_to_latent(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
@@ -160,7 +161,7 @@ def shared_latent(cache: Any, memory: torch.Tensor, layer: int) -> tuple[torch.T
             del cross.layers[1:]
         else:
             cross.layers[:] = [LatentLayer(latent)]
-    first = cross.layers[0]
+    first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))
     cache.is_updated[0] = cache.is_updated[layer] = True
@@ -180,7 +181,7 @@ def _expanded(
 
 
 def _kept_expanded(
-    module: nn.Module, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any, head_dim: int
+    module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kept = vars(layer).setdefault(EXPANDED, {})
     found = kept.get(module.layer_idx)
@@ -191,7 +192,7 @@ def _kept_expanded(
 
 
 def absorbs(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
     maps: tuple[nn.Linear, nn.Linear],
@@ -227,7 +228,7 @@ def _is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
 
 
 def _absorbed(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
@@ -236,18 +237,20 @@ def _absorbed(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     head_dim, (_, value_map) = query.shape[-1], maps
     query = _by_head(query, maps[0].weight, head_dim)
-    bias, sums_weights = value_map.bias, _sums_weights(module, value_map, options)
+    bias: torch.Tensor | None = value_map.bias
+    sums_weights = _sums_weights(module, value_map, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
     output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, head_dim).repeat_interleave(output.shape[2] * head_dim // bias.shape[0], dim=0)
-        sums = weights.sum(-1) if sums_weights else _reads_anything(mask, query.shape[0])  # [b, h_v, n]
+        by_weights = weights if sums_weights else None  # [b, h_v, n, m]
+        sums = _reads_anything(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)  # [b, h_v, n]
         output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
     return output, weights if wants_weights(module, options) else None
 
 
-def _sums_weights(module: nn.Module, value_map: nn.Linear, options: dict[str, Any]) -> bool:
+def _sums_weights(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
     """Say whether the row sums of the weights, which a value's bias counts with, are other numbers than 0 and 1."""
     return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
 

@@ -99,7 +99,7 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
         raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
 
 
-def _checked(config: Any, name: str, value: LayerValue) -> LayerValue:
+def _checked(config: Any, name: str, value: Any) -> LayerValue:
     if name in config.kernel_fields():
         return checked_kernel(name, value)
     if name in config.rank_fields():

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .attention_sites import KernelAttention
 from .hybrid_attention import HybridState, NearKeys, attend_in_blocks_and_sums, hybrid_weights
 from .length_projection import attend_to_projected, projected_weights
 from .query_folding import QueryFold, beams_of, is_exporting
@@ -47,7 +48,7 @@ class KernelState(NamedTuple):
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
 
 
-def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> torch.Tensor:
+def query_features(module: KernelAttention, query: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; a factor of a row, which its sum takes out, is left out."""
     name = module.kernel.name
     if name == "favor":
@@ -57,7 +58,7 @@ def query_features(module: nn.Module, query: torch.Tensor, scaling: float) -> to
 
 
 def key_features(
-    module: nn.Module, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    module: KernelAttention, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return phi(k) [b, k, m, F] of keys [b, k, m, d], and the logarithm of what they are divided by [b, k, 1, 1].
 
@@ -75,7 +76,7 @@ def key_features(
     return (logits - top).exp(), top
 
 
-def _features(module: nn.Module, states: torch.Tensor, proj: str) -> torch.Tensor:
+def _features(module: KernelAttention, states: torch.Tensor, proj: str) -> torch.Tensor:
     name = module.kernel.maps
     if name == "elu":
         return nn.functional.elu(states) + 1
@@ -88,7 +89,7 @@ def _features(module: nn.Module, states: torch.Tensor, proj: str) -> torch.Tenso
     return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
 
 
-def _favor_logits(module: nn.Module, states: torch.Tensor, scaling: float) -> torch.Tensor:
+def _favor_logits(module: KernelAttention, states: torch.Tensor, scaling: float) -> torch.Tensor:
     states = states * scaling**0.5
     return states @ module.kernel_vectors.to(states.dtype).T - states.square().sum(-1, keepdim=True) / 2
 
@@ -123,13 +124,13 @@ def causal_sums(
 
 
 def attend_by_kernel(
-    module: nn.Module,
+    module: KernelAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    state: KernelState | HybridState | None = None,
+    state: Any = None,
 ) -> tuple[torch.Tensor, KernelState | HybridState | None]:
     """Attend by a kernel, in memory and time linear in n and m.
 
@@ -139,7 +140,7 @@ def attend_by_kernel(
         key, value: [b, k, m, d].
         mask: of keys alone, broadcastable to [b, 1, 1, m]: boolean or additive. Of its keys the last m count.
         scaling: as in `key_features`.
-        state: where causal, of the keys before these.
+        state: where causal, of the keys before these: a `KernelState`, of a hybrid a `HybridState`.
 
     Returns:
         The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too, if there is one.
@@ -169,7 +170,7 @@ def attend_by_kernel(
 
 
 def _attend_by_hybrid(
-    module: nn.Module,
+    module: KernelAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -182,14 +183,15 @@ def _attend_by_hybrid(
     features, _ = key_features(module, near.keys, near.read, scaling)
     query = query.to(key.dtype)
     rows = (fold.rows(each) for each in (query, query_features(module, query, scaling)))
-    rows = (each.unflatten(2, (fold.groups, -1)) for each in rows)
+    queries, by_query = (each.unflatten(2, (fold.groups, -1)) for each in rows)
     log_factor = module.window_log_factor.to(key.dtype).unflatten(0, (key.shape[1], -1))
-    output = attend_in_blocks_and_sums(*rows, near, features, log_factor, sums, reach, scaling).flatten(2, 3)
+    output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, reach, scaling)
+    output = output.flatten(2, 3)
     kept = near.state(features, sums, reach) if reach.is_causal else None
     return fold.unfolded(_divided(module, output)), kept
 
 
-def read_state(module: nn.Module, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+def read_state(module: KernelAttention, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
     """Return the outputs [b, n, h, d] of queries that read all that a state is of; arguments: `attend_by_kernel`'s."""
     fold = QueryFold(query, state.sums, beams_of(query, state.sums))
     with without_autocast(query):
@@ -197,12 +199,12 @@ def read_state(module: nn.Module, query: torch.Tensor, state: KernelState, scali
         return fold.unfolded(_divided(module, queries @ state.sums).to(query.dtype))
 
 
-def _divided(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+def _divided(module: KernelAttention, output: torch.Tensor) -> torch.Tensor:
     return output[..., :-1] / _divisor(module, output[..., -1:])
 
 
 def weights_of_kernel(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    module: KernelAttention, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """Return the weights [b, h, n, m] that an attention by a kernel stands for; arguments as in `attend_by_kernel`."""
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -245,7 +247,7 @@ def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | No
 
 
 def kernel_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -304,7 +306,7 @@ def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _divisor(module: nn.Module, sums: torch.Tensor) -> torch.Tensor:
+def _divisor(module: KernelAttention, sums: torch.Tensor) -> torch.Tensor:
     if module.kernel.name == "rfa":
         return sums.clamp_min(LEAST_SUM)
     return sums.masked_fill(sums == 0, 1)  # where nothing is read, zeros are divided
@@ -314,7 +316,7 @@ def _same_scale(
     features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return features and earlier sums divided by the same number, the larger one, and its logarithm."""
-    if log_scale is None:
+    if log_scale is None or state.log_scale is None:  # of favor there are both
         return features, state.sums, None
     both = torch.maximum(log_scale, state.log_scale)
     return features * (log_scale - both).exp(), state.sums * (state.log_scale - both).exp(), both

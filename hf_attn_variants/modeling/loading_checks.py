@@ -109,7 +109,7 @@ def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, A
 
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError where a checkpoint would have to be converted to have the heads and ranks that are wanted."""
-    width = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
+    width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     asked = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
         # A rank as large as its input takes no parameter.
@@ -134,7 +134,7 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 
 def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
-    asked = without_layer_values(held, wanted) | wanted
+    asked = {**without_layer_values(held, wanted), **wanted}
     found = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
     has_size = any(each in (*LEARNED, *RANDOM) for values in by_layer.values() for each in values)

@@ -32,7 +32,8 @@ class MemoryCompression(nn.Module):
 
     def __init__(self, key_heads: int, value_heads: int, head_dim: int, stride: int, like: torch.Tensor) -> None:
         super().__init__()
-        self.stride, options = stride, {"dtype": like.dtype, "device": like.device}
+        self.stride = stride
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         # [heads, s d, d]: of s tokens beside each other one.
         self.key_conv = nn.Parameter(torch.empty(key_heads, stride * head_dim, head_dim, **options))
         self.value_conv = nn.Parameter(torch.empty(value_heads, stride * head_dim, head_dim, **options))
@@ -87,7 +88,7 @@ def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(attend)
     def forward(
-        module: nn.Module,
+        module: Any,  # a `VariantAttention`, which is made of what is here
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import torch
-
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantAlbertConfig
 from .sinusoidal_positions import EmbeddingsMixin
@@ -43,12 +41,13 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     roles = ("states", "mask")
     upstream_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, hidden size]; arguments of upstream's `AlbertAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
         if self.heads.rank is None:
-            return super().forward(*args, **kwargs, **dynamic)
+            upstreams: Any = super()
+            return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
         output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)

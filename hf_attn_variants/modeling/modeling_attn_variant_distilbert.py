@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantDistilBertConfig
 from .sinusoidal_positions import EmbeddingsMixin
@@ -39,12 +37,13 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
     roles = ("states", "mask")
     upstream_attributes = ("dropout", "is_causal", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, dim]; arguments of upstream's `DistilBertSelfAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.variant_inputs(states, None, None, kwargs)
         if self.heads.rank is None:
-            return super().forward(*args, **kwargs, **dynamic)
+            upstreams: Any = super()
+            return upstreams.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
         output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)

@@ -49,8 +49,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
-        given, others = self.arguments.split(args, kwargs)
-        return self.outputs_and_bias(*given, others)
+        (states, memory, mask, cache, bias), others = self.arguments.split(args, kwargs)
+        return self.outputs_and_bias(states, memory, mask, cache, bias, others)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):

@@ -49,8 +49,8 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
-        given, others = self.arguments.split(args, kwargs)
-        output, _, weights = self.outputs_and_bias(*given, None, others)
+        (states, memory, mask, cache), others = self.arguments.split(args, kwargs)
+        output, _, weights = self.outputs_and_bias(states, memory, mask, cache, None, others)
         return output, weights
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
 from .encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
@@ -44,7 +42,9 @@ class CountsHeadsByProjection:
     where Whisper's scales queries.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    arguments: Arguments
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend as `BartAttention` does; arguments of `WhisperAttention.forward`."""
         given, others = self.arguments.split(args, kwargs)
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, given, strict=True)), **others)

@@ -29,7 +29,9 @@ def projection_shapes(
         memory_dim: the size of the inputs that keys and values are made from.
     """
     mixed = {"logits": (heads.query, heads.softmax), "weights": (heads.softmax, heads.output)}
-    shapes = {f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")
+    }
     for name in config.talking_heads_dynamic:
         input_dim = query_dim if name.startswith("x") else memory_dim
         shapes[f"{name}_proj"] = (input_dim, *mixed["logits" if name.endswith("l") else "weights"])

@@ -12,10 +12,10 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from .attention_patterns import Reach, TransientGlobal
+from .attention_sites import VariantAttention
 from .block_patterns import BlockPattern, is_of_keys, text_places
 from .query_folding import is_traced
 from .variant_names import COUNTS_TOKENS
@@ -29,7 +29,7 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 NOTHING, ROLLED, BY_PATTERN, BY_ROW = range(4)
 
 
-def settle_padding(module: nn.Module, config: Any) -> None:
+def settle_padding(module: VariantAttention, config: Any) -> None:
     """Note how an attention that has its reach, compression and kernel counts tokens in rows with padding."""
     reach, kernel = module.reach, module.kernel
     rolls = isinstance(reach, TransientGlobal) or (isinstance(reach, Reach) and reach.global_tokens > 0)
@@ -77,7 +77,7 @@ def _taken(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor
     return tensor.expand(sizes[0], *tensor.shape[1:]).gather(axis, index.view(shape).expand(sizes))
 
 
-def rolled_rows(module: nn.Module, mask: torch.Tensor | None, length: int) -> RolledRows | None:
+def rolled_rows(module: VariantAttention, mask: torch.Tensor | None, length: int) -> RolledRows | None:
     """Return how to move the rows of an encoder's call; None: nothing has to be moved.
 
     Args:
@@ -100,7 +100,7 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(attend)
     def forward(
-        module: nn.Module,
+        module: VariantAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -115,7 +115,8 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["reach"] = module.reach.of_rows(attention_mask[..., -memory:])
             else:
                 rows = rolled_rows(module, attention_mask[..., -memory:], memory)
-        if rows is None or query.shape[2] != key.shape[2]:  # a prefix before an encoder's tokens, which is refused
+        # A prefix before an encoder's tokens is refused.
+        if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)
         is_shared = value is key  # a latent
         query, key = rows.rolled(query, 2), rows.rolled(key, 2)
@@ -129,7 +130,7 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _warn_of_padding(module: nn.Module, mask: torch.Tensor) -> None:
+def _warn_of_padding(module: VariantAttention, mask: torch.Tensor) -> None:
     if is_traced():
         return
     reach, real = module.reach, mask[:, 0, 0]

@@ -8,7 +8,7 @@ positions are multiplied by the spread that words begin with: the same before a 
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -55,10 +55,26 @@ class SinusoidalPositions(nn.Module):
         return sinusoids(positions - self.first, self.width) * self.spread
 
 
-class EmbeddingsMixin:
+# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+
+    class _Embeddings(nn.Module):
+        padding_idx: int
+        position_embeddings: Any  # upstream's table, or sinusoids
+
+    class _Stack(nn.Module):
+        config: Any
+        embed_tokens: Any
+        is_decoder: bool
+else:
+    _Embeddings = _Stack = object
+
+
+class EmbeddingsMixin(_Embeddings):
     """What a variant adds to the embeddings of BERT or of a relative; listed before them among the bases."""
 
-    roles = ("ids", "embedded", "positions", "types", "cache_length")
+    arguments: Arguments
+    roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
     upstream_attributes = ("position_embeddings",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -89,12 +105,14 @@ class EmbeddingsMixin:
         return super().forward(**self.arguments.by_name(args, kwargs, **made))
 
 
-class AddsSinusoids:
+class AddsSinusoids(_Stack):
     """What a stack of T5 or UMT5 adds to its inputs where its positions are sinusoidal.
 
     A token's position counts the tokens before it that are no padding, as the bias by distance, in whose place this
     stands, does not change with padding on the left; those in a decoder's cache among them.
     """
+
+    input_arguments: Arguments
 
     upstream_attributes = ("embed_tokens", "is_decoder")
 

@@ -74,7 +74,8 @@ class BlockWindows:
         self.length, self.memory = query.shape[2], key.shape[2]
         self.rows = block_rows(reach, query.device.type)
         self.made: tuple[Any, ...] = (None,)
-        self.d_table = self.gradient = None  # the table's, and what is not in it yet
+        self.d_table: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None  # the table's, which is not in it yet
         self.zero = query.new_zeros(())
 
     @property
@@ -128,7 +129,7 @@ class BlockWindows:
 
     def finish_bias_gradient(self, d_table: torch.Tensor | None) -> None:
         """Add what was summed so far, if anything, to the gradient of the table [1, h, 1, 2 l - 1]."""
-        if self.gradient is None:
+        if self.gradient is None or d_table is None:
             return
         index = (self.made[3] + d_table.shape[-1] // 2).flatten()
         d_table[0, :, 0].index_add_(1, index, self.gradient.flatten(1).to(d_table.dtype))
@@ -230,14 +231,15 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
     return mask
 
 
-def keep_window(cache: Any, layer: int, reach: Reach) -> None:
+def keep_window(cache: Any, layer: int, before: int) -> None:
     """Have a cache's layer that holds nothing yet keep no more of self-attention than the next token's window.
 
-    Cross-attention's layers stay as they are, which a window in the configuration (`sliding_window`) would cut too.
+    It reads the token itself and so many `before` it. Cross-attention's layers stay as they are, which a window in the
+    configuration (`sliding_window`) would cut too.
     """
     layers = layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-        layers[layer] = DynamicSlidingWindowLayer(reach.before + 1)
+        layers[layer] = DynamicSlidingWindowLayer(before + 1)
 
 
 def layers_up_to(cache: Any, layer: int) -> list[Any]:

@@ -1,16 +1,16 @@
 """What T5 and UMT5 share: one attention, in three places, with a bias of relative positions."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .attention_patterns import TransientGlobal
-from .attention_sites import AttentionHeads, AttentionSite
+from .attention_sites import AttentionHeads, AttentionSite, Projections
 from .attention_variants import attention_function
 from .latent_attention import attend_to_latent
 from .sinusoidal_positions import has_sinusoids
-from .transient_global import add_summary_parameters, attend_with_summaries, summary_table
+from .transient_global import SummingAttention, add_summary_parameters, attend_with_summaries, summary_table
 from .upstream import check_attributes, check_method, known_imports, upstream_class
 from .variant_mixins import AttentionVariantMixin
 
@@ -20,7 +20,7 @@ with known_imports():
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
 
-PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
+PROJECTIONS: Projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
 T5_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -52,7 +52,20 @@ T5_FAMILY_SITES = (
 )
 
 
-class T5FamilyAttentionMixin(AttentionVariantMixin):
+# As in `attention_mixin`.
+if TYPE_CHECKING:
+
+    class _Attention(SummingAttention):
+        compute_bias: Any
+        is_decoder: bool
+        key_value_proj_dim: int
+        q: nn.Linear
+        o: nn.Linear
+else:
+    _Attention = object
+
+
+class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
     """What a variant adds to the attention class of T5 or UMT5; listed before it among the bases.
 
     The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
@@ -121,7 +134,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         """
         dynamic = self.variant_inputs(states, memory, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
-        past_length = _past_length(cache, self.layer_idx) if makes_bias else 0
+        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # a number, or a tensor of one
         query = self._heads(self.q(states))  # [b, h_k, n, d]
         if self.heads.rank is None:
             key, value = self._keys_and_values(states, memory, cache)  # [b, k, m, d]
@@ -161,7 +174,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
     def _keys_and_values(
         self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_cross_attention, seen = memory is not None, {}
+        is_cross_attention = memory is not None
+        seen: dict[int, bool] = {}
         if isinstance(cache, EncoderDecoderCache):
             seen = cache.is_updated if is_cross_attention else seen
             cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache

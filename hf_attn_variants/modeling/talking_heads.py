@@ -29,8 +29,8 @@ logger = logging.get_logger("transformers.attn_variants")  # ruled by transforme
 NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
 # torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
-ARGUMENTS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
-ARGUMENTS = ", ".join([*ARGUMENTS, "str backend", "bool with_backward"])
+_OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
+ARGUMENTS = ", ".join([*_OPERANDS, "str backend", "bool with_backward"])
 
 
 def talking_heads_attention(
@@ -73,15 +73,16 @@ def talking_heads_attention(
     check_mask(mask)
     query, key, value = one_dtype(query, key, value)
     mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
+    window: list[int] | None = None
     if reach is not None:
         # A cache has kept the last of the keys that the mask is of.
-        mask, reach = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
+        mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
     # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
     operands = Operands(
-        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, reach
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, window
     )
     if backend == "auto" and (reach is not None or not covers_device(query.device)):
         backend = "blocked"

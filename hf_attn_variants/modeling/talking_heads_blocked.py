@@ -63,7 +63,8 @@ class _Call:
         # A sequence alone becomes several with a part of the queries each, so that every thread has one.
         self.parts = _number_of_parts(operands, threads)
         if self.parts > 1:
-            query, mask, bias = (self.split(tensor) for tensor in (query, mask, bias))
+            query = self.split(query)
+            mask, bias = (None if tensor is None else self.split(tensor) for tensor in (mask, bias))
             key, value = (tensor.repeat(self.parts, 1, 1, 1) for tensor in (key, value))
         elif query.shape[0] > 1:  # models hand over [b, m, h, d] transposed, which each block would copy anew
             key, value = key.contiguous(), value.contiguous()
@@ -75,12 +76,14 @@ class _Call:
         self.mix_out = None if weights_proj is None else weights_proj.to(query.dtype)
         self.query_scaling = scaling / self.proj_scaling
         self.buffers: dict[str, Tensor] = {}
-        if dropout > 0:
+        if dropout > 0 and seed is not None:
             self.generator, self.first_seed = torch.Generator(query.device), int(seed)
             # The probability to 16 bits: of the numbers from -2**15 to 2**15 - 1, this one and those above it keep.
             self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
-        self.added, self.allowed, self.nothing = [], None, None
+        self.added: list[Tensor] = []
+        self.allowed: Tensor | None = None
+        self.nothing: Tensor | None = None
         self.windows = None if reach is None else BlockWindows(Reach(*reach), self.query, self.key, bias)
         self._take_masks(mask, bias if reach is None else None)
 
@@ -99,9 +102,9 @@ class _Call:
         if nothing.device.type != "cpu" or nothing.any():  # asking a GPU would wait for it
             self.nothing = nothing.expand(batches, -1, length, 1)
 
-    def split(self, tensor: Tensor | None) -> Tensor | None:
+    def split(self, tensor: Tensor) -> Tensor:
         """[1, h, n, x] to the parts' [parts, h, n / parts, x], of the same memory."""
-        if tensor is None or tensor.shape[2] == 1:
+        if tensor.shape[2] == 1:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
 
@@ -203,8 +206,9 @@ class _Call:
         if self.windows is not None:
             near, outside = self.windows.terms(block.rows, block.spans)
             # Each query reads itself at least. Most blocks meet no padding, and adding is faster than filling in.
-            whole = allowed is None or (allowed.device.type == "cpu" and bool(allowed.all()))
-            return None if whole else allowed & near, [*added, outside]
+            if allowed is None or (allowed.device.type == "cpu" and bool(allowed.all())):
+                return None, [*added, outside]
+            return allowed & near, [*added, outside]
         return allowed, added
 
     def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:

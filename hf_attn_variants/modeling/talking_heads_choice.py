@@ -142,7 +142,8 @@ def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
     d_output, operands = _random_call(kind)
     if backend == "blocked":
         # Nothing is dropped at probability 0, so it needs no seed.
-        d_output, operands = _exact(d_output), Operands(*map(_exact, operands[:7]), None, *operands[8:])
+        tensors = (None if tensor is None else _exact(tensor) for tensor in operands[:7])
+        d_output, operands = _exact(d_output), Operands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
     outcome = {"output": output}
     if kind.with_backward:
@@ -152,8 +153,8 @@ def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
     return outcome
 
 
-def _exact(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 
 def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
@@ -163,9 +164,7 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
     heads_in, heads, heads_out, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
 
-    def new(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-        if dtype is None:
-            return None
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
     def added(dtype: torch.dtype | None, layout: str) -> Tensor | None:
@@ -179,7 +178,10 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
     mask = added(kind.mask, kind.mask_layout)
     if mask is not None and mask.dtype != torch.bool:
         mask[:, :, 0] = -torch.inf  # a query that may attend to nothing
-    logits_proj, weights_proj = new(kind.logits_proj, heads_in, heads), new(kind.weights_proj, heads, heads_out)
+    projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, heads_out))
+    logits_proj, weights_proj = (
+        None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
+    )
     d_output = new(kind.dtype, 1, QUERIES, heads_out, value_size)
     operands = Operands(
         query=new(kind.dtype, 1, heads_in, QUERIES, size),
@@ -187,8 +189,8 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
         value=new(kind.dtype, 1, value_heads, m, value_size),
         mask=mask,
         position_bias=added(kind.bias, kind.bias_layout),
-        logits_proj=logits_proj if logits_proj is None else logits_proj * heads_in**-0.5,
-        weights_proj=weights_proj if weights_proj is None else weights_proj * heads**-0.5,
+        logits_proj=logits_proj,
+        weights_proj=weights_proj,
         # It makes the kernels draw what they drop; at probability 0 all is kept.
         seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
         scaling=size**-0.5,

@@ -19,6 +19,7 @@ Sources: arXiv 2003.02436, section 3 (the formula); 2205.14135 (recomputation fr
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ class _Call:
         self.bias = None if bias is None else bias.expand(full)
         kind = NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
-        self.constants = {
+        self.constants: dict[str, Any] = {
             "HEADS_IN": self.heads_in,
             "HEADS": self.heads,
             "HEADS_OUT": self.heads_out,
@@ -144,7 +145,7 @@ class _Call:
             size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
-    def launch(self, kernel, pointers, batch: slice, row: slice, memory: int, settings: dict) -> None:
+    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, memory: int, settings: dict) -> None:
         rows = row.stop - row.start
         bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
         mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
@@ -246,7 +247,7 @@ def backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
-    if wants_bias:
+    if wants_bias and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
@@ -268,7 +269,7 @@ def backward(
         for total, part in zip(d_projs, parts, strict=True):
             if part is not None:
                 total += part.sum(0)
-        if wants_bias:
+        if d_logits is not None:
             add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
     if call.query_scaling != 1.0:
         d_query *= call.query_scaling

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .attention_sites import VariantAttention
 from .attention_variants import attention_with_weights, fused_attention, wants_weights
 from .padded_rows import rolled_rows
 from .query_folding import is_exporting
@@ -29,9 +30,23 @@ check_method(
     T5Attention, "_relative_position_bucket", ("relative_position", "bidirectional", "num_buckets", "max_distance")
 )
 
-__all__ = ["add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
+__all__ = ["SummingAttention", "add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
 
 ROWS = 128  # queries of a block
+
+
+class SummingAttention(VariantAttention):
+    """What is read here of an attention of T5's encoder. For type checkers, as its base."""
+
+    k: nn.Linear
+    v: nn.Linear
+    has_relative_attention_bias: bool
+    relative_attention_bias: nn.Embedding
+    relative_attention_max_distance: int
+    relative_attention_num_buckets: int
+    _relative_position_bucket: Any
+    global_input_layer_norm: nn.Module
+    global_relative_attention_bias: nn.Embedding
 
 
 class _Summaries(NamedTuple):
@@ -43,7 +58,7 @@ class _Summaries(NamedTuple):
     blocks: torch.Tensor  # [b, n]: of each token
 
 
-def add_summary_parameters(module: nn.Module, config: Any, heads: int) -> None:
+def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
     """Give an attention of T5's encoder the summaries' norm and, where it makes the bias by distance, theirs.
 
     They are called as LongT5's are.
@@ -57,7 +72,7 @@ def add_summary_parameters(module: nn.Module, config: Any, heads: int) -> None:
     norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
     module.global_input_layer_norm = norm.to(device=like.device, dtype=like.dtype)
     if module.has_relative_attention_bias:
-        options = {"dtype": like.dtype, "device": like.device}
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         module.global_relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, heads, **options)
     module._is_hf_initialized = False
 
@@ -70,7 +85,7 @@ def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def summary_table(module: nn.Module, length: int) -> torch.Tensor:
+def summary_table(module: SummingAttention, length: int) -> torch.Tensor:
     """Return the summaries' bias [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1) on; of G = 0 without numbers.
 
     Args:
@@ -85,9 +100,9 @@ def summary_table(module: nn.Module, length: int) -> torch.Tensor:
 
 
 def attend_with_summaries(
-    module: nn.Module,
+    module: SummingAttention,
     states: torch.Tensor,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
     mask: torch.Tensor | None,
     tables: torch.Tensor | None,
     dropout: float,
@@ -116,7 +131,8 @@ def attend_with_summaries(
             f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
-    if (moved := rolled_rows(module, mask, length)) is not None:
+    moved = rolled_rows(module, mask, length)
+    if moved is not None and mask is not None:
         states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
         operands = tuple(moved.rolled(each, 2) for each in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
@@ -140,8 +156,8 @@ def attend_with_summaries(
     return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
 
 
-def _attend(module: nn.Module, dropout: float, asked: bool) -> Callable[..., Any]:
-    options = {"scaling": module.scaling, "dropout": dropout}
+def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (asked or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
     options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj", "score")}
@@ -150,7 +166,7 @@ def _attend(module: nn.Module, dropout: float, asked: bool) -> Callable[..., Any
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _make_summaries(module: nn.Module, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.reach.block, length // module.reach.block
     blocks = blocks_of_tokens(real, block)

@@ -135,7 +135,8 @@ class Arguments:
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the values of the roles, and all other arguments by name: what is left of `kwargs`."""
         self._rename(kwargs)
-        given, found = len(args), []
+        found: list[Any] = []
+        given = len(args)
         for name, at in self.places:  # no comprehension: this is a part of each decoding step
             found += (args[at] if at < given else kwargs.pop(name, None),)
         for name, at in self.others:

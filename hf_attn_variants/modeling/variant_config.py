@@ -6,7 +6,7 @@ attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), slid
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
@@ -315,7 +315,7 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
             return super().from_dict(without_replaced(config_dict, fields) | fields, **kwargs)
 
     @classmethod
-    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> "AttnVariantConfigMixin":
+    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
         """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
 
         Raises:
@@ -323,7 +323,6 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         """
         cls.check_names(fields)
         values = settled_format(dict(config) if isinstance(config, dict) else config.to_dict(), cls.model_type)
-        values = dict(values)
         model_type = values.get("model_type")
         if model_type not in (*cls.upstream_model_types, cls.model_type):
             expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
@@ -346,12 +345,13 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:
         # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
-        PreTrainedConfig._attn_implementation.fset(self, value)
-        name = self._attn_implementation_internal
+        upstreams: Any = PreTrainedConfig._attn_implementation
+        upstreams.fset(self, value)
+        name: Any = self._attn_implementation_internal
         self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
 
     @property
-    def output_attentions(self) -> bool:
+    def output_attentions(self) -> bool | None:
         """Whether the model returns its attention weights, whatever the attention implementation."""
         return self._output_attentions
 
@@ -380,7 +380,8 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
         one of that class to which every word is unknown, and say nothing.
         """
-        kept = {name: self.__dict__[name] for name in ("auto_map", "tokenizer_class") if name in self.__dict__}
+        names = ("auto_map", "tokenizer_class")
+        kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
         self.__dict__.pop("tokenizer_class", None)
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -54,7 +54,14 @@ logger = logging.get_logger(f"transformers.{__name__}")
 _adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
 
 
-class AttnVariantModelMixin:
+# A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    _Model = PreTrainedModel
+else:
+    _Model = object
+
+
+class AttnVariantModelMixin(_Model):
     """What a variant model adds to upstream's model class; listed before it among the bases.
 
     Upstream builds itself; then its attentions (and the base model inside a head) become ours in place, by their
@@ -63,10 +70,7 @@ class AttnVariantModelMixin:
     Class attributes:
         attention_sites: every kind of attention that the architecture has: conversion and inspection read it too.
         variant_classes: for each upstream class inside the model, ours.
-        stack_name: of a class that is one of two stacks, what a whole model calls it.
     """
-
-    stack_name: str | None = None
 
     attention_sites: tuple[AttentionSite, ...] = ()
     variant_classes: dict[type, type] = {}
@@ -80,9 +84,10 @@ class AttnVariantModelMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, "talking_heads_dynamic"):
+            wanted: Any = self.config_class
             raise ValueError(
                 f"{type(self).__name__} needs a variant configuration, got {type(config).__name__}: make one by "
-                f"`{self.config_class.__name__}.from_upstream(config, num_key_value_heads=...)`."
+                f"`{wanted.__name__}.from_upstream(config, num_key_value_heads=...)`."
             )
         config.check_variant()
         try_host(type(self))
@@ -118,6 +123,11 @@ class AttnVariantModelMixin:
         if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
             self.generation_config.use_cache = False
 
+    @property
+    def stack_name(self) -> str | None:
+        """What a whole model calls it, of a class that is one of two stacks."""
+        return None
+
     @classmethod
     def module_runs(cls, config: Any, path: str) -> int:
         """Return how often a forward pass goes through the module at this path inside the base model."""
@@ -130,8 +140,8 @@ class AttnVariantModelMixin:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "init_projections"):
-            module.init_projections()
+        if (init_projections := getattr(module, "init_projections", None)) is not None:
+            init_projections()
         init_kernel(module)
         if isinstance(module, LatentProjection):
             # Keys and values then have the spread that upstream's rule means them to have.
@@ -148,7 +158,9 @@ class AttnVariantModelMixin:
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Self:
         """Load a checkpoint, upstream's plain ones included; see `PreTrainedModel.from_pretrained`.
 
         Raises:
@@ -159,7 +171,7 @@ class AttnVariantModelMixin:
         adds = source is not None and adds_talking_heads(cls.config_class, source, config, kwargs)
         token = _adds_talking_heads.set(adds)
         try:
-            loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
+            loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
         finally:
             _adds_talking_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -192,12 +204,13 @@ class AttnVariantModelMixin:
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Route "eager" and "sdpa" (the default) to this package's functions; leave the other kernels as they are."""
-        requested = {EAGER: "eager", SDPA: "sdpa"}.get(requested_attention, requested_attention)
+        upstreams: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
+        requested = upstreams.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def _change_class(module: nn.Module, variant: type, config: Any) -> None:
+def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # those are checked with their heads
         check_attributes(module, getattr(variant, "upstream_attributes", ()))
@@ -228,7 +241,9 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())
-    heads, width = site.heads(model.config, path), module.get_submodule(site.key).in_features
+    key_map: Any = module.get_submodule(site.key)
+    query_map: Any = module.get_submodule(site.query)
+    heads, width = site.heads(model.config, path), key_map.in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
         _resize(module, site.key, rank, heads.key * heads.head_dim),
@@ -237,12 +252,11 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     ]
     if any(resized):
         # T5's rule for new projections is that of the attention around them.
-        module._is_hf_initialized = False
+        vars(module)["_is_hf_initialized"] = False
     root = sites_root(model)
     if rank < width and site.latent_map(root, path) is None:  # a shared one is there after the first
         _add_latent(root, site.latent_path(path), width, rank)
-    query = module.get_submodule(site.query)
-    core.install_variant(model.config, heads, query.in_features, rank if site.shares_latent else width)
+    core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
     core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
@@ -258,10 +272,11 @@ def _add_latent(root: nn.Module, path: str, width: int, rank: int) -> None:
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
-    old = module.get_submodule(path)
+    old: Any = module.get_submodule(path)
     size = (in_features or old.in_features, out_features or old.out_features)
     if size == (old.in_features, old.out_features):
         return False
-    like = {"dtype": old.weight.dtype, "device": old.weight.device}
-    module.set_submodule(path, nn.Linear(*size, bias=old.bias is not None, **like))
+    weight = old.weight
+    new = nn.Linear(*size, bias=old.bias is not None, dtype=weight.dtype, device=weight.device)
+    module.set_submodule(path, new)
     return True

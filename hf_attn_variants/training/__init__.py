@@ -4,7 +4,7 @@ The names below are imported when they are first used: settings alone import nei
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "fine_tune": "engine.finetune",
@@ -24,10 +24,47 @@ _HOMES = {
     "pretrain_masked_lm": "pretraining.run_mlm",
     "pretrain_span_corruption": "pretraining.run_span_corruption",
 }
-__all__ = list(_HOMES)
+__all__ = [
+    "FineTuningTask",
+    "GlueFineTuning",
+    "GlueSettings",
+    "MaskedLMSettings",
+    "NerFineTuning",
+    "NerSettings",
+    "Seq2SeqFineTuning",
+    "Seq2SeqSettings",
+    "SpanCorruptionSettings",
+    "SquadFineTuning",
+    "SquadSettings",
+    "Uptraining",
+    "UptrainingSettings",
+    "fine_tune",
+    "pretrain_masked_lm",
+    "pretrain_span_corruption",
+]
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+# A type checker that saw it would take any name for one that is here.
+if TYPE_CHECKING:
+    from .engine.finetune import FineTuningTask, fine_tune
+    from .glue.settings import GlueSettings
+    from .glue.task import GlueFineTuning
+    from .ner.settings import NerSettings
+    from .ner.task import NerFineTuning
+    from .pretraining.run_mlm import pretrain_masked_lm
+    from .pretraining.run_span_corruption import pretrain_span_corruption
+    from .pretraining.settings import MaskedLMSettings, SpanCorruptionSettings
+    from .seq2seq.settings import Seq2SeqSettings
+    from .seq2seq.task import Seq2SeqFineTuning
+    from .squad.settings import SquadSettings
+    from .squad.task import SquadFineTuning
+    from .uptraining.settings import UptrainingSettings
+    from .uptraining.task import Uptraining
+else:
+    __getattr__ = _found

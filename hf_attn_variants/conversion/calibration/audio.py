@@ -122,7 +122,7 @@ def audio_batches(
             f"{type(model).__name__} cannot generate what a decoder reads: convert the checkpoint as one that can, "
             "with `architectures` of its config.json."
         )
-    features = [_features(feature_extractor, path) for path in calibration.audio]
+    features = [_features(feature_extractor, path) for path in calibration.examples]
     chunks: Any = chunks_of(calibration, [0] * len(features), drawn_parts(calibration, generator))
     chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
     batches: tuple[list[Batch], list[Batch]] = ([], [])
@@ -135,7 +135,7 @@ def audio_batches(
     return batches
 
 
-def _features(feature_extractor: FeatureExtractionMixin, path: str | os.PathLike) -> torch.Tensor:
+def _features(feature_extractor: Any, path: str | os.PathLike) -> torch.Tensor:
     """Return what the model reads of a file, [bins, frames]."""
     samples, rate = load_audio(path)
     wanted = feature_extractor.sampling_rate
@@ -157,7 +157,8 @@ def _transcribed(model: PreTrainedModel, features: torch.Tensor, max_length: int
     features = features.to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: all of a window is heard
     with limits_of_the_call(model):
-        found = model.generate(features, attention_mask=mask, **options)
+        generate: Any = model.generate
+        found = generate(features, attention_mask=mask, **options)
     return from_generated(found.sequences, model.generation_config.pad_token_id)
 
 

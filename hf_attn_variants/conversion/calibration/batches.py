@@ -77,9 +77,9 @@ def chunks_of(calibration: Calibration, lengths: list[int], parts: Parts) -> lis
         parts: as `drawn_parts` returned them.
     """
     return [
-        (part, order[start : start + calibration.batch_size])
+        (part, order[start : start + calibration.batch_rows])
         for part, order in enumerate(sorted(rows, key=lambda i: (lengths[i], i)) for rows in parts)
-        for start in range(0, len(order), calibration.batch_size)
+        for start in range(0, len(order), calibration.batch_rows)
     ]
 
 
@@ -127,7 +127,8 @@ def _tokenized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, parts: Parts
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
     """Return the numbers of each example's tokens, which text of a pair each is of, and those of its target."""
-    texts, config = calibration.texts, model.config
+    texts: Any = calibration.texts  # where passages are read, no pairs
+    config = model.config
     encoded, segments = tokens_of(config, tokenizer, texts, calibration.length)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
@@ -135,7 +136,7 @@ def _tokenized(
         for rows in map(sorted, parts):  # each part's own: what is held out is in no passage to fit to
             for i, (passage, length) in passages([texts[row] for row in rows], longest).items():
                 (encoded[rows[i]],), types = tokens_of(config, tokenizer, [passage], length)
-                if segments is not None:
+                if segments is not None and types is not None:
                     segments[rows[i]] = types[0]
     targets = None
     if calibration.target_texts is not None:
@@ -185,7 +186,8 @@ def _decoder_arguments(
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         with limits_of_the_call(model):
-            generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
+            generate: Any = model.generate
+            generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
         return from_generated(generated, config.pad_token_id)
     batch = padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
     return {f"decoder_{name}": tensor for name, tensor in batch.items()}

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...languages import set_languages
 from ...modeling.attention_kernels import has_kernel
+from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
@@ -88,7 +89,7 @@ def calibrate(
     plan: ConversionPlan,
     method: CalibratedMethod,
     reader: TensorSource,
-    model: PreTrainedModel,
+    model: AttnVariantModelMixin,
     processor: Any,
     calibration: Calibration | None,
 ) -> None:
@@ -114,7 +115,7 @@ def forms_on_text(
     method: CalibratedMethod,
     modules: Sequence[AttentionModule],
     reader: TensorSource,
-    model: PreTrainedModel,
+    model: AttnVariantModelMixin,
     processor: Any,
     calibration: Calibration | None,
 ) -> list[LatentForms]:
@@ -140,7 +141,7 @@ def _course(
     plan: ConversionPlan,
     method: CalibratedMethod,
     reader: TensorSource,
-    model: PreTrainedModel,
+    model: AttnVariantModelMixin,
     processor: Any,
     calibration: Calibration | None,
 ) -> "_Course":
@@ -188,7 +189,7 @@ class _Course:
         plan: ConversionPlan,
         method: CalibratedMethod,
         reader: TensorSource,
-        model: PreTrainedModel,
+        model: AttnVariantModelMixin,
         calibration: Calibration,
         used: Sequence[Batch],
         held_out: Sequence[Batch],
@@ -207,7 +208,7 @@ class _Course:
         # Of the attentions that share a latent: their new heads, what they lose; by its name, the latent.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
-        self._latents: dict[str, torch.Tensor] = {}
+        self._latents: dict[str | None, torch.Tensor] = {}
 
     def __enter__(self) -> "_Course":
         self._bar.__enter__()
@@ -227,7 +228,7 @@ class _Course:
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = best_latent(forms, readers[0].heads.rank[1])
+            self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
     def forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
         """Return what latents of these attentions, as they are in the source, lose."""
@@ -247,8 +248,9 @@ class _Course:
             details = _output_errors(visit.tensors, tensors, visit.heads, visit.layer)
             self._method.remember(name, visit.tensors, replace(tensors, details=details))
             self._errors.append(details["output_relative_error"])
-            if None not in self._errors:
-                mean = sum(self._errors) / len(self._errors)
+            known = [error for error in self._errors if error is not None]
+            if len(known) == len(self._errors):
+                mean = sum(known) / len(known)
                 self._bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
 
     def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
@@ -286,7 +288,7 @@ class _Course:
             forms = latent_forms(tensors, heads, visit.inputs, visit.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
-            weight = best_latent([forms.key, forms.value], heads.rank[1])
+            weight = best_latent([forms.key, forms.value], heads.new_rank)
         tensors = self._method.with_latent(
             _without_error(tensors),
             heads,
@@ -300,7 +302,7 @@ class _Course:
         return tensors
 
     def _with_kernel(self, visit: _Visit, tensors: AttentionTensors) -> AttentionTensors:
-        tensors = _without_error(tensors).with_new_kernel(visit.module.kernel[1], visit.heads)
+        tensors = _without_error(tensors).with_new_kernel(visit.module.new_kernel, visit.heads)
         targets = _outputs(visit)
         tensors = self._method.with_kernel(tensors, visit.heads, visit.layer, visit.inputs, targets, self._calibration)
         self._part_done()

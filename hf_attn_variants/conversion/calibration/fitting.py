@@ -167,7 +167,8 @@ class _Whitened:
         """Return the projections of plain inputs."""
         plain = {name: tensor for role in self._reads for name, tensor in self._plain(role).items()}
         plain |= {name: tensor.detach() for name, tensor in self._learned.items()}
-        return replace(self._original, **{name: tensor.contiguous() for name, tensor in plain.items()})
+        changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
+        return replace(self._original, **changed)
 
     def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
         into = self._maps[what][0]

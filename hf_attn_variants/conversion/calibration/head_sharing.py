@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Groups) 
     order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
     share = heads.query // heads.key[0]
     shared = order[::share] // share
-    changed = {}
+    changed: dict[str, Any] = {}
     for role, rows in (("query", order), ("key", shared), ("value", shared)):
         changed |= tensors.mapped(role, partial(_heads_in_order, order=rows))
     output = tensors.output_weight.unflatten(1, (heads.output, -1))[:, order].flatten(1)

@@ -16,6 +16,7 @@ nothing has to be chosen between keys and values, or between the layers that rea
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ def latent_forms(
     # How much of each head's S there is in that of all.
     shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(maps, products, strict=True)]
     moments = [key.new_zeros(key.shape[2], key.shape[2]) for _ in maps]  # the S of a, and of z
-    sums, energies, queries = key.new_zeros(count, key.shape[2]), [0.0, 0.0], 0
+    energies: list[Any] = [0.0, 0.0]
+    sums, queries = key.new_zeros(count, key.shape[2]), 0
     for batch in inputs:
         mixes = _mixes(tensors, value, output, batch, generator)
         for role, mix in enumerate(mixes):
@@ -69,7 +71,8 @@ def latent_forms(
             energies[1] -= (value[head] @ away @ value[head].T * products[1][head]).sum()
     grams = [torch.einsum("hdi,hdj->ij", weight, m @ weight) for weight, m in zip(maps, products, strict=True)]
     energies = [total / queries for total in energies]
-    return LatentForms(*map(_form, grams, moments, energies), mean_read)
+    of_key, of_value = map(_form, grams, moments, energies)
+    return LatentForms(of_key, of_value, mean_read)
 
 
 def _mixes(
@@ -115,7 +118,7 @@ def _per_query_head(tensors: AttentionTensors, role: str, heads: HeadCounts) -> 
 
 
 def _query_moments(tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> torch.Tensor:
-    moments = 0.0
+    moments: Any = 0.0
     for batch in inputs:
         query = tensors.project("query", batch.states).unflatten(-1, (heads.query, -1))[batch.valid]  # [rows, h, d]
         query = query * batch.scaling

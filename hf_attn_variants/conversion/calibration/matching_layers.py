@@ -103,10 +103,11 @@ def matching_shares(
     length = min(calibration.length, MOST_TOKENS, longest_input(config) or MOST_TOKENS)
     encoded, segments = tokens_of(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
-    sums, count = defaultdict(float), 0
-    starts = range(0, len(texts), calibration.batch_size)
+    sums: dict[int, Any] = defaultdict(float)
+    count = 0
+    starts = range(0, len(texts), calibration.batch_rows)
     for start in progress_bar(starts, desc="looking for words that come twice", leave=False):
-        rows = slice(start, start + calibration.batch_size)
+        rows = slice(start, start + calibration.batch_rows)
         batch = padded(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = padded(segments[rows], 0)["input_ids"]
@@ -134,7 +135,7 @@ def fields_keeping(
         shares: by layer, as `matching_shares` returned them.
     """
     kept = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
-    by_layer, names = dict(fields.get("per_layer_values") or {}), _asked(_prefix(plan), fields)
+    by_layer, names = dict(fields.get("per_layer_values") or {}), _asked(_prefix(plan) or "", fields)
     for name in names:
         old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
         by_layer[name] = [old[layer] if layer in kept else fields[name] for layer in range(len(shares))]

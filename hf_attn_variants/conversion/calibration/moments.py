@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def head_moments(
     centred keys [g*d, g*d]; and of its stacked values as each of its heads reads them, [g, g*d, g*d].
     """
     d = heads.head_dim
-    like = {"dtype": torch.float64, "device": tensors.query_weight.device}
+    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
     queries = torch.zeros(heads.query, d, d, **like)
     keys = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
     values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ...errors import as_value_error
 from ...modeling.attention_sites import AttentionSite
 from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
 from ...modeling.linear_attention import attend_by_kernel
+from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 
@@ -79,7 +80,9 @@ def attend(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int)
     else:
         # The last query's row is of all keys but padding.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
-        context = attend_by_kernel(tensors, *projected, mask, inputs.scaling)[0].flatten(2)
+        query, key, value = projected
+        attention: Any = tensors  # which has what an attention with a kernel computes with
+        context = attend_by_kernel(attention, query, key, value, mask, inputs.scaling)[0].flatten(2)
     return tensors.project("output", context), context
 
 
@@ -102,7 +105,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
 
 @torch.no_grad()
 def recorded_inputs(
-    model: PreTrainedModel, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
+    model: AttnVariantModelMixin, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
     """Run a model over batches and return what its attentions were called with, {path: calls}.
 
@@ -135,7 +138,7 @@ class _AllRecorded(Exception):
 class _Recorder:
     """Collects the calls of some attentions, in the order in which they happen."""
 
-    def __init__(self, model: PreTrainedModel, paths: Sequence[str]):
+    def __init__(self, model: AttnVariantModelMixin, paths: Sequence[str]):
         self.batch: dict[str, torch.Tensor] = {}
         self._calls_in_batch = 0
         self._calls_expected: int | None = None  # as many as in the first batch
@@ -170,7 +173,7 @@ class _Recorder:
 
     def attention(
         self,
-        module: nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -178,7 +181,7 @@ class _Recorder:
         scaling: float | None = None,
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention function of upstream's interface: notes what it is called with, and answers as "eager"."""
         if module in self._modules:
             path, site, query_map, key_map = self._modules[module]
@@ -203,7 +206,7 @@ class _Recorder:
 _RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
 
 
-def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _RECORDER.get().attention(*args, **kwargs)
 
 

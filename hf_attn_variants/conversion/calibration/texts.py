@@ -100,5 +100,5 @@ def _read_examples(
         raise ValueError(f"{of_targets} is for a table; {path} is none.")
     if target_file is None:
         return read_lines([path]), None
-    texts, targets = zip(*read_pairs(path, target_file), strict=True)
-    return list(texts), list(targets)
+    sources, targets = zip(*read_pairs(path, target_file), strict=True)
+    return list(sources), list(targets)

@@ -125,8 +125,7 @@ def _adapted(folder: Path) -> tuple[str, str]:
     found = found if isinstance(found, dict) else {}
     base, mapping = found.get("base_model_name_or_path"), found.get("auto_mapping")
     model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    is_name, is_class = (isinstance(each, str) for each in (base, model_class))
     return (
-        base if is_name and re.fullmatch(r"[\w./~ -]+", base) else "BASE",
-        model_class if is_class and re.fullmatch(r"\w+", model_class, re.ASCII) else "AutoModel",
+        base if isinstance(base, str) and re.fullmatch(r"[\w./~ -]+", base) else "BASE",
+        model_class if isinstance(model_class, str) and re.fullmatch(r"\w+", model_class, re.ASCII) else "AutoModel",
     )

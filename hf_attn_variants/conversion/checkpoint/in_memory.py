@@ -1,7 +1,7 @@
 """Models in memory as the converter reads and builds them, and what it reads of a checkpoint and a model alike."""
 
 import copy as copying
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class ModelReader:
             raise ValueError(
                 f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
             )
-        self._tensors = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".kernel_vectors")}
         self.entries = {}
         for name, tensor in self._tensors.items():
@@ -41,11 +41,16 @@ class ModelReader:
 
 # Both have `entries` and `read`.
 TensorSource = CheckpointReader | ModelReader
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 def assemble(
-    model_class: type[nn.Module], config: Any, tensors: dict[str, torch.Tensor], model: nn.Module, copy: bool = False
-) -> PreTrainedModel:
+    model_class: type[ModelT],
+    config: Any,
+    tensors: dict[str, torch.Tensor],
+    model: PreTrainedModel,
+    copy: bool = False,
+) -> ModelT:
     """Build a model of tensors by name; tied weights, buffers and all other state as in `model`.
 
     Args:
@@ -75,10 +80,11 @@ def assemble(
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[leaf] = tensor
+    of_module: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    of_module[leaf] = tensor
 
 
-def _with_state(converted: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+def _with_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
     """Give a converted model the state that is no parameter: mode, attention kernel, checkpointing, generation."""
     converted.train(model.training)
     for name, module in model.named_modules():

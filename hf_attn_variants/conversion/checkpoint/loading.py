@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ __all__ = [
     "model_of_tensors",
     "reading_checkpoint",
 ]
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 TOKENIZER_OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 # What a tokenizer is read from, by the endings of the names.
@@ -129,8 +131,8 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
 
 
 def model_of_tensors(
-    model_class: type, config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
-) -> PreTrainedModel:
+    model_class: type[ModelT], config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
+) -> ModelT:
     """Return a model of a folder's tensors, as `from_pretrained` makes it of the folder itself.
 
     Raises:

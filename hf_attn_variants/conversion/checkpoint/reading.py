@@ -10,8 +10,9 @@ import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ class SafetensorsReader(CheckpointReader):
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
         super().__init__(folder, files, index_metadata)
         self._data_starts: dict[str, int] = {}
-        self._handles: dict[str, BinaryIO] = {}
+        self._handles: dict[str, BufferedReader] = {}
         for file in files:
             start, entries = _read_safetensors_header(folder / file)
             self._data_starts[file] = start

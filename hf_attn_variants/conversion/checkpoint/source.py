@@ -185,7 +185,8 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
     read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
-    copied, left_out = [], []
+    copied: list[str] = []
+    left_out: list[str] = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
         relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
         found = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]  # no circles
@@ -261,7 +262,7 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    arguments = {"repo_id": name, "revision": revision, "token": token}
+    arguments: dict[str, Any] = {"repo_id": name, "revision": revision, "token": token}
     try:
         try:
             files = HfApi().list_repo_files(**arguments)

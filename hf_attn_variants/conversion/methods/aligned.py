@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class Aligned(CalibratedMethod):
         _, keys, values = head_moments(tensors, heads, inputs, groups)
         key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in keys])  # [h, d, d]
         value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in values])
-        changed = tensors.mapped("query", partial(_turned, turns=key_turns, kept=heads.query))
+        changed: dict[str, Any] = tensors.mapped("query", partial(_turned, turns=key_turns, kept=heads.query))
         changed |= tensors.mapped("key", partial(_turned, turns=key_turns, kept=len(groups)))
         changed |= tensors.mapped("value", partial(_turned, turns=value_turns, kept=len(groups)))
         output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]

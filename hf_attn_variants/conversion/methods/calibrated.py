@@ -18,6 +18,7 @@ All on moments of h*d numbers at most, in float64. The fit after that (`fitting`
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -164,7 +165,7 @@ def closed_form(
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
     parts = {role: torch.cat(rows) for role, rows in new.items()}
-    changed = {"output_weight": parts["output"].T}
+    changed: dict[str, Any] = {"output_weight": parts["output"].T}
     for role in ("query", "key", "value"):
         changed |= tensors.parted(role, parts[role])
     like = tensors.query_weight.dtype

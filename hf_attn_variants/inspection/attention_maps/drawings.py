@@ -197,8 +197,10 @@ def _subtitle(maps: AttentionMaps) -> str:
     return "; ".join(parts)
 
 
-def _place(size: tuple[float, float], x: float, y: float, width: float, height: float) -> list[float]:
-    return [x / size[0], y / size[1], width / size[0], height / size[1]]
+def _place(
+    size: tuple[float, float], x: float, y: float, width: float, height: float
+) -> tuple[float, float, float, float]:
+    return x / size[0], y / size[1], width / size[0], height / size[1]
 
 
 def _draw_stage(
@@ -270,7 +272,7 @@ def _label(axes: Axes, rows: Sequence[str] | None, columns: Sequence[str] | None
     axes.tick_params(length=0, pad=2)
     axes.set_xticks([])
     axes.set_yticks([])
-    look = {"fontsize": 7, "parse_math": False, "fontfamily": _fonts()}
+    look: dict[str, Any] = {"fontsize": 7, "parse_math": False, "fontfamily": _fonts()}
     if rows is not None:
         axes.set_yticks(range(len(rows)), [shown_label(token) for token in rows], **look)
     if columns is not None:

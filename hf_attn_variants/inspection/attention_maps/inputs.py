@@ -19,7 +19,7 @@ def token_labels(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> tuple
     labels = []
     for token in ids.tolist():
         name = str(tokenizer.convert_ids_to_tokens(token))
-        text = tokenizer.decode([token]).strip()
+        text = str(tokenizer.decode([token])).strip()
         labels.append(name if not text or "\N{REPLACEMENT CHARACTER}" in text else text)
     return tuple(labels)
 
@@ -56,7 +56,7 @@ def model_inputs(
         with limits_of_the_call(model):
             target = model.generate(**inputs, **options)[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
-        target_text = tokenizer.decode(target[0], skip_special_tokens=True)
+        target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:
         raise ValueError(f"{type(model).__name__} generates nothing by itself: give a `target_text`.")
     start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.attention_patterns import TransientGlobal
-from ...modeling.attention_sites import AttentionSite
+from ...modeling.attention_sites import AttentionSite, VariantAttention
 from ...modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
 from ...modeling.memory_compression import compressing
 from ...modeling.sliding_window_attention import as_full_attention
@@ -172,7 +172,9 @@ def attention_maps(
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
-    attentions, layers = [], Counter()
+    attentions: list[AttentionMaps] = []
+    layers: Counter[str] = Counter()
+    core: Any  # of this package's attentions
     for number, (site, path, core) in enumerate(recorder.calls):
         layers[site.name] += 1
         weights = getattr(outputs, OUTPUTS[site.name])[layers[site.name] - 1]
@@ -214,7 +216,7 @@ class _Recorder:
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         self.calls.append((*self._modules[module], module))
 
-    def _attention(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
+    def _attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if module in self._modules and module.projection_names:
             self.mixed[len(self.calls) - 1] = _mixing_stages(module, query, key, *args, **kwargs)
         return eager_attention_forward(module, query, key, *args, **kwargs)
@@ -223,7 +225,7 @@ class _Recorder:
 def _maps_of_call(
     site: AttentionSite,
     path: str,
-    core: nn.Module,
+    core: VariantAttention,
     layer: int,
     labels: dict[str, tuple[str, ...]],
     mixed: tuple[Stage, ...],
@@ -257,7 +259,7 @@ def _maps_of_call(
     )
 
 
-def _key_labels(core: nn.Module, tokens: tuple[str, ...]) -> tuple[str, ...]:
+def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels of what an attention reads: tokens, several as one, or summaries of blocks before tokens."""
     if core.compression is not None:
         stride = core.compression.stride
@@ -269,7 +271,7 @@ def _key_labels(core: nn.Module, tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _mixing_stages(
-    module: nn.Module,
+    module: VariantAttention,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -288,7 +290,12 @@ def _mixing_stages(
     logits_proj, weights_proj = (getattr(module, name, None) for name in ("logits_proj", "weights_proj"))
     heads, kv_heads = query.shape[1], key.shape[1]
     reads_keys = _reads(heads, kv_heads)
-    options = {"scaling": scaling, "is_causal": is_causal, "logits_proj": logits_proj, "score": module.score}
+    options: dict[str, Any] = {
+        "scaling": scaling,
+        "is_causal": is_causal,
+        "logits_proj": logits_proj,
+        "score": module.score,
+    }
     options |= {name: kwargs.get(name) for name in ("x2l", "m2l")}
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     _, weights = attention_with_weights(query, key, no_values, mask, position_bias, **options)  # [1, h, n, m]
@@ -314,7 +321,7 @@ def _mixing_stages(
 
 def _projections(logits_proj: torch.Tensor | None, weights_proj: torch.Tensor | None) -> tuple[Projection, ...]:
     named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    return tuple(Projection(*names, _cpu(matrix)) for *names, matrix in named if matrix is not None)
+    return tuple(Projection(name, heads, to, _cpu(matrix)) for name, heads, to, matrix in named if matrix is not None)
 
 
 def _set_eager(function: Any) -> None:

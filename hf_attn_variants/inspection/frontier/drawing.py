@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -85,7 +86,11 @@ def _kind(row: FrontierRow) -> str:
 def _size_label(frontier: Frontier) -> str:
     if frontier.source.kv_cache_bytes is None:
         return "parameters"
-    source = f" and {frontier.source_length:,} source" if "cross" in frontier.source.kv_cache_bytes_per_token else ""
+    source = (
+        f" and {frontier.source_length:,} source"
+        if "cross" in (frontier.source.kv_cache_bytes_per_token or ())
+        else ""
+    )
     return f"cache of {frontier.length:,} generated{source} tokens, float32"
 
 
@@ -105,7 +110,8 @@ def _label(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
         limit = transform.transform((rows[0].size, loss))[1]
         taken.append((0.0, limit - 0.003, 1.0, limit + 0.003))
     for row, (x, y) in zip(rows, points, strict=True):
-        places, name = [], row.name.removeprefix("MHA + ")
+        places: list[Any] = []
+        name = row.name.removeprefix("MHA + ")
         for dx, dy in PLACES:
             left = x + dx / width - (len(name) * LETTER if dx < 0 else 0)
             low = y + dy / height - LINE / 4

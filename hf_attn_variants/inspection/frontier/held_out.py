@@ -79,7 +79,7 @@ def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     """
     measure = _measure(model)
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
-    chunks: Any = [order[start : start + text.batch_size] for start in range(0, len(order), text.batch_size)]
+    chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
     if measure == "targets" and text.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
     held = HeldOutText(measure, [_batch(model, tokenizer, text, rows, measure) for rows in chunks])
@@ -141,7 +141,8 @@ def _targets(
         return found["input_ids"].masked_fill(found["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with limits_of_the_call(model):
-        ids = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
+        generate: Any = model.generate
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

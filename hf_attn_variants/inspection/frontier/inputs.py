@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.entries import checked_finite
 from ...conversion.checkpoint.loading import load_tokenizer_of, reading_checkpoint
 from ...conversion.checkpoint.source import read_config, resolve_source
 from ...conversion.plan import seeded_generator
+from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 from ..costs import kv_heads_field, variant_config
 from .options import default_options, options_of
@@ -23,7 +24,7 @@ __all__ = ["load_source", "split_text", "variants_to_try"]
 
 def load_source(
     checkpoint: str, revision: str | None = None, token: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[AttnVariantModelMixin, PreTrainedTokenizerBase]:
     """Return a checkpoint as this package's model of the same heads, in float32, and its tokenizer.
 
     Raises:
@@ -46,7 +47,7 @@ def load_source(
     return model, load_tokenizer_of(folder, ", which its text needs.")
 
 
-def variants_to_try(model: PreTrainedModel, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:
+def variants_to_try(model: AttnVariantModelMixin, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:
     """Return the fields of the variants of a model that a frontier tries: those given, or the default ones.
 
     Args:
@@ -99,5 +100,5 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
 
 
 def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
-    targets = calibration.target_texts or [None] * len(calibration.texts)
+    targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.texts)
     return list(zip(calibration.texts, targets, strict=True))

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
 from ...modeling.configuration_attn_variants import can_cache
+from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ...registration import longest_input
 from ..costs import kv_heads_field, variant_name
@@ -105,7 +105,7 @@ class Frontier:
 
 
 def measure_frontier(
-    source: PreTrainedModel,
+    source: AttnVariantModelMixin,
     options: Sequence[Mapping[str, Any]],
     calibration: Calibration,
     held_out: Calibration,
@@ -141,31 +141,31 @@ def measure_frontier(
     for fields in options:
         pieces.config(fields)
     with as_value_error(f"{checkpoint or 'the source'} cannot read the text: its configuration is wrong"):
-        text = held_out_text(source, calibration.tokenizer, held_out)
+        tokenizer: Any = calibration.tokenizer
+        text = held_out_text(source, tokenizer, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
-    about += (length, source_length)
     _check_loss(losses, checkpoint, known)
     measured = _Measured(text.losses, losses, _timer(source, length, source_length, known), lengths)
     order = _in_turn([each for each in options if all(dict(each) != row.fields for row in known[1:])], source)
     conversions = 0
     rows = [*known] or [measured.row(source, {}, 0.0)]
     keep = on_row or (lambda frontier, left: None)
-    keep(frontier := Frontier(*about, _in_order(rows)), len(order))
+    keep(frontier := Frontier(*about, length, source_length, _in_order(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
             name = variant_name(pieces.config(fields), kv_heads_field(type(source), source.config))
             conversions += not pieces.is_at_hand(fields)
             bar.set_description(f"trying {name}", refresh=is_watched())
             rows.append(measured.row(pieces.model(fields), dict(fields), pieces.attention_error(fields)))
-            keep(frontier := Frontier(*about, _in_order(rows)), len(order) - number)
+            keep(frontier := Frontier(*about, length, source_length, _in_order(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
     return frontier
 
 
-def _in_turn(options: Sequence[Mapping[str, Any]], source: PreTrainedModel) -> list[Mapping[str, Any]]:
+def _in_turn(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
     """Return those that change most attentions first: one conversion then makes those of several options."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
@@ -200,12 +200,12 @@ def _in_order(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 class _Measured:
     """How a model becomes a row."""
 
-    losses: Callable[[PreTrainedModel], torch.Tensor]
+    losses: Callable[[AttnVariantModelMixin], torch.Tensor]
     source: torch.Tensor  # its losses, [texts, 2]
-    milliseconds: Callable[[PreTrainedModel], float]
+    milliseconds: Callable[[AttnVariantModelMixin], float]
     lengths: dict[str, int]
 
-    def row(self, model: PreTrainedModel, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
+    def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
         found = self.losses(model)
         above, error = _difference(found, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT)
@@ -247,26 +247,28 @@ def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 
 
 def _timer(
-    source: PreTrainedModel, length: int, source_length: int, known: Sequence[FrontierRow]
-) -> Callable[[PreTrainedModel], float]:
+    source: AttnVariantModelMixin, length: int, source_length: int, known: Sequence[FrontierRow]
+) -> Callable[[AttnVariantModelMixin], float]:
     """Return the function that estimates a model's milliseconds; the source's are measured once more with each."""
     decodes = source.can_generate() and source.config.is_encoder_decoder
-    positions = longest_input(source.config)
-    read = min(source_length if decodes else length, positions or math.inf)
+    positions, read = longest_input(source.config), source_length if decodes else length
+    read = read if positions is None else min(read, positions)
     found = [row.milliseconds for row in known[:1]]
 
-    def run(model: PreTrainedModel) -> Callable[[], float]:
+    def run(model: AttnVariantModelMixin) -> Callable[[], float]:
         work = decoding_or_pass(_generating(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None)
 
         def milliseconds() -> float:
             first, end = run_times(work, str(model.device))
-            return (end - first) * 1e3 / (TIMED_TOKENS - 1) if decodes else end * 1e3
+            if first is None or not decodes:  # a pass, which has no first token
+                return end * 1e3
+            return (end - first) * 1e3 / (TIMED_TOKENS - 1)
 
         return milliseconds
 
     own = run(source)
 
-    def estimate(model: PreTrainedModel) -> float:
+    def estimate(model: AttnVariantModelMixin) -> float:
         if model is source:
             own()
             found.append(statistics.median(own() for _ in range(TIMED_ROUNDS)))
@@ -279,7 +281,7 @@ def _timer(
     return estimate
 
 
-def _generating(model: PreTrainedModel) -> PreTrainedModel:
+def _generating(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
     """Return a model that generates all the tokens that it is asked for."""
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.in_memory import assemble
 from ...conversion.conversions import convert_model
 from ...conversion.methods import METHODS
 from ...modeling.attention_sites import AttentionSite
+from ...modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["ConvertedAttentions"]
 
@@ -26,7 +26,7 @@ Key = tuple[str, Any]
 class ConvertedAttentions:
     """The attentions of a source's conversions, made when they are first asked for."""
 
-    def __init__(self, source: PreTrainedModel, calibration: Calibration, seed: int = 0) -> None:
+    def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
         """Begin with the source's own.
 
         Args:
@@ -46,9 +46,10 @@ class ConvertedAttentions:
         Raises:
             ValueError: if they make none.
         """
-        return type(self.source.config).from_upstream(self.source.config, **fields)
+        config: Any = self.source.config
+        return type(config).from_upstream(config, **fields)
 
-    def model(self, fields: Mapping[str, Any]) -> PreTrainedModel:
+    def model(self, fields: Mapping[str, Any]) -> AttnVariantModelMixin:
         """Return the source as a variant of these fields; parameters that stay share the source's memory.
 
         Raises:
@@ -56,8 +57,8 @@ class ConvertedAttentions:
         """
         config = self.config(fields)
         if missing := self._missing(config, fields):
-            method = METHODS["calibrated"]()
-            converted = convert_model(
+            method: Any = METHODS["calibrated"]()
+            converted: Any = convert_model(
                 self.source, method=method, calibration=self.calibration, seed=self.seed, **missing
             )
             details = {path: made.details for path, made in method.converted.items()}
@@ -74,7 +75,10 @@ class ConvertedAttentions:
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative error of the outputs of the attentions that `model` changed, on held-out text."""
         errors = [self._errors.get(key) for key, own in self._keys(self.config(fields)) if key != own]
-        return sum(errors) / len(errors) if errors and None not in errors else None if errors else 0.0
+        known = [error for error in errors if error is not None]
+        if len(known) < len(errors):
+            return None
+        return sum(known) / len(known) if known else 0.0
 
     def is_at_hand(self, fields: Mapping[str, Any]) -> bool:
         """Say whether `model` takes no conversion any more."""
@@ -109,7 +113,7 @@ class ConvertedAttentions:
             return path, heads(path)
         return path, tuple(heads(each) for other, each, _ in self.source.named_attentions() if other is site)
 
-    def _keep(self, model: PreTrainedModel, errors: Mapping[str, float | None]) -> None:
+    def _keep(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         parameters = {name: each.detach() for name, each in model.base_model.named_parameters(remove_duplicate=False)}
         for site, path, _ in model.named_attentions():
             key, shared = self._key(model.config, site, path), f"{site.latent_path(path)}.weight"

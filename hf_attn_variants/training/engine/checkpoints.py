@@ -92,7 +92,8 @@ def last_good_checkpoint(output_dir: str | Path) -> str:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int(NAME_PATTERN.fullmatch(checkpoint.name)[1])
+    found: Any = NAME_PATTERN.fullmatch(checkpoint.name)  # it is one that was listed
+    return int(found[1])
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:

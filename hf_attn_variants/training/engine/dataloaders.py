@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from .stop_signals import STOP_SIGNALS
 __all__ = [
     "IGNORED_LABEL",
     "EpochSampler",
+    "Rows",
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
@@ -25,6 +26,17 @@ __all__ = [
     "prepare_eval_dataloader",
     "prepare_train_dataloader",
 ]
+
+
+class Rows(Protocol):
+    """Examples by index."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one."""
+
 
 # The label of a token that is not to be predicted: torch's own default.
 IGNORED_LABEL = -100
@@ -68,8 +80,8 @@ class EpochSampler(Sampler[int]):
         # turns. The longest batch stays first: memory that is too small fails at once. An incomplete one stays last.
         size = self.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
-        order = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
-        order = [0, *order.tolist(), *([len(batches) - 1] if len(indices) % size and len(batches) > 1 else [])]
+        shuffled = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
+        order = [0, *shuffled.tolist(), *([len(batches) - 1] if len(indices) % size and len(batches) > 1 else [])]
         return [index for number in order for index in batches[number]]
 
 
@@ -91,7 +103,7 @@ def create_train_dataloader(
 def prepare_train_dataloader(
     settings: FineTuningSettings,
     accelerator: Accelerator,
-    rows: Dataset,
+    rows: Rows,
     collate: Callable[[list], Any],
     lengths: Callable[[], Sequence[int]],
 ) -> tuple[DataLoader | list, EpochSampler]:
@@ -104,7 +116,8 @@ def prepare_train_dataloader(
     sampler = EpochSampler(max(len(rows), 1), seed, group_lengths, batch_size * accelerator.num_processes)
     if not len(rows):
         return [], sampler
-    loader = create_train_dataloader(rows, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
+    data: Any = rows  # torch takes all that has these two methods
+    loader = create_train_dataloader(data, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
     return accelerator.prepare(loader), sampler
 
 
@@ -137,7 +150,7 @@ def create_eval_dataloader(
 def prepare_eval_dataloader(
     settings: DataSettings,
     accelerator: Accelerator,
-    rows: Dataset,
+    rows: Rows,
     lengths: Sequence[int],
     collate: Callable[[list], Any],
 ) -> tuple[DataLoader, list[int]]:
@@ -146,8 +159,9 @@ def prepare_eval_dataloader(
     Return it and the numbers of the rows in its order, for `in_rows_order`.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    data: Any = rows
     loader = create_eval_dataloader(
-        Subset(rows, order), settings.per_device_eval_batch_size, collate, settings.dataloader_num_workers
+        Subset(data, order), settings.per_device_eval_batch_size, collate, settings.dataloader_num_workers
     )
     return accelerator.prepare(loader), order
 

@@ -8,13 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
-from .dataloaders import prepare_train_dataloader
+from .dataloaders import Rows, prepare_train_dataloader
 from .loop import TrainingLoop
 from .loop_settings import LoopSettings, total_training_steps
 from .losses import Objective
@@ -26,6 +25,8 @@ from .settings import FineTuningSettings
 __all__ = ["Evaluator", "FineTuningTask", "fine_tune", "shown_metrics"]
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
+# What evaluates is of the task: so its own methods know it by its class.
+EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
 
 
 class Evaluator(Protocol):
@@ -43,7 +44,7 @@ class Evaluator(Protocol):
         """Evaluate the dev data: "loss", the task's metrics."""
 
 
-class FineTuningTask(ABC, Generic[SettingsT]):
+class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
     """One run's task. `__init__` loads configuration, tokenizer and data: what is wrong with them is said first.
 
     The methods are called in this order: `load_model`, which may set `rows`, then `make_evaluator`, `objective` and
@@ -61,7 +62,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     """
 
     tokenizer: PreTrainedTokenizerBase
-    rows: Dataset | Sequence[Any]
+    rows: Rows
     collate: Callable[[list], dict[str, Tensor]]
     main_metric: str
     shown_metrics: Sequence[str]
@@ -80,7 +81,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return the loss of a batch."""
 
     @abstractmethod
-    def make_evaluator(self, model: nn.Module) -> Evaluator | None:
+    def make_evaluator(self, model: nn.Module) -> EvaluatorT | None:
         """Return what evaluates the model, prepared by accelerate; None where there are no dev data."""
 
     @abstractmethod
@@ -98,7 +99,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     def lengths(self) -> Sequence[int]:
         """Return the length of each training row, for `group_by_length`."""
-        return [len(row["input_ids"]) for row in self.rows]
+        return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
     def start_epoch(self, epoch: int) -> None:
         """Be told which epoch begins."""
@@ -117,10 +118,10 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return fields of `LoopSettings` that are not as the run's settings have them."""
         return {}
 
-    def before_training(self, loop: TrainingLoop, evaluator: Evaluator | None) -> None:
+    def before_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None) -> None:
         """Look at the model once all is loaded, unless the run resumes."""
 
-    def after_training(self, loop: TrainingLoop, evaluator: Evaluator | None, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None, model: nn.Module) -> nn.Module:
         """Return the trained model as it is to be saved."""
         return model
 
@@ -128,12 +129,12 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Save the model."""
         outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: Evaluator) -> None:
+    def last_evaluation(self, loop: TrainingLoop, evaluator: EvaluatorT) -> None:
         """Evaluate the weights that training ended with, unless that was done."""
         if not loop.scores_are_current():
             evaluator()
 
-    def dev_results(self, evaluator: Evaluator) -> dict[str, Any]:
+    def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
         """Return further results of the dev data, "eval_samples" among them."""
         return {}
 
@@ -141,7 +142,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return further results of the run."""
         return {}
 
-    def predictions(self, evaluator: Evaluator) -> dict[str, str]:
+    def predictions(self, evaluator: EvaluatorT) -> dict[str, str]:
         """Return the contents of the files of dev predictions, by name without `outputs.PREDICTIONS_PREFIX`."""
         return {}
 
@@ -150,7 +151,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return {}, {}
 
 
-def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dict[str, Any]:
+def fine_tune(task: type[FineTuningTask[SettingsT, Any]], settings: SettingsT) -> dict[str, Any]:
     """Fine-tune a checkpoint, save it, score it on the dev data and predict the test data.
 
     Args:
@@ -177,12 +178,17 @@ def shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
 def _run(task: FineTuningTask) -> dict[str, Any]:
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
-    model = task.load_model()
+    model: nn.Module = task.load_model()
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
     loader, sampler = prepare_train_dataloader(settings, accelerator, task.rows, task.collate, task.lengths)
     total_steps = task.total_steps(len(loader))
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     evaluator = task.make_evaluator(model)
+
+    def start_epoch(epoch: int) -> None:
+        sampler.start_epoch(epoch)
+        task.start_epoch(epoch)
+
     loop = TrainingLoop(
         accelerator,
         model,
@@ -199,7 +205,7 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
             **task.loop_options(total_steps),
         ),
         evaluate=evaluator,
-        start_epoch=lambda epoch: (sampler.start_epoch(epoch), task.start_epoch(epoch)),
+        start_epoch=start_epoch,
     )
     history = start_run(settings, accelerator)
     if not settings.resume_from_checkpoint:

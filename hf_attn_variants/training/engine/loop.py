@@ -61,7 +61,7 @@ class TrainingLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        dataloader: Iterable[dict[str, Tensor]],
+        dataloader: Any,
         objective: Objective,
         settings: LoopSettings,
         evaluate: Callable[[], dict[str, float]] | None = None,
@@ -321,7 +321,7 @@ class TrainingLoop:
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
     def _due(self, every: int | str | None, epoch_ended: bool) -> bool:
-        return epoch_ended if every == "epoch" else every is not None and self.state.step % every == 0
+        return self.state.step % every == 0 if isinstance(every, int) else every == "epoch" and epoch_ended
 
     def _evaluation_is_due(self, epoch_ended: bool) -> bool:
         last = self.state.step >= self.settings.total_steps
@@ -332,7 +332,7 @@ class TrainingLoop:
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
         settings, state = self.settings, self.state
-        if not self._evaluation_is_due(epoch_ended):
+        if self.evaluate is None or not self._evaluation_is_due(epoch_ended):
             return
         self._check_last_loss()
         self.model.eval()
@@ -348,14 +348,14 @@ class TrainingLoop:
         )
         if not settings.keep_best:
             return
-        name = settings.metric_for_best_model.removeprefix("eval_")
+        name = (settings.metric_for_best_model or "").removeprefix("eval_")
         if name not in metrics:
             raise ValueError(f"--metric_for_best_model {name!r}: the dev metrics are {', '.join(metrics)}")
         self._remember_best(metrics[name])
 
     def _remember_best(self, value: float) -> None:
         settings, state = self.settings, self.state
-        sign = 1 if greater_is_better(settings.metric_for_best_model.removeprefix("eval_")) else -1
+        sign = 1 if greater_is_better((settings.metric_for_best_model or "").removeprefix("eval_")) else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
             save_best_weights(self.accelerator, self.model, settings.output_dir)

@@ -90,7 +90,7 @@ class LoopSettings:
 
 
 def total_training_steps(
-    batches_per_epoch: int | None, accumulation: int, epochs: float, max_steps: int | None
+    batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
 ) -> int:
     """Return the optimiser steps of a run.
 
@@ -107,6 +107,6 @@ def total_training_steps(
         return max_steps
     if epochs == 0:
         return 0
-    if batches_per_epoch is None:
+    if batches_per_epoch is None or epochs is None:
         raise ValueError("a stream has no length: give --max_train_steps")
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))

@@ -117,7 +117,9 @@ class MaskedLMPreparation:
         first, second = block[:cut], block[cut:]
         if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
             return [first, second], UNCHANGED
-        return [second, first] if self.sentence_task == "sop" else [first, other[: len(second)]], CHANGED
+        if other is None or self.sentence_task == "sop":
+            return [second, first], CHANGED
+        return [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Replace chosen tokens: 80% by the mask token, 10% by a random one, 10% by themselves (arXiv:1810.04805).

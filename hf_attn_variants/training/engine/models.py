@@ -81,7 +81,7 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
         OSError: if there is none.
         ValueError: if it cannot be used, is an adapter or has its weights in pickles, or has no dropout to set.
     """
-    with reading_checkpoint(settings.model_name_or_path) as source:
+    with reading_checkpoint(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "num_mel_bins"):
@@ -94,7 +94,7 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_classifier(
-    settings: ModelSettings, config: PreTrainedConfig, labels: Sequence[str] | None, model_class: type
+    settings: ModelSettings, config: PreTrainedConfig, labels: Sequence[str] | None, model_class: type[Any]
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
@@ -106,7 +106,8 @@ def load_classifier(
         ValueError: if it does not fit its config, or the machine not `attn_implementation`.
     """
     names = list(labels) if labels is not None else ["score"]
-    had = [str(config.id2label[i]) for i in sorted(config.id2label)] if config.id2label else []
+    numbered: Any = config.id2label or {}
+    had = [str(numbered[i]) for i in sorted(numbered)]
     kind = model_class.__name__.removeprefix("AutoModel")
     is_classifier = any(kind in name for name in config.architectures or [])
     replaced = is_classifier and len(had) != len(names)
@@ -131,14 +132,14 @@ def load_classifier(
 
 
 def load_model(
-    settings: ModelSettings, config: PreTrainedConfig, model_class: type, **options: Any
+    settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], **options: Any
 ) -> PreTrainedModel:
     """Load a checkpoint in float32; arguments and errors as for `load_model_and_rest`."""
     return load_model_and_rest(settings, config, model_class, **options)[0]
 
 
 def load_model_and_rest(
-    settings: ModelSettings, config: PreTrainedConfig, model_class: type, needs_all: bool = False, **options: Any
+    settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], needs_all: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a checkpoint in float32, with `options` of `from_pretrained`.
 
@@ -151,7 +152,7 @@ def load_model_and_rest(
         OSError: if the checkpoint cannot be read.
         ValueError: if it does not fit its config, the machine not `attn_implementation`, or it lacks weights.
     """
-    with reading_checkpoint(settings.model_name_or_path) as source:
+    with reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,

@@ -57,13 +57,14 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     Raises:
         ValueError: if a field is unknown, or a value breaks a rule.
     """
-    variant_class = variant_config_class(settings.model_type)
+    model_type: Any = settings.model_type  # given, where there is no checkpoint
+    variant_class = variant_config_class(model_type)
     given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
     variant = {name: value for name, value in given.items() if value is not None}
     overrides = settings.config_overrides or ""
     asks_by_override = any(item.partition("=")[0] in given for item in overrides.split(","))
     is_variant = variant or asks_by_override
-    default = variant_class() if is_variant else AutoConfig.for_model(settings.model_type)
+    default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,

@@ -1,6 +1,7 @@
 """The optimiser, its parameter groups and its schedule."""
 
 import math
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -128,7 +129,7 @@ def prepare_training(
     return accelerator.prepare(model, optimizer, scheduler)
 
 
-def _unite_tied_embeddings(model: nn.Module) -> None:
+def _unite_tied_embeddings(model: Any) -> None:
     # torch shards a parameter in one group only: T5's three embeddings of one weight become one module.
     embeddings = model.get_input_embeddings()
     for parent in list(model.modules()):
@@ -137,7 +138,7 @@ def _unite_tied_embeddings(model: nn.Module) -> None:
                 setattr(parent, name, embeddings)
 
 
-def sharded_layer_names(model: nn.Module) -> set[str]:
+def sharded_layer_names(model: Any) -> set[str]:
     """Return the classes of the layers that FSDP2 shards one by one, less those that hold the input embeddings.
 
     accelerate shards the embeddings by themselves, and torch refuses that inside of a layer that is already sharded,

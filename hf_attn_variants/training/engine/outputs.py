@@ -97,7 +97,7 @@ def save_model(
 
 
 @contextmanager
-def _as_own_class(model: nn.Module) -> Iterator[nn.Module]:
+def _as_own_class(model: Any) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     # FSDP2 makes a class for a model it shards, and what would be saved as the model's code is torch's.

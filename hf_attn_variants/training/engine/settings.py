@@ -59,6 +59,12 @@ class ModelSettings(Settings):
     gradient_checkpointing: bool = option("Recompute activations to save memory.", False)
     trust_remote_code: bool = option("Run the model code that a Hub repository holds.", False)
 
+    @property
+    def source(self) -> str:
+        """`model_name_or_path`, of a model that is not from scratch."""
+        source: Any = self.model_name_or_path
+        return source
+
     def check(self) -> None:
         super().check()
         if self.model_name_or_path is None and not isinstance(self, NewModelSettings):

@@ -109,10 +109,10 @@ def pair_collator(
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
         sources, targets = zip(*(pair for pair, _ in rows), strict=True)
         batch = _encode(tokenizer, [source_prefix + source for source in sources], max_length, pad_to_multiple_of)
-        targets = _encode(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
-        ids = targets["input_ids"]
+        right = _encode(tokenizer, list(targets), max_target_length, pad_to_multiple_of, "text_target")
+        ids = right["input_ids"]
         shifted = torch.cat([torch.full_like(ids[:, :1], decoder_start_token_id), ids[:, :-1]], dim=1)
-        labels = ids.masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
+        labels = ids.masked_fill(right["attention_mask"] == 0, IGNORED_LABEL)
         return {**batch, "decoder_input_ids": shifted, "labels": labels}
 
     return collate

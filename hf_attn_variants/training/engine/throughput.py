@@ -81,7 +81,7 @@ def _coefficients(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[i
     return {stack: (none[stack], (own[stack] - none[stack], source[stack] - none[stack])) for stack in none}
 
 
-def _head(model: nn.Module) -> list[nn.Linear]:
+def _head(model: Any) -> list[nn.Linear]:
     """Return the linear maps behind the base model that read each token."""
     from ...inspection.counting import runs_once_a_sequence
 

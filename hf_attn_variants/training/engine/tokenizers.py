@@ -27,7 +27,7 @@ def load_tokenizer(
         OSError: if there is none.
         ValueError: if it cannot be used, has no padding token, or more tokens than the model.
     """
-    source = settings.tokenizer_name or settings.model_name_or_path
+    source = settings.tokenizer_name or settings.source
     with reading_checkpoint(source) as found:
         check_tokenizer_files(found)
         tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=settings.trust_remote_code)

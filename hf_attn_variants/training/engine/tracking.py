@@ -60,16 +60,17 @@ class RunLog:
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
         if self.bar is not None and not self.bar.disable:
-            self._show(record["step"], values)
+            _show(self.bar, record["step"], values)
 
-    def _show(self, step: int, values: dict[str, float]) -> None:
-        # Dev scores stand above the bar: 80 columns have no room for both.
-        if "loss" in values:
-            self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
-        scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
-        if scores:
-            listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
-            self.bar.write(f"step {step}, dev: {listed}", file=sys.stderr)
+
+def _show(bar: tqdm, step: int, values: dict[str, float]) -> None:
+    # Dev scores stand above the bar: 80 columns have no room for both.
+    if "loss" in values:
+        bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
+    scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
+    if scores:
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+        bar.write(f"step {step}, dev: {listed}", file=sys.stderr)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:

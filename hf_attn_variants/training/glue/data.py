@@ -78,7 +78,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     header, rows = _split_header(path, rows, task, has_labels)
     if not rows:
         raise ValueError(f"{path}: the file has a header and no rows")
-    text_at = [_find(header, names) for names in task.text_columns]
+    text_at = [at for names in task.text_columns if (at := _find(header, names)) is not None]  # all: there are such
     label_at = _find(header, task.label_columns) if has_labels else None
     index_at = None if has_labels else _find(header, ("index", "id"))
     names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
@@ -154,8 +154,8 @@ def _file_splits(
     found = {split: folder / name for split, name in names.items() if folder is not None and (folder / name).is_file()}
     first_eval, first_test = next(iter(task.eval_splits)), next(iter(task.test_splits))
     for split, key in (("train", "train_file"), (first_eval, "validation_file"), (first_test, "test_file")):
-        if files.get(key):
-            found[split] = Path(files[key])
+        if given := files.get(key):
+            found[split] = Path(given)
     for split in (*(["train"] if with_train else []), first_eval):
         if split not in found:
             hint = ""

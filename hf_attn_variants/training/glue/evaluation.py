@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class EvalSet:
     split: GlueSplit
     loader: DataLoader
     order: Sequence[int]
-    labels: Sequence[float] | None  # in the task's numbering
+    labels: Any  # in the task's numbering; None where there are none
 
 
 class GlueEvaluator(Scores):
@@ -64,7 +65,7 @@ class GlueEvaluator(Scores):
 
     def _scores(self) -> dict[str, float]:
         """Return the metrics of every dev split; those of a second one (MNLI mismatched) end in `_mm`."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         for i, eval_set in enumerate(self.sets):
             logits = self.predict_logits(eval_set)
             predictions = self.to_predictions(eval_set.task, logits)

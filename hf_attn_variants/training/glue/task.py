@@ -22,7 +22,7 @@ __all__ = ["GlueFineTuning"]
 NO_ROWS = GlueSplit("train", make_rows({}))
 
 
-class GlueFineTuning(FineTuningTask[GlueSettings]):
+class GlueFineTuning(FineTuningTask[GlueSettings, GlueEvaluator]):
     """Sequence classification, or for STS-B regression (arXiv:1804.07461).
 
     The results have `eval_<metric>` of each dev split; those of MNLI's mismatched one end in `_mm`.
@@ -101,7 +101,7 @@ class GlueFineTuning(FineTuningTask[GlueSettings]):
         return dict(_submission(self.task, split, found[split.name], "dev_") for split in self.dev_splits)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        files = {}
+        files: dict[str, str] = {}
         for task, split in self.tests:
             logits = self.evaluator.predict_logits(self._eval_set(task, split))
             files |= [_submission(task, split, self.evaluator.to_predictions(task, logits))]

@@ -28,7 +28,9 @@ def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
             spaces divide both; the message names file and line.
     """
     sentences: list[Sentence] = [([], [])]
-    first = parted = None  # the first line of columns divided by spaces, and the first that has another number
+    # The first line of columns divided by spaces, and the first that has another number.
+    first: tuple[int, int] | None = None
+    parted: tuple[int, str, int] | None = None
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _columns(line)
         words, tags = sentences[-1]
@@ -47,7 +49,7 @@ def read_conll(path: str, has_tags: bool = True) -> list[Sentence]:
                 raise ValueError(f"{path}, line {number}: {_parted(line, len(cells), *first)}")
         words.append(cells[0])
         tags += cells[1:][-1:] if has_tags else []
-    if parted:
+    if parted and first:
         number, line, count = parted
         logger.warning(
             "%s, line %d: %s; its word is %r", path, number, _parted(line, count, *first), _columns(line)[0]

@@ -39,7 +39,7 @@ class EntityScores(evaluate.Metric):
         return {name: float(score(references, predictions, **none.get(name, {}))) for name, score in found.items()}
 
 
-class NerFineTuning(FineTuningTask[NerSettings]):
+class NerFineTuning(FineTuningTask[NerSettings, Scores]):
     """Named entities (arXiv:cs/0306050), or whatever else tags words: a word is tagged at its first token."""
 
     name, main_metric, shown_metrics = "tags", "f1", METRICS
@@ -59,10 +59,12 @@ class NerFineTuning(FineTuningTask[NerSettings]):
 
     def load_model(self) -> PreTrainedModel:
         labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}
-        had = {str(name) for name in self.config.id2label.values()}
+        id2label: Any = self.config.id2label
+        had = {str(name) for name in id2label.values()}
         labels = had if labels <= had else labels | {"O"}  # a tagger may know more than these sentences have
         model, _ = load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
-        self.names, self.labels = model.config.id2label, model.config.label2id
+        self.names: Any = model.config.id2label
+        self.labels: Any = model.config.label2id
         self.rows = [row for row, _ in map(self._encode, self.splits["train"])]
         return model
 

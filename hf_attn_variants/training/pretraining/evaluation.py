@@ -44,7 +44,8 @@ class TextEvaluator(Scores):
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (self.task.row_sums(self.model, change(batch)),)
 
-        in_order = range(len(self.loader.dataset))
+        dataset: Any = self.loader.dataset
+        in_order = range(len(dataset))
         rows = run_rows(self.accelerator, self.model, self.loader, in_order, outputs, "dev", self.settings)[0]
         return torch.from_numpy(rows).double().sum(0).tolist()  # not every device has float64
 

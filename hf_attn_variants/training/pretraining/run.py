@@ -6,7 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..engine import outputs
 from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 def pretrain(
     settings: PretrainingSettings,
     accelerator: Accelerator,
-    model: PreTrainedModel,
+    model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     text: PretrainingText,
     task: PretrainingTask,

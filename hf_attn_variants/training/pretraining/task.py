@@ -18,10 +18,16 @@ class BlockPreparation(Protocol):
 
     block_length: int
     separator: int  # the token that ends each article
-    takes_other_block: bool  # whether it is called with another block of the text as well
 
-    def __call__(self, block: np.ndarray, key: tuple[int, ...], *other: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random."""
+    @property
+    def takes_other_block(self) -> bool:
+        """Whether it is called with another block of the text as well, or None."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return arrays of one shape for every block; `key` and the run's seed alone decide what is random.
+
+        Called with `block`, its `key` and, where it takes one, another block or None.
+        """
 
 
 class PreparedBlocks(Dataset):

@@ -34,11 +34,13 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
         OSError, ValueError: if a file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
             flag needs it.
     """
-    dev: Sequence[TextSource] = (files := check_text_files(settings.validation_file or []))
+    files = check_text_files(settings.validation_file or [])
+    dev: Sequence[TextSource] = files
+    train: Sequence[TextSource]
     dev_hash, names = hash_files(files), {}
     if settings.dataset_name is None:
-        train = check_text_files(settings.train_file or [])
-        train_hash = hash_files(train)
+        train = given = check_text_files(settings.train_file or [])
+        train_hash = hash_files(given)
     else:
         split_files, splits = _open_dataset(settings)
         if "train" not in splits:
@@ -66,7 +68,7 @@ def _open_dataset(settings: PretrainingSettings) -> tuple[Mapping[str, Sequence[
             files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
             return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
         except Exception as error:  # `datasets`, the Hub's client and each file format have errors of their own
-            raise _opening_error(settings.dataset_name, files, error) from error
+            raise _opening_error(f"{settings.dataset_name}", files, error) from error
 
 
 def _is_writable(folder: Path) -> bool:
@@ -92,7 +94,7 @@ def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Excepti
 
 def _dataset_shards(
     settings: PretrainingSettings, splits: IterableDatasetDict, files: Mapping[str, Sequence[str]], split: str
-) -> list[TextSource]:
+) -> Sequence[TextSource]:
     rows, names = splits[split], [Path(file).name for file in files.get(split, ())]
     if len(names) != rows.num_shards:
         names = [f"shard {i}" for i in range(rows.num_shards)]
@@ -103,7 +105,7 @@ def _dataset_shards(
     # A wrong column is an error now.
     if all(next(shard.articles(), None) is None for shard in shards):
         raise ValueError(f"{settings.dataset_name} ({split}) holds no row")
-    return list(shards)
+    return shards
 
 
 def _hash_dataset(files: Sequence[str]) -> str:

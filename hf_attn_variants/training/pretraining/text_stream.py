@@ -51,7 +51,9 @@ SHARD_ORDER, WINDOW_ORDER = 0, 1
 class TextSource(Protocol):
     """A shard of text that can be read from the middle."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What errors call it."""
 
     def articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield each article from `offset` on, with the offset that it begins at."""

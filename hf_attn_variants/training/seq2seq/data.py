@@ -91,7 +91,8 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             splits[name] = Seq2SeqSplit(name, sources, references)
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
         logger.warning("test: its first row has no text in column %r: it is not scored", settings.target_column)
-    metrics = tuple(settings.metrics)
+    given: Any = settings.metrics  # which have a default by now
+    metrics: tuple[str, ...] = tuple(given)
     names = tuple(value for name in metrics for value in TEXT_METRICS[name].names)
     return Seq2SeqData(
         splits, lambda predictions, references: score_texts(metrics, predictions, references), names, names[0]

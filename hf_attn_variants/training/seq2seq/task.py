@@ -23,12 +23,14 @@ from .worded_tasks import load_task
 __all__ = ["Seq2SeqFineTuning"]
 
 
-class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
+class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     """Translation, summaries, GLUE and SQuAD as text; from a checkpoint or, with `model_type`, from scratch.
 
     The results have `eval_loss` (nats a target token), `eval_<metric>` and `eval_decode_tokens_per_second`, the same
     with the suffix `_beam<number>` for further numbers of beams, and as `test_<metric>` for a test split.
     """
+
+    rows: TextRows
 
     name = "text to text"
 
@@ -47,13 +49,14 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
         self._check_dev_flags()
+        longest_target = settings.max_target_length or settings.max_length  # the first is given by now
         for split in self.data.splits.values():
-            warn_of_cuts(split, self.tokenizer, settings.max_length, settings.max_target_length)
+            warn_of_cuts(split, self.tokenizer, settings.max_length, longest_target)
         self.collate = pair_collator(
             self.tokenizer,
             settings.max_length,
             settings.pad_to_multiple_of,
-            settings.max_target_length,
+            longest_target,
             self.config.decoder_start_token_id,
         )
         self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
@@ -108,7 +111,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def dev_fingerprint(self) -> dict[str, Any]:
         dev = self.data.splits.get("dev")
-        rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)] if dev else []
+        rows = []
+        if dev is not None and dev.references is not None:
+            rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)]
         # Evaluations in training decode with the first number of beams.
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 

@@ -72,7 +72,7 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
         ValueError: if there is no such task, or a file is wrong.
     """
     files = {f"{name}_file": _one_file(settings, name) for name in ("train", "validation", "test")}
-    data = _load_squad(settings, files) if settings.task_name.lower() == SQUAD else _load_glue(settings, files)
+    data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
         for name, split in data.splits.items():
             data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
@@ -87,7 +87,7 @@ def _one_file(settings: Seq2SeqSettings, name: str) -> str | None:
 
 
 def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
-    task = get_task(settings.task_name)
+    task = get_task(settings.task_name or "")
     loaded = load_glue(task, settings.data_dir, files, with_train=not settings.only_evaluates)
     dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
     sources = {"train": "train", "dev": dev, "test": test}

@@ -4,6 +4,7 @@ Letters: b windows, n tokens a window.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -43,9 +44,9 @@ def span_objective() -> Objective:
     )
 
 
-def _span_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def _span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits [b, n, 2] of each token to be the answer's first, and last; padding cannot be either."""
-    inputs = {key: value for key, value in batch.items() if key not in POSITIONS}
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
         inputs["use_cache"] = False  # its decoder would keep keys and values that nothing reads
     outputs = model(**inputs)

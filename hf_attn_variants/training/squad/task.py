@@ -23,12 +23,14 @@ from .windows import Window, checked_stride, make_windows, window_collator
 __all__ = ["SquadFineTuning"]
 
 
-class SquadFineTuning(FineTuningTask[SquadSettings]):
+class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
     """Extractive question answering, v1.1 (arXiv:1606.05250) or v2.0 (arXiv:1806.03822).
 
     The results have `eval_exact_match` and `eval_f1`; for v2.0 `eval_exact`, `eval_f1`, those of questions with and
     without an answer, and those of the best threshold.
     """
+
+    rows: list[Window]
 
     main_metric = "f1"
     shown_metrics = ("exact_match", "exact", "f1", "HasAns_f1", "NoAns_f1")

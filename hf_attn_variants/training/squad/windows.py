@@ -171,7 +171,9 @@ def window_collator(
     def collate(windows: list[Window]) -> dict[str, Tensor]:
         rows: dict[str, list] = {"input_ids": [window.input_ids.tolist() for window in windows]}
         if windows[0].token_type_ids is not None:
-            rows["token_type_ids"] = [window.token_type_ids.tolist() for window in windows]
+            rows["token_type_ids"] = [
+                window.token_type_ids.tolist() for window in windows if window.token_type_ids is not None
+            ]
         batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
         if marks_questions:
             begins = torch.tensor([window.context_begin for window in windows])

@@ -83,21 +83,22 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 
 def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     _refuse(settings, ("text_columns",), "is for an encoder; a table of pairs has --source_column and --target_column")
-    train, held_out = (
-        (settings.source_file, settings.target_file),
-        (settings.validation_source_file, settings.validation_target_file),
-    )
-    if any((source is None) != (target is None) for source, target in (train, held_out)):
+    sources = (settings.source_file, settings.validation_source_file)
+    targets = (settings.target_file, settings.validation_target_file)
+    if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
         raise ValueError("--source_file and --target_file belong together, and so do their validation twins")
     if (settings.source_file is None) == (settings.train_file is None):
         raise ValueError("an encoder-decoder needs --source_file and --target_file, or else a table as --train_file")
-    if held_out[0] and settings.validation_file:
+    if sources[1] and settings.validation_file:
         raise ValueError("give --validation_source_file and --validation_target_file or --validation_file, not both")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
-    return (
-        read_pairs(*train) if settings.source_file else read_columns(settings.train_file, *columns),
-        read_pairs(*held_out) if held_out[0] else read_columns(settings.validation_file or [], *columns),
+    train, held_out = (
+        read_pairs(source, target) if source and target else read_columns(table or [], *columns)
+        for source, target, table in zip(
+            sources, targets, (settings.train_file, settings.validation_file), strict=True
+        )
     )
+    return train, held_out
 
 
 def _refuse(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:

@@ -109,7 +109,7 @@ class UptrainingObjective:
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
             terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
-            terms |= self._teacher_terms(student, self.teacher.run(inputs), batch, embeds and evaluating)
+            terms |= self._teacher_terms(student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating)
         return terms
 
     def masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,14 +121,20 @@ class UptrainingObjective:
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
     def _teacher_terms(
-        self, student: Activations, teacher: Activations, batch: dict[str, Tensor], embeds: bool
+        self,
+        student: Activations,
+        of_teacher: Teacher,
+        teacher: Activations,
+        batch: dict[str, Tensor],
+        embeds: bool,
     ) -> dict[str, Term]:
-        weights, masks, terms = self.weights, self.masks(batch), {}
+        weights, masks = self.weights, self.masks(batch)
+        terms: dict[str, Term] = {}
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
             for side, layers in getattr(student, kind).items():
-                variances = self.teacher.variances[kind, side]
+                variances = of_teacher.variances[kind, side]
                 terms[f"{side}_{kind}_error"] = layer_error(
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
@@ -136,27 +142,28 @@ class UptrainingObjective:
             raise ValueError(
                 "--logits_weight needs logits of one kind: of the model and its teacher, one alone answers questions"
             )
-        if weights.logits and student.span_logits is not None:
+        if weights.logits and student.span_logits is not None and teacher.span_logits is not None:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # the first token's distribution, and the last's
             logits = student.span_logits, teacher.span_logits
-            terms["logits_divergence"] = logits_divergence(*logits, mask, weights.temperature)
+            terms["logits_divergence"] = logits_divergence(logits[0], logits[1], mask, weights.temperature)
         elif weights.logits:
-            _check_logits(student.logits, teacher.logits)
-            mask = None
-            if student.logits.dim() == 3:
-                mask = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-            terms["logits_divergence"] = logits_divergence(student.logits, teacher.logits, mask, weights.temperature)
+            ours, other = _checked_logits(student.logits, teacher.logits)
+            of_tokens = None
+            if ours.dim() == 3:
+                of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
+            terms["logits_divergence"] = logits_divergence(ours, other, of_tokens, weights.temperature)
         if weights.embedding_distance or embeds:
             states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
             terms["embedding_distance"] = embedding_distance(*states, masks[ENCODER])
         return terms
 
 
-def _check_logits(student: Tensor | None, teacher: Tensor | None) -> None:
+def _checked_logits(student: Tensor | None, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    if shapes[0] is None or shapes[0] != shapes[1] or shapes[0][-1] < 2:
+    if student is None or teacher is None or shapes[0] != shapes[1] or student.shape[-1] < 2:
         found = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(f"--logits_weight needs logits of one shape, over two classes or more; they are {found}")
+    return student, teacher
 
 
 class UptrainingEvaluator(Scores):
@@ -194,7 +201,7 @@ class UptrainingEvaluator(Scores):
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
             if self.references is not None:
                 generated += self._generate(batch)
-        totals = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
+        totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
         metrics = {"loss": float(self.objective.total(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items.clamp(min=1))
@@ -225,9 +232,10 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     Raises:
         ValueError: if it is not.
     """
-    if (config.architectures or [""])[0].endswith("ForMultipleChoice"):
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForMultipleChoice"):
         raise ValueError(
-            f"{settings.model_name_or_path} is a {config.architectures[0]}: uptraining has no texts of several "
+            f"{settings.model_name_or_path} is a {architecture}: uptraining has no texts of several "
             "choices; convert and uptrain the model that it was fine-tuned from"
         )
     pairs = {"mlm": False, "embedding": False, "seq2seq": True}

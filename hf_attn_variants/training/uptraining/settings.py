@@ -117,7 +117,7 @@ class UptrainingSettings(UptrainingTextSettings, LanguageSettings, FineTuningSet
         None,
         help="Epochs (0: only evaluate; default: --max_train_steps, or 300 steps).",
     )
-    warmup_ratio: float | None = redefault(
+    warmup_ratio: float | None = redefault(  # type: ignore[assignment]  # a number as soon as it is made
         FineTuningSettings,
         "warmup_ratio",
         None,

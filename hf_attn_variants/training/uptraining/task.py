@@ -37,7 +37,7 @@ from ..engine.models import (
     set_dropout,
 )
 from ..engine.settings import ModelSettings
-from ..engine.text_rows import hash_texts
+from ..engine.text_rows import TextRows, hash_texts
 from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from ..engine.tracking import read_log
 from .data import load_uptraining_data
@@ -64,12 +64,14 @@ EVALUATIONS = 5
 RISING_METRICS = ("embedding_cosine", "bleu")
 
 
-class Uptraining(FineTuningTask[UptrainingSettings]):
+class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     """Training on of a converted checkpoint (arXiv:2305.13245, section 2.1), with or without a teacher.
 
     The results have `eval_loss`, each term of the loss and other dev metrics after training, and the same as
     `initial_eval_<metric>` before it.
     """
+
+    rows: TextRows
 
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
@@ -148,14 +150,14 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
         auto_class = {"mlm": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(self.settings.objective)
-        return auto_class or resolve_architecture(source.model_name_or_path, config)
+        return auto_class or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
         model, rest = load_model_and_rest(settings, self.config, self._model_class(settings, self.config))
         if self.target_start is not None:
             self.target_start.give(model)
-        self.model, self.carried = model, _read_tensors(settings.model_name_or_path, rest)
+        self.model, self.carried = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -167,7 +169,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return model
 
     def _load_teacher(self) -> Teacher | None:
-        if self.of_teacher is None:
+        if self.of_teacher is None or self.teacher_config is None:
             return None
         model_class = self._model_class(self.of_teacher, self.teacher_config)
         model = load_model(self.of_teacher, self.teacher_config, model_class)
@@ -188,7 +190,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         objective = self.uptraining_objective
         if not (self.weights.hidden_states or self.weights.attention_outputs):
             return
-        objective.teacher.measure_variances(
+        teacher: Any = objective.teacher  # whose layers the terms compare
+        teacher.measure_variances(
             ({key: value for key, value in batch.items() if key != "labels"}, objective.masks(batch))
             for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
@@ -211,7 +214,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def total_steps(self, batches_per_epoch: int) -> int:
         settings, steps = self.settings, self.settings.max_train_steps
-        if settings.alpha is not None:
+        if settings.alpha is not None and settings.pretraining_steps is not None:
             steps = math.ceil(settings.alpha * settings.pretraining_steps)
         elif steps is None and settings.num_train_epochs is None:
             steps = DEFAULT_STEPS
@@ -250,7 +253,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the held-out data": hash_texts(self.data.held_out.texts)}
 
-    def before_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
+    def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
         metrics = evaluator()
         wanted = loop.settings.metric_for_best_model
         if loop.settings.keep_best and wanted not in metrics:
@@ -263,7 +266,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
-    def after_training(self, loop: TrainingLoop, evaluator: UptrainingEvaluator, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
         # The scores are those of the updates beside the weights: merged, they round in another way.
         super().last_evaluation(loop, evaluator)
         self.log_path = loop.log.path
@@ -321,7 +324,7 @@ def _copy_side_files(settings: UptrainingSettings, own: Sequence[str], output: P
     """Copy what lies beside the source's weights, the files named `own` aside: the result is as whole."""
     if outputs.is_own_source(settings):
         return
-    folder = resolve_source(settings.model_name_or_path, weights=False)
+    folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])
     # The code is the one that the model was saved with, and a tokenizer from elsewhere stays.
     kept = [

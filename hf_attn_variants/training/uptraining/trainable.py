@@ -47,9 +47,11 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     maps = []
     for site, path, module in named_attentions(model):
         maps += [module.get_submodule(linear) for linear in site.projections.values()]
-        maps += [site.latent_map(model.base_model, path)]
-    targets = list(dict.fromkeys(names[id(each)] for each in maps if each is not None))
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
+        latent = site.latent_map(model.base_model, path)
+        maps += [] if latent is None else [latent]
+    targets = list(dict.fromkeys(names[id(each)] for each in maps))
+    factor: Any = alpha  # any number, whatever peft's annotation says
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=factor, target_modules=targets, lora_dropout=0.0))
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:

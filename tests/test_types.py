@@ -1,0 +1,100 @@
+"""What a user's type checker sees: every public name and its annotations; and that nothing is exempt from our own."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import hf_attn_variants
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_attn_variants"
+CHECKED = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "attn_variants.py"])
+LAZY = ("", ".conversion", ".inspection", ".training")
+IGNORE = re.compile(r"#\s*type:\s*ignore(\[[a-z-]+\]  # \w.*)?")
+MOST_IGNORES = 9
+USER = """
+import hf_attn_variants
+from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, convert
+from hf_attn_variants.conversion import Calibration
+
+reveal_type(convert("bert", num_key_value_heads=4))
+reveal_type(convert("bert", num_key_value_heads=4, output_dir="gqa"))
+reveal_type(AttnVariantBertConfig(num_key_value_heads=4).num_key_value_heads)
+reveal_type(AttnVariantBertModel.from_pretrained("bert"))
+reveal_type(Calibration(["a", "b"]).max_length)
+hf_attn_variants.convrt
+convert("bert", num_key_value_heads="4")
+"""
+
+
+def names_for_checkers(package):
+    """The names that a package imports where a type checker reads it."""
+    found = set()
+    for node in ast.walk(ast.parse(Path(package.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found |= {each.asname or each.name for sub in node.body for each in getattr(sub, "names", ())}
+    return found
+
+
+@pytest.mark.parametrize("name", LAZY[1:])
+def test_what_is_imported_late_is_there_for_checkers(name):
+    package = importlib.import_module(f"hf_attn_variants{name}")
+    assert names_for_checkers(package) == set(package.__all__) == set(vars(package).get("_PLACES") or package._HOMES)
+    assert all(getattr(package, each) is not None for each in package.__all__)
+
+
+def test_the_front_door_is_there_for_checkers():
+    assert "convert" in names_for_checkers(hf_attn_variants)
+    assert sorted(hf_attn_variants.__all__) == sorted({*hf_attn_variants.__all__}) and hf_attn_variants.convert
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_public_functions_say_their_types(name):
+    package = importlib.import_module(f"hf_attn_variants{name}")
+    functions = [getattr(package, each) for each in package.__all__ if inspect.isfunction(getattr(package, each))]
+    for function in functions:
+        hints = get_type_hints(function)  # raises for a name that only checkers know
+        assert hints.keys() == {*inspect.signature(function).parameters, "return"}, function.__name__
+    assert functions
+
+
+def test_nothing_is_exempt_from_the_check():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        settings = tomllib.load(file)["tool"]["mypy"]
+    overrides = settings.pop("overrides")
+    assert settings["files"] == ["hf_attn_variants", "attn_variants.py", "scripts"]
+    for options in (settings, *overrides):
+        assert not {"ignore_errors", "disable_error_code", "follow_imports", "exclude"} & options.keys()
+    ours = [name for each in overrides for name in each["module"] if name.startswith("hf_attn_variants")]
+    assert ours == ["hf_attn_variants.modeling.talking_heads_kernels"]
+
+
+def test_an_ignore_has_its_code_and_its_reason():
+    ignores = [match for path in CHECKED for match in IGNORE.finditer(path.read_text(encoding="utf-8"))]
+    assert len(ignores) <= MOST_IGNORES and all(match[1] for match in ignores)
+    assert IGNORE.fullmatch("# type: ignore[assignment]  # a number by now")[1]
+    assert IGNORE.match("# type: ignore")[1] is None and IGNORE.match("# type: ignore[assignment]")[1] is None
+
+
+@pytest.mark.slow
+def test_a_users_code_is_checked(tmp_path):
+    """By mypy, in half a minute: it reads torch and transformers."""
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\n")
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "user.py"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    revealed = [line.split('"')[1].rpartition(".")[2] for line in told.splitlines() if "Revealed type" in line]
+    assert revealed == ["PreTrainedModel", "ConversionReport", "int | None", "AttnVariantBertModel", "int | None"], (
+        told
+    )
+    assert re.search(r'user\.py:11: error: Module has no attribute "convrt"', told), told
+    assert re.search(r"user\.py:12: error: No overload variant of \"convert\"", told), told
