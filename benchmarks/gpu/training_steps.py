@@ -4,6 +4,7 @@ BERT-base on masked words and T5-base on targets, with upstream's attention and 
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from decode import SHAPES
 from talking_heads_peers import interleaved
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_attn_variants.training.engine.throughput import TrainingCost, matmul_flops_per_second
+from hf_attn_variants.training.engine.throughput import TrainingCost
 
 BERT = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -72,13 +73,25 @@ def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype:
     return step
 
 
+def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
+    """Return the best speed of a large matrix product: less than a data sheet promises, and what a program gets."""
+    size = 8192 if device == "cuda" else 1024  # enough work to fill it
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        (left @ right)[0, 0].item()  # a number is read only when the device is done
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
 def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds a step, tokens a second and MFU of each contestant."""
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
     steps = {name: training_step(model, batch, number_format) for name, model in models.items()}
     times, _ = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
-    peak = matmul_flops_per_second(torch.device(args.device), number_format)
+    peak = matmul_flops_per_second(args.device, number_format)
     rows = {}
     for name, model in models.items():
         tokens, flops = TrainingCost(model).count(batch, 0)

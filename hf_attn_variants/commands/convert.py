@@ -273,14 +273,13 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Convert, print a summary and what to do next, and return the `ConversionReport`.
+    """Convert, print a summary, and return the `ConversionReport`.
 
     Raises:
         ValueError, OSError: as for `convert_checkpoint`.
     """
     from ..conversion.conversions import convert_checkpoint
     from ..progress import no_progress_bars
-    from .next_steps import next_steps
 
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
@@ -289,8 +288,6 @@ def main(args: argparse.Namespace) -> Any:
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
     print(report.summary())
-    for line in next_steps(report, args):
-        print(line)
     return report
 
 

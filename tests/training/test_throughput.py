@@ -1,4 +1,4 @@
-"""Tokens, FLOPs and MFU of a run: against torch's own count of what a step executes, and by hand."""
+"""Tokens and FLOPs of a run: against torch's own count of what a step executes, and by hand."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hf_attn_variants import (
     AttnVariantT5Config,
     AttnVariantT5ForConditionalGeneration,
 )
-from hf_attn_variants.training.engine.throughput import TrainingCost, matmul_flops_per_second
+from hf_attn_variants.training.engine.throughput import TrainingCost
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
@@ -131,9 +131,3 @@ def test_shared_layers_count_as_often_as_they_run():
 def test_another_model_has_tokens_and_no_flops():
     assert TrainingCost(nn.Linear(3, 2)).count(batch_of(5), items=2) == (10, 0)
     assert TrainingCost(nn.Linear(3, 2)).count({"x": torch.ones(2, 3)}, items=2) == (0, 0)
-
-
-def test_a_devices_speed_is_that_of_a_large_product():
-    state = torch.random.get_rng_state()
-    assert 1e8 < matmul_flops_per_second(torch.device("cpu"), torch.float32) < 1e15
-    assert torch.equal(state, torch.random.get_rng_state())

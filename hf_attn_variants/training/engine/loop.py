@@ -298,8 +298,8 @@ class TrainingLoop:
             "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (seconds in
             training steps, without evaluation and checkpoints), "train_<unit>_per_second", "train_tokens" (what the
             model was given, without padding, a decoder's targets with it), "train_tokens_per_second",
-            "train_tflops_per_second" and "train_mfu" (see `throughput`; the peak is `peak_tflops` of the settings, or
-            that of a matrix product measured now), "peak_tflops" (of one device), "best_step" and "num_parameters".
+            "train_tflops_per_second", "train_mfu" and "peak_tflops" (see `throughput`; the last two where the
+            settings have a `peak_tflops`), "best_step" and "num_parameters".
         """
         state = self.state
         return {

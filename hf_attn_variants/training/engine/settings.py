@@ -307,8 +307,8 @@ class OutputSettings(Settings):
     )
     logging_steps: int = option("Log the mean loss of every N steps.", 10, range=AT_LEAST_1)
     peak_tflops: float | None = option(
-        "What one device could do in this precision, for train_mfu, from its data sheet (an H100 in bf16: 989); "
-        "default: what a large matrix product reaches here.",
+        "What one device could do in this precision, from its data sheet (an H100 in bf16: 989); "
+        "the results then have train_mfu.",
         None,
         range=ABOVE_0,
     )

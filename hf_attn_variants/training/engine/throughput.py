@@ -1,12 +1,10 @@
-"""How many tokens and FLOPs a run's batches cost, and what a device could do: tokens per second, and MFU.
+"""How many tokens and FLOPs a run's batches cost: tokens per second and, with a device's peak, MFU.
 
 Model FLOPs utilisation (arXiv:2204.02311, appendix B) is the share of the peak that goes into the model's own
 arithmetic: a forward pass and twice that for the gradients; padding, recomputed activations and a teacher do not
 count. Letters: b examples, n tokens of an example, t target tokens of a decoder.
 """
 
-import logging
-import time
 from typing import Any
 
 import torch
@@ -16,11 +14,7 @@ from torch import Tensor, nn
 from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 
-__all__ = ["TrainingCost", "matmul_flops_per_second", "utilization"]
-
-logger = logging.getLogger(__name__)
-
-MATMUL_REPEATS = 5
+__all__ = ["TrainingCost", "utilization"]
 
 
 class TrainingCost:
@@ -120,41 +114,14 @@ def _lengths(batch: dict[str, Tensor]) -> list[int]:
 
 
 def utilization(accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None) -> dict[str, float]:
-    """Return "train_tflops_per_second" of all processes, "train_mfu" and the "peak_tflops" of one device.
+    """Return "train_tflops_per_second" of all processes and, with a device's peak, "train_mfu" and "peak_tflops".
 
-    Without a peak that is what a large matrix product reaches now. Return nothing where no FLOPs were counted, or the
-    device could not be measured.
+    Return nothing where no FLOPs were counted.
     """
     if not (flops and seconds):
         return {}
-    if peak_tflops is None:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-        try:
-            peak_tflops = matmul_flops_per_second(accelerator.device, dtype) / 1e12
-        except RuntimeError as error:  # no memory left for it
-            logger.warning("no train_mfu: the device's speed could not be measured (%s)", error)
-            return {}
-    used = flops / seconds / 1e12
-    figures = {
-        "train_tflops_per_second": used,
-        "train_mfu": used / (peak_tflops * accelerator.num_processes),
-        "peak_tflops": peak_tflops,
-    }
+    figures = {"train_tflops_per_second": flops / seconds / 1e12}
+    if peak_tflops is not None:
+        figures["train_mfu"] = figures["train_tflops_per_second"] / (peak_tflops * accelerator.num_processes)
+        figures["peak_tflops"] = peak_tflops
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
-
-
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the best speed of a large matrix product on a device, in FLOPs a second: a peak to compare with.
-
-    A device's data sheet promises more; this is what a program gets. It takes about a second, or less.
-    """
-    size = 1024 if device.type == "cpu" else 8192  # enough work to fill it
-    # Of its own, so that nothing else that is random changes.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(MATMUL_REPEATS):
-        start = time.perf_counter()
-        (left @ right)[0, 0].item()  # a number is read only when the device is done
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
