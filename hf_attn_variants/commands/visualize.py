@@ -12,10 +12,9 @@ from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_ch
 if TYPE_CHECKING:
     from ..inspection.attention_maps.maps import TextMaps
 
-__all__ = ["HTML_FILE", "PROJECTIONS_FILE", "main", "parse_args"]
+__all__ = ["HTML_FILE", "main", "parse_args"]
 
 HTML_FILE = "attention_maps.html"
-PROJECTIONS_FILE = "projections.png"
 # The labels of more tokens could not be read in a picture.
 MOST_TOKENS = 64
 
@@ -33,7 +32,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program_name("visualize_attention.py"),
         description="Draw what every head of a checkpoint attends to in one text, before and after the talking-heads "
-        f"projections, and the projections themselves: a PNG for each attention and one {HTML_FILE}.",
+        f"projections, and the projections themselves: one page, {HTML_FILE}.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
@@ -48,7 +47,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max_length", type=int, default=32, help=f"tokens shown, at most {MOST_TOKENS} (default: %(default)s)"
     )
     parser.add_argument("--layers", type=int, nargs="+", help="only these, counted from 1 (default: all)")
-    parser.add_argument("--no_png", action="store_true", help="write the HTML alone")
     args = parse_with_checkpoint(parser, argv)
     if not 3 <= args.max_length <= MOST_TOKENS:
         parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}")
@@ -65,7 +63,6 @@ def main(args: argparse.Namespace) -> Path:
         ValueError, OSError: for a checkpoint or text that cannot be shown, or a folder that cannot be written.
     """
     from ..files import check_output_dir, staged_folder
-    from ..inspection.attention_maps.drawings import draw_attention, draw_projections
     from ..inspection.attention_maps.maps import attention_maps
     from ..inspection.attention_maps.page import attention_page
 
@@ -76,11 +73,6 @@ def main(args: argparse.Namespace) -> Path:
     name = Path(args.model_name_or_path).name
     with staged_folder(output_dir) as stage:
         (stage / HTML_FILE).write_text(attention_page(maps, name), encoding="utf-8")
-        if not args.no_png:
-            for attention in maps.attentions:
-                draw_attention(attention, name, stage / f"{attention.file_name}.png")
-            if any(attention.projections for attention in maps.attentions):
-                draw_projections(maps.attentions, name, stage / PROJECTIONS_FILE)
     if maps.is_cut:
         print(f"The text was cut at {args.max_length} tokens (--max_length).")
     print(f"{len(maps.attentions)} attentions drawn: open {output_dir / HTML_FILE} in a browser.")

@@ -280,7 +280,7 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
             more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"
     if hasattr(args, "rounds"):
         more |= {"--rounds": 1, "--length": 16}
-    if hasattr(args, "no_png"):
+    if hasattr(args, "target_text"):
         more |= {"--max_length": 8, "--layers": 1}  # what is drawn
     if hasattr(args, "held_out_size"):
         more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant, of a T5

@@ -1,4 +1,4 @@
-"""Attention maps: equal to what the model computes, labelled, drawn, and whole in one HTML file."""
+"""Attention maps: equal to what the model computes, labelled, and whole in one HTML file."""
 
 import base64
 import json
@@ -12,16 +12,9 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5, VARIANTS
 from fixtures.uptraining import make_t5
-from matplotlib import font_manager
 
-from hf_attn_variants.inspection.attention_maps import drawings as attention_drawings
 from hf_attn_variants.inspection.attention_maps import maps as maps_module
-from hf_attn_variants.inspection.attention_maps.drawings import (
-    draw_attention,
-    draw_projections,
-    is_signed,
-    with_changes,
-)
+from hf_attn_variants.inspection.attention_maps.colours import is_signed, with_changes
 from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
 from hf_attn_variants.inspection.attention_maps.page import attention_page
 from hf_attn_variants.modeling.attention_variants import EAGER, OWN_FUNCTIONS
@@ -224,28 +217,6 @@ def test_a_page_holds_every_value(tokenizer, architecture, variant):
             levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(wanted.maps.shape)
             values = numpy.where(levels == 0, numpy.nan, stage["lowest"] + (levels.astype(float) - 1) * stage["step"])
             numpy.testing.assert_allclose(values, wanted.maps.numpy(), atol=stage["step"])
-
-
-def test_pictures_have_room_for_each_label(tokenizer, tmp_path):
-    from matplotlib.image import imread
-
-    maps = maps_of(tokenizer).attentions
-    draw_attention(maps[0], "a $model$ of_us", tmp_path / "maps.png")
-    draw_projections(maps, "model", tmp_path / "projections.png")
-    height, width, _ = imread(tmp_path / "maps.png").shape
-    assert width > 6 * 7 * 14 and height > 4 * 7 * 14  # heads across, stages down, at 14 pixels a token or more
-    picture = imread(tmp_path / "projections.png")
-    assert len(numpy.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
-
-
-def test_a_font_that_has_chinese_letters_is_taken_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(font_manager, "get_font_names", lambda: ["Gothic", "Noto Sans CJK SC", "DejaVu Sans"])
-    assert attention_drawings._fonts.__wrapped__() == ["DejaVu Sans", "Noto Sans CJK SC"]
-
-
-def test_models_without_projections_have_none_to_draw(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="no projections"):
-        draw_projections(maps_of(tokenizer, variant="gqa").attentions, "model", tmp_path / "projections.png")
 
 
 def test_what_training_changed_is_shown_beside_the_identity():

@@ -27,10 +27,10 @@ __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
 # For each attention site, its name for people and for files.
 SITE_NAMES = {
-    "self": ("layer {}", "layer_{:02d}"),
-    "encoder": ("encoder layer {}", "encoder_layer_{:02d}"),
-    "decoder": ("decoder layer {}, self-attention", "decoder_layer_{:02d}_self"),
-    "cross": ("decoder layer {}, cross-attention", "decoder_layer_{:02d}_cross"),
+    "self": "layer {}",
+    "encoder": "encoder layer {}",
+    "decoder": "decoder layer {}, self-attention",
+    "cross": "decoder layer {}, cross-attention",
 }
 # The same among what a model returns.
 OUTPUTS = {
@@ -103,12 +103,7 @@ class AttentionMaps:
     @property
     def name(self) -> str:
         """ "layer 3", "decoder layer 1, cross-attention", ..."""
-        return SITE_NAMES[self.site][0].format(self.layer)
-
-    @property
-    def file_name(self) -> str:
-        """The same without spaces, for files to sort by."""
-        return SITE_NAMES[self.site][1].format(self.layer)
+        return SITE_NAMES[self.site].format(self.layer)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .drawings import KV_COLOURS, colour_limit, is_signed, with_changes
+from .colours import KV_COLOURS, colour_limit, is_signed, with_changes
 from .maps import AttentionMaps, Stage, TextMaps
 
 __all__ = ["attention_page"]
