@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .modeling.attention_sites import AttentionHeads, AttentionSite
-from .modeling.configuration_attn_variants import can_cache
+from .modeling.variant_config import can_cache
 
 __all__ = ["cache_bytes_per_token", "cached_numbers"]
 

@@ -15,7 +15,6 @@ from .modeling import modeling_attn_variant_roberta as _roberta
 from .modeling import modeling_attn_variant_t5 as _t5
 from .modeling import modeling_attn_variant_umt5 as _umt5
 from .modeling import modeling_attn_variant_whisper as _whisper
-from .modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION as __version__
 from .modeling.configuration_attn_variants import (
     AttnVariantAlbertConfig,
     AttnVariantBartConfig,
@@ -44,6 +43,7 @@ from .modeling.modeling_attn_variant_roberta import *  # noqa: F403
 from .modeling.modeling_attn_variant_t5 import *  # noqa: F403
 from .modeling.modeling_attn_variant_umt5 import *  # noqa: F403
 from .modeling.modeling_attn_variant_whisper import *  # noqa: F403
+from .modeling.variant_names import ATTN_VARIANTS_VERSION as __version__
 from .registration import register
 
 # A type checker cannot read such a sum, and would take the models for private.

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from .modeling.configuration_attn_variants import CONFIG_CLASSES, AttnVariantConfigMixin
+from .modeling.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.sinusoidal_positions import has_sinusoids
+from .modeling.variant_config import AttnVariantConfigMixin
 
 if TYPE_CHECKING:  # its import builds every attention function
     from .modeling.variant_mixins import AttnVariantModelMixin

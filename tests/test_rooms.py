@@ -102,6 +102,40 @@ def circles(imports):
 IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
+def names_defined(path):
+    """The names that a module's own lines define at its top, with those under an `if` and a `try`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def borrowed_names(name, modules=MODULES):
+    """What a module imports from another that has it from a third; a package's `__init__` is a front door."""
+    found, package = [], name.split(".")[:-1]
+    for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            source = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            if source in modules and modules[source].name != "__init__.py":
+                known = names_defined(modules[source])
+                found += [
+                    f"{name}: {each.name} from {source}" for each in node.names if each.name not in (*known, "*")
+                ]
+    return found
+
+
+def test_a_name_is_imported_from_where_it_is_defined(tmp_path):
+    (tmp_path / "a.py").write_text("from .b import x, y\n")
+    (tmp_path / "b.py").write_text("from .c import x\ny = 1\n")
+    modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
+    assert borrowed_names(f"{PACKAGE}.hub.a", modules) == [f"{PACKAGE}.hub.a: x from {PACKAGE}.hub.b"]
+    borrowed = [each for name in MODULES if MODULES[name].name != "__init__.py" for each in borrowed_names(name)]
+    assert not borrowed, "\n".join(borrowed)
+
+
 def test_no_module_imports_itself_through_others():
     assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
 

@@ -15,8 +15,9 @@ from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
 from ..modeling.field_checks import nearest
 from ..modeling.given_fields import quietly, wrong_name
+from ..modeling.new_parameters import projection_std
 from ..modeling.variant_config import AttnVariantConfigMixin
-from ..modeling.variant_mixins import AttnVariantModelMixin, projection_std
+from ..modeling.variant_mixins import AttnVariantModelMixin
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry

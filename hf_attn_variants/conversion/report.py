@@ -19,7 +19,7 @@ import torch
 
 from ..files import REPORT_NAME
 from ..kv_cache import cache_bytes_per_token, cached_numbers
-from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .calibration.head_sharing import reorder_heads
 from .checkpoint.entries import TensorEntry, element_size

@@ -18,8 +18,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.attention_kernels import has_kernel
-from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.upstream import cache_name, cache_of
+from ..modeling.variant_config import can_cache
 from ..modeling.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .upstream import upstream_architecture

@@ -15,10 +15,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
-from ..files import GENERATED_CARD
+from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME
 from ..inspection.costs import cost_table, used_fields, values_by_layer, variant_config
-from ..model_history import CARD_NAME, REPORT_NAME, ModelHistory, read_front_matter, read_history
-from ..modeling.configuration_attn_variants import ATTN_VARIANTS_VERSION
+from ..model_history import ModelHistory, read_front_matter, read_history
+from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
 from .card_escapes import plain
 from .card_steps import Step, data_name, hub_source, last_training, step_lines, step_sections, task_of

@@ -23,8 +23,18 @@ from huggingface_hub.utils import validate_repo_id
 from ..conversion.checkpoint.folder_checks import check_files, check_whole_model, why_not_read
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import read_config
-from ..files import BEST_MODEL_FILE, LOGS, PICKLE_SUFFIXES, TRACKER_FOLDERS, TRAINING_LEFTOVERS
-from ..model_history import CARD_NAME, HISTORY_NAME, REPORT_NAME, RESULTS_NAME, read_history
+from ..files import (
+    BEST_MODEL_FILE,
+    CARD_NAME,
+    HISTORY_NAME,
+    LOGS,
+    PICKLE_SUFFIXES,
+    REPORT_NAME,
+    RESULTS_NAME,
+    TRACKER_FOLDERS,
+    TRAINING_LEFTOVERS,
+)
+from ..model_history import read_history
 from .card import CardOptions, is_untouched, model_card
 from .local_paths import holds_secret, names_places, shared_content
 

@@ -13,8 +13,8 @@ from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
 from ..modeling.attention_kernels import has_kernel
 from ..modeling.attention_patterns import LEARNED_PATTERNS
-from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.layer_values import LayerValue
+from ..modeling.variant_config import can_cache
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
 

@@ -13,9 +13,10 @@ from torch import nn
 
 from ..kv_cache import cache_bytes_per_token, cached_numbers
 from ..modeling.attention_sites import AttentionHeads, AttentionSite, VariantAttention
-from ..modeling.configuration_attn_variants import can_cache
 from ..modeling.latent_attention import absorbs, is_short
-from ..modeling.variant_mixins import AttnVariantModelMixin, projection_shapes
+from ..modeling.new_parameters import projection_shapes
+from ..modeling.variant_config import can_cache
+from ..modeling.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "attention_parameters",

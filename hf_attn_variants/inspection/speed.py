@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from ..modeling.configuration_attn_variants import can_cache
+from ..modeling.variant_config import can_cache
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
 from .agreement import check_cache, check_upstream

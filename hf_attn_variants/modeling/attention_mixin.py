@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from .attention_sites import AttentionHeads, VariantAttention
-from .attention_variants import EAGER, SDPA, implementation_of, wants_weights
-from .configuration_attn_variants import can_cache
+from .attention_variants import implementation_of, wants_weights
 from .decoder_caches import prepare_cache
 from .global_tokens import check_global_mask
 from .latent_attention import attend_to_latent, shared_latent
@@ -15,6 +14,8 @@ from .loading_checks import check_implementation
 from .new_parameters import projection_shapes, projection_std
 from .upstream import Arguments, check_attributes, known_imports, upstream_class
 from .upstream_checks import check_attention_function
+from .variant_config import can_cache
+from .variant_names import EAGER, SDPA
 
 with known_imports():
     from transformers import initialization as init

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from .attention_sites import VariantAttention
-from .configuration_attn_variants import EAGER, SDPA
 from .flex_windows import attention_in_windows
 from .global_tokens import global_tokens_of, with_global_tokens_first
 from .linear_attention import kernel_attention_forward
@@ -27,6 +26,7 @@ from .sliding_window_attention import as_full_attention, fills_blocks, mask_of_p
 from .talking_heads import check_mask, talking_heads_attention
 from .upstream import known_imports, refuse_unknown
 from .upstream_checks import check_mask_functions
+from .variant_names import EAGER, SDPA
 
 with known_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -34,14 +34,11 @@ with known_imports():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "EAGER",
-    "SDPA",
     "attention_function",
     "attention_with_weights",
     "eager_attention_forward",
     "fused_attention",
     "implementation_of",
-    "is_exporting",
     "wants_weights",
 ]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite, Projections
-from .variant_mixins import AttentionVariantMixin
 
 __all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
 

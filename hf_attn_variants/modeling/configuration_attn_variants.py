@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 from .encoder_decoder_config import EncoderDecoderConfigMixin
 from .field_checks import check_buckets
 from .upstream import known_imports
-from .variant_config import AttnVariantConfigMixin, can_cache
-from .variant_names import ATTN_VARIANTS_VERSION, EAGER, SDPA
+from .variant_config import AttnVariantConfigMixin
 
 with known_imports():
     from transformers import (
@@ -26,14 +25,10 @@ with known_imports():
     )
 
 __all__ = [
-    "ATTN_VARIANTS_VERSION",
     "CONFIG_CLASSES",
-    "EAGER",
-    "SDPA",
     "AttnVariantAlbertConfig",
     "AttnVariantBartConfig",
     "AttnVariantBertConfig",
-    "AttnVariantConfigMixin",
     "AttnVariantDistilBertConfig",
     "AttnVariantElectraConfig",
     "AttnVariantM2M100Config",
@@ -44,7 +39,6 @@ __all__ = [
     "AttnVariantT5Config",
     "AttnVariantUMT5Config",
     "AttnVariantWhisperConfig",
-    "can_cache",
 ]
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", "sinusoidal")

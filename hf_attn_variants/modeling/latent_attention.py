@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from .attention_sites import VariantAttention
-from .attention_variants import EAGER, attention_function, is_exporting, wants_weights
+from .attention_variants import attention_function, wants_weights
+from .query_folding import is_exporting
 from .upstream import known_imports
 from .upstream_checks import check_caches
+from .variant_names import EAGER
 
 with known_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache

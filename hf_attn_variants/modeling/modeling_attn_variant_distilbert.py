@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from .attention_mixin import AttentionVariantMixin
 from .attention_sites import AttentionSite
 from .configuration_attn_variants import AttnVariantDistilBertConfig
 from .sinusoidal_positions import EmbeddingsMixin
 from .upstream import known_imports
-from .variant_mixins import AttentionVariantMixin, AttnVariantModelMixin
+from .variant_mixins import AttnVariantModelMixin
 
 with known_imports():
     from transformers import (

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .attention_mixin import AttentionVariantMixin
 from .attention_patterns import TransientGlobal
 from .attention_sites import AttentionHeads, AttentionSite, Projections
 from .attention_variants import attention_function
@@ -12,7 +13,6 @@ from .latent_attention import attend_to_latent
 from .sinusoidal_positions import has_sinusoids
 from .transient_global import SummingAttention, add_summary_parameters, attend_with_summaries, summary_table
 from .upstream import check_attributes, check_method, known_imports, upstream_class
-from .variant_mixins import AttentionVariantMixin
 
 with known_imports():
     from transformers import initialization as init

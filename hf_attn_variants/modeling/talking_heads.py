@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .attention_patterns import Reach
-from .configuration_attn_variants import ATTN_VARIANTS_VERSION
 from .talking_heads_choice import BACKENDS, choose_backend
 from .talking_heads_operands import Operands
 from .talking_heads_triton import covers_device, is_supported
+from .variant_names import ATTN_VARIANTS_VERSION
 
 __all__ = ["check_mask", "one_dtype", "talking_heads_attention"]
 

@@ -12,9 +12,7 @@ from transformers.utils import logging
 from .additive_score import score_of
 from .attention_kernels import has_kernel
 from .attention_mixin import AttentionVariantMixin
-from .attention_sites import AttentionHeads, AttentionSite, named_attentions, sites_root
-from .attention_variants import EAGER, SDPA
-from .configuration_attn_variants import can_cache
+from .attention_sites import AttentionSite, named_attentions, sites_root
 from .host_trial import try_host
 from .kernel_parameters import init_kernel, install_kernel
 from .latent_attention import LatentProjection
@@ -25,24 +23,19 @@ from .loading_checks import (
     warn_of_positions,
 )
 from .memory_compression import compression_of
-from .new_parameters import NO_WEIGHT_DECAY, PROJECTION_KEYS, VECTOR_KEYS, projection_shapes, projection_std
+from .new_parameters import PROJECTION_KEYS, VECTOR_KEYS
 from .padded_rows import settle_padding
 from .sinusoidal_positions import EmbeddingsMixin
 from .upstream import changed, check_attributes, known_imports, refuse_two_caches
 from .upstream_checks import check_models, check_paths
+from .variant_config import can_cache
+from .variant_names import EAGER, SDPA
 
 with known_imports():
     from transformers import initialization as init
 
 __all__ = [
-    "NO_WEIGHT_DECAY",
-    "AttentionHeads",
-    "AttentionSite",
-    "AttentionVariantMixin",
     "AttnVariantModelMixin",
-    "named_attentions",
-    "projection_shapes",
-    "projection_std",
 ]
 
 check_models()

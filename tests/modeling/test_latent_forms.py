@@ -12,8 +12,8 @@ from torch import nn
 from hf_attn_variants import reference
 from hf_attn_variants.modeling import latent_attention
 from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
 from hf_attn_variants.modeling.latent_attention import attend_to_latent
+from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product
 

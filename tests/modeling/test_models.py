@@ -19,7 +19,7 @@ from architectures import (
 from fixtures.checkpointing import checkpoint_layers
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention_variants import EAGER, SDPA
+from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...modeling.attention_variants import EAGER, SDPA
+from ...modeling.variant_names import EAGER, SDPA
 from .entries import TensorEntry, checked_finite, dtype_name
 from .reading import CheckpointReader
 

@@ -17,15 +17,16 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 
 from ...modeling.attention_patterns import TransientGlobal
 from ...modeling.attention_sites import AttentionSite, VariantAttention
-from ...modeling.attention_variants import EAGER, OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
+from ...modeling.attention_variants import OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
 from ...modeling.memory_compression import compressing
 from ...modeling.sliding_window_attention import as_full_attention
 from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.variant_names import EAGER
 from .inputs import model_inputs, token_labels
 
 __all__ = ["AttentionMaps", "Projection", "Stage", "TextMaps", "attention_maps"]
 
-# For each attention site, its name for people and for files.
+# For each attention site, its name for people.
 SITE_NAMES = {
     "self": "layer {}",
     "encoder": "encoder layer {}",

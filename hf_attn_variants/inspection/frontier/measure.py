@@ -11,7 +11,7 @@ import torch
 
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
-from ...modeling.configuration_attn_variants import can_cache
+from ...modeling.variant_config import can_cache
 from ...modeling.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ...registration import longest_input

@@ -13,8 +13,8 @@ from accelerate import Accelerator, skip_first_batches
 from torch import Tensor, nn
 
 from ...errors import NonFiniteLossError, TerminatedError
+from ...files import BEST_MODEL_FILE
 from .checkpoints import (
-    BEST_MODEL_FILE,
     TrainState,
     find_checkpoint,
     last_good_checkpoint,

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
-from ...modeling.variant_mixins import NO_WEIGHT_DECAY
+from ...modeling.new_parameters import NO_WEIGHT_DECAY
 from .settings import OptimizationSettings
 
 __all__ = [
