@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -32,6 +33,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),
     "refresh": ("hf_attn_variants.commands.refresh", "today's code into a repository of an older version"),
 }
+
+# What the extra `train` installs, as it is imported and as it is called, and the commands that work without it.
+TRAIN = {
+    "datasets": "datasets",
+    "evaluate": "evaluate",
+    "matplotlib": "matplotlib",
+    "scipy": "scipy",
+    "sklearn": "scikit-learn",
+}
+SERVING = ("inspect", "benchmark", "convert", "visualize", "export", "push", "refresh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +81,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         finally:
             sys.argv[0] = called
         if isinstance(command, str):
+            _check_extra(command)
             logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
             logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
             logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
@@ -80,6 +92,15 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         module.main(args)
 
     return run_script(work)
+
+
+def _check_extra(command: str) -> None:
+    missing = [name for module, name in TRAIN.items() if importlib.util.find_spec(module) is None]
+    if missing and command not in SERVING:
+        raise ValueError(
+            f"`{command}` needs {', '.join(missing)}: install this package with its extra `train`, as in "
+            "`pip install -e '.[train]'`"
+        )
 
 
 def _check_surroundings() -> None:

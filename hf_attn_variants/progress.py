@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,15 +43,27 @@ def no_progress_bars(wanted: bool = True) -> Iterator[None]:
     if not wanted:
         yield
         return
+    had = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with _no_bars_of_datasets():
+            yield
+    finally:
+        if had:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_bars_of_datasets() -> Iterator[None]:
+    if importlib.util.find_spec("datasets") is None:  # it is of the extra `train`
+        yield
+        return
     import datasets  # takes a second
 
-    had = transformers_logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()
+    had = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if had[0]:
-            transformers_logging.enable_progress_bar()
-        if had[1]:
+        if had:
             datasets.enable_progress_bars()

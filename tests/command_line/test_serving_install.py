@@ -1,0 +1,87 @@
+"""What an installation without extras does: all but training; and each training command says what it lacks."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from fixtures.glue.tiny_bert import make_tiny_bert
+
+from hf_attn_variants.cli import COMMANDS, SERVING, TRAIN
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+import sys
+from hf_attn_variants import cli
+
+source, out = sys.argv[1:]
+commands = {
+    "inspect": [source],
+    "convert": [source, "--num_key_value_heads", "2", "--output_dir", f"{out}/gqa", "--disable_tqdm"],
+    "visualize": ["--model_name_or_path", f"{out}/gqa", "--text", "The cats.", "--output_dir", f"{out}/maps"],
+    "export": [f"{out}/gqa", "--to", "transformers", "--output_dir", f"{out}/plain"],
+    "benchmark": [source, "--num_key_value_heads", "2", "--length", "8", "--rounds", "1", "--threads", "1"],
+    "push": [f"{out}/gqa", "--repo_id", "me/gqa", "--dry_run"],
+    "refresh": [f"{out}/gqa", "--dry_run"],
+}
+for name, argv in commands.items():
+    assert cli.main([name, *argv]) == 0, name
+assert not {"datasets", "matplotlib", "scipy", "sklearn", "evaluate"} & set(sys.modules)
+"""
+
+
+def settings():
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def names_of(lines):
+    return {re.split(r"[<>=\\[ ]", line)[0] for line in lines.strip().splitlines() if not line.startswith("#")}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    """An environment in which nothing is found that extras install: links to all the other packages."""
+    extras = settings()["options.extras_require"]
+    gone = set().union(*(names_of(each) for each in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
+    hidden = {name for name, dists in importlib.metadata.packages_distributions().items() if gone & set(dists)}
+    hidden |= {f"{name.replace('-', '_')}-" for name in gone}
+    site = tmp_path_factory.mktemp("serving")
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        is_info = path.suffix == ".dist-info" and any(path.name.startswith(each) for each in hidden if each[-1] == "-")
+        if path.name not in hidden and path.stem not in hidden and not is_info and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "OMP_NUM_THREADS": "1"}
+
+
+def run(environment, *argv):
+    command = [sys.executable, "-S", *map(str, argv)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_all_but_training_works_without_extras(serving, tmp_path):
+    done = run(serving, "-c", RUN, make_tiny_bert(tmp_path / "bert"), tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(SERVING)))
+def test_other_commands_name_their_extra(serving, command):
+    assert run(serving, "-m", "hf_attn_variants", command, "--help").returncode == 0
+    script = "import sys; from hf_attn_variants import cli; cli._check_extra(sys.argv[1])"
+    found = run(serving, "-c", script, command).stderr.splitlines()[-1]
+    assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn: install" in found
+
+
+def test_setup_cfg_has_what_the_check_asks_for():
+    parser = settings()
+    extras = parser["options.extras_require"]
+    assert names_of(extras["train"]) == {*TRAIN.values(), "tensorboard"}
+    for name in ("seq2seq", "uptraining", "ner", "demo", "test"):
+        assert "hf_attn_variants" in names_of(extras[name])
+    assert not names_of(extras["train"]) & names_of(parser["options"]["install_requires"])
