@@ -146,7 +146,9 @@ def missing_rows(load, documents):
 def test_the_rows_of_speed_are_in_the_documents(load):
     documents = {name: path.read_text(encoding="utf-8") for name, path in DOCUMENTS.items()}
     assert not list(missing_rows(load, documents))
-    changed = documents | {"results.md": documents["results.md"].replace("13.28x", "13.29x")}
+    row = " | ".join(load("speed_tables").TABLES["windows"].made()[-1])
+    assert documents["results.md"].count(row) == 1
+    changed = documents | {"results.md": documents["results.md"].replace(row, row.replace("x", "y", 1))}
     assert [name for name, _ in missing_rows(load, changed)] == ["windows"]
 
 
