@@ -353,15 +353,20 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     kept_rows = (results.get("kept") or {"rows": []})["rows"]
     sizes = sorted({(row["batch_size"], row["source_length"]) for row in results["rows"]})
+    columns = min(3, len(sizes))
+    lines = -(-len(sizes) // columns)
     figure, panels = plt.subplots(
-        1, len(sizes), figsize=(1 + 5 * len(sizes), 4.5), layout="constrained", squeeze=False
+        lines, columns, figsize=(1 + 5 * columns, 4.5 * lines), layout="constrained", squeeze=False
     )
-    caches = [row["cache_bytes"] for row in results["rows"]]
-    middle = math.sqrt(min(caches) * max(caches))
-    for axes, at in zip(panels[0], sizes, strict=True):
+    for axes in panels.flat[len(sizes) :]:
+        axes.remove()
+    for axes, at in zip(panels.flat, sizes, strict=False):
+        caches = [row["cache_bytes"] for row in results["rows"] if (row["batch_size"], row["source_length"]) == at]
+        middle = math.sqrt(min(caches) * max(caches))
         for row in results["rows"]:
             if (row["batch_size"], row["source_length"]) == at:
                 name, latent = row["model"], row["cross_kv_lora_rank"] is not None
@@ -375,12 +380,16 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
                 side = "right" if place[0] < 0 else "left"
                 axes.annotate(name, point, xytext=place, textcoords="offset points", fontsize=8, ha=side)
         axes.set_xscale("log")
-        axes.margins(x=0.2)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.2, y=0.1)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("key/value cache, MiB")
         axes.set_title(f"batch {at[0]}, source {at[1]}")
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("tokens / s")
+    for line in panels:
+        line[0].set_ylabel("tokens / s")
     search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
     where = results["machine"]["device"]
     where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where
