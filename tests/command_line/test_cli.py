@@ -194,21 +194,6 @@ def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
     assert "GQA-4 *" in printed and "GQA-6 -" in printed and "No key/value cache" in printed
 
 
-@pytest.mark.parametrize(
-    ("architecture", "head", "command"),
-    [
-        (BERT, "BertForQuestionAnswering", "squad"),
-        (T5, "T5ForConditionalGeneration", "seq2seq"),
-        (BERT, "BertForMaskedLM", "glue"),
-    ],
-)
-def test_convert_names_the_command_for_the_models_head(architecture, head, command, tmp_path, capsys):
-    architecture.upstream_model(head).save_pretrained(tmp_path / "source")
-    argv = ["--model_name_or_path", str(tmp_path / "source"), "--num_key_value_heads", "1"]
-    assert cli.main(["convert", *argv, "--output_dir", str(tmp_path / "out")]) == 0
-    assert f"  attn-variants {command} --model_name_or_path" in capsys.readouterr().out
-
-
 def test_inspect_reads_no_weights(tmp_path, capsys):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     config.architectures = ["AttnVariantT5ForConditionalGeneration"]

@@ -41,7 +41,6 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
         "parameters",
         "relative error of logits",
         "x2l_proj",
-        "attn-variants glue",
         str(tmp_path / "out"),
     ):
         assert text in printed

