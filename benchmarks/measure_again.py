@@ -212,8 +212,11 @@ def measure(job: Job, args: argparse.Namespace) -> None:
         ValueError: if something that it needs is not here, or its script failed.
     """
     needed = NEEDED.get(job.name)
-    if needed and importlib.util.find_spec(needed) is None:
-        raise ValueError(f"{needed} is not installed (see benchmarks/{job.script} --help)")
+    if needed:
+        try:  # found is not enough: where its own requirements are missing, the report would come out without it
+            importlib.import_module(needed)
+        except ImportError as error:
+            raise ValueError(f"{needed} cannot be imported ({error}; see benchmarks/{job.script} --help)") from error
     with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
         path = Path(temporary) / "long_t5.json" if job.script == "long_t5.py" else Path(temporary)
         path = path / f"{job.name}.json" if job.script == "loop_overhead.py" else path

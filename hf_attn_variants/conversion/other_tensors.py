@@ -71,7 +71,7 @@ def check_nothing_missing(source: Any, entries: Mapping[str, TensorEntry], wrong
         )
     if missing:
         logger.warning(
-            "the checkpoint has no %r, which a %s has: `from_pretrained` draws it at random, in the source and in the "
+            "the checkpoint has no %r, a part of %s: `from_pretrained` draws it at random, in the source and in the "
             "converted model",
             missing[0],
             type(source).__name__,
