@@ -13,7 +13,6 @@ from typing import Any, overload
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
@@ -256,8 +255,6 @@ def convert_checkpoint(
         calibrated = _calibrate_from_folder(plan, reader, source, request.calibration)
         with new.written() as (stage, layers):
             plan.config.save_pretrained(stage)
-            # As `save_pretrained` of a model does: its file and all that this imports by relative imports.
-            custom_object_save(plan.model_class, stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
                 plan,

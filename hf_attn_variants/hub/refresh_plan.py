@@ -13,11 +13,11 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from packaging.version import InvalidVersion, Version
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from .. import modeling
 from ..conversion.checkpoint.source import local_folder, read_config, resolve_source
 from ..files import CARD_NAME, CONFIG_NAME, PICKLE_SUFFIXES, REFRESH_PREFIX, load_json
+from ..modeling.travel import code_files
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import variant_config_class
 from .card import refreshed_card
@@ -188,10 +188,9 @@ def what_changes_meaning(config: Mapping[str, Any]) -> list[str]:
 
 def travelling_code(config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files that a model of this configuration takes along when it is saved, by name."""
-    config_class = variant_config_class(config["model_type"])
-    entries: list[Any] = [MODELING / f"{config_class.modeling_file}.py", MODELING / "configuration_attn_variants.py"]
-    paths = {Path(each) for entry in entries for each in (entry, *get_relative_import_files(entry))}
-    return {path.name: path.read_bytes() for path in sorted(paths)}
+    modeling_file = variant_config_class(config["model_type"]).modeling_file
+    files = code_files("configuration_attn_variants", modeling_file)
+    return {name: text.encode() for name, text in files.items()}
 
 
 def own_auto_map(config: Mapping[str, Any]) -> dict[str, str]:
@@ -289,7 +288,7 @@ def _saved_before(config: Mapping[str, Any], version: Version) -> bool:
 def _known_names() -> set[str]:
     """Return the names of all files that today's code or a released version has."""
     released = (name for files in load_json(RELEASED).values() for name in files)
-    return {*released, *(path.name for path in MODELING.glob("*.py"))} - {"__init__.py"}
+    return {*released, *(path.name for path in MODELING.rglob("*.py"))} - {"__init__.py"}
 
 
 def _names_of(version: str | None) -> set[str]:

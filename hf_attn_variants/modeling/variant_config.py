@@ -6,6 +6,7 @@ attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), slid
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
@@ -41,6 +42,7 @@ from .given_fields import (
 )
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .peft_tables import tell_peft
+from .travel import lies_in_a_room, write_code
 from .upstream_checks import check_configurations
 from .variant_names import CONFIG_FORMAT, EAGER, SDPA
 
@@ -374,8 +376,14 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         tell_peft(type(self))
         return super().to_dict()
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as upstream does, with an `auto_map` that points to the code files saved beside the configuration.
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
+        if not lies_in_a_room(cls):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """Save as upstream does, and beside it the code that `auto_map` points to.
 
         A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
         one of that class to which every word is unknown, and say nothing.
@@ -385,9 +393,12 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
         self.__dict__.pop("tokenizer_class", None)
         try:
-            return super().save_pretrained(save_directory, *args, **kwargs)
+            super().save_pretrained(save_directory)
+            write_code(save_directory, "configuration_attn_variants", self.modeling_file)
         finally:
             self.__dict__.update(kept)
+        if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def _own_auto_map(self) -> dict[str, str]:
         own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}

@@ -26,6 +26,7 @@ from .memory_compression import compression_of
 from .new_parameters import PROJECTION_KEYS, VECTOR_KEYS
 from .padded_rows import settle_padding
 from .sinusoidal_positions import EmbeddingsMixin
+from .travel import lies_in_a_room
 from .upstream import changed, check_attributes, known_imports, refuse_two_caches
 from .upstream_checks import check_models, check_paths
 from .variant_config import can_cache
@@ -70,10 +71,18 @@ class AttnVariantModelMixin(_Model):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Saving needs to know which Auto class each class answers to; the configuration says so once.
+        # Saving needs to know which Auto class a class answers to, one that is derived from ours as well; the
+        # configuration says so once.
+        names = {base.__name__ for base in cls.__mro__}
         for auto_class, name in getattr(cls.config_class, "auto_classes", {}).items():
-            if name == cls.__name__:
+            if name in names:
                 cls.register_for_auto_class(auto_class)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
+        if not lies_in_a_room(cls):
+            super().register_for_auto_class(auto_class)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, "talking_heads_dynamic"):
