@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.inspection.timing import FirstToken
-from hf_attn_variants.modeling.latent_attention import EXPANDED, attend_to_latent
+from hf_attn_variants.modeling.attention.latent_attention import EXPANDED, attend_to_latent
 from hf_attn_variants.modeling.upstream import cache_of
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.

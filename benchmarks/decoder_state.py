@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import memory_now
-from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
 from hf_attn_variants.modeling.upstream import cache_name, cache_of
 
 UPSTREAM = "upstream"

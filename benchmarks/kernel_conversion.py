@@ -30,7 +30,7 @@ from transformers import AutoModel, PreTrainedModel
 import hf_attn_variants
 from hf_attn_variants.commands import uptrain as uptrain_command
 from hf_attn_variants.conversion import Calibration
-from hf_attn_variants.modeling.attention_kernels import KERNELS
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 
 UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}

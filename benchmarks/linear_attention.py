@@ -16,6 +16,7 @@ Example:
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import memory_now
-from hf_attn_variants.modeling.attention_kernels import KERNELS
-from hf_attn_variants.modeling.attention_variants import fused_attention
-from hf_attn_variants.modeling.kernel_parameters import init_kernel
-from hf_attn_variants.modeling.linear_attention import attend_by_kernel, key_features, query_features
+from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
+from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 from hf_attn_variants.reference_linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
@@ -135,7 +136,7 @@ def measure_estimates(head_dim: int = HEAD_DIM, count: int = 64) -> list[dict[st
         for name in ("favor", "rfa"):
             module, errors = kernel_module(name, 1, head_dim, False, vectors), []
             for seed in range(DRAWS):
-                module.kernel = module.kernel._replace(seed=seed)
+                module.kernel = replace(module.kernel, seed=seed)
                 errors.append(_estimate(module, query, key) / exact * (torch.e if name == "rfa" else 1.0) - 1)
             row[name] = torch.stack(errors).square().mean().sqrt().item()
         rows.append(row)
@@ -147,7 +148,11 @@ def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -
     init_kernel(module)
     if module.kernel.name == "favor":  # the package leaves out factors that the weights' sums take out
         return favor_features(query, module.kernel_vectors) @ favor_features(key, module.kernel_vectors).mT
-    return query_features(module, query, 1.0) @ key_features(module, key, None, 1.0)[0].mT
+    queries, (keys, _) = (
+        module.kernel.query_features(module, query, 1.0),
+        module.kernel.key_features(module, key, None, 1.0),
+    )
+    return queries @ keys.mT
 
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:

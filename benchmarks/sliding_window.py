@@ -30,7 +30,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 import hf_attn_variants
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import memory_now
-from hf_attn_variants.modeling import sliding_window_attention
+from hf_attn_variants.modeling.ops import window_blocks
 
 HEADS, HEAD_DIM = 12, 64
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
@@ -74,11 +74,11 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     """Return `measure_attention` for each number of queries in a block."""
-    kept, found = sliding_window_attention.ROWS, []
+    kept, found = window_blocks.WINDOW_ROWS, []
     for rows in args.rows or ():
-        sliding_window_attention.ROWS = (rows,)
+        window_blocks.WINDOW_ROWS = (rows,)
         found += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
-    sliding_window_attention.ROWS = kept
+    window_blocks.WINDOW_ROWS = kept
     return found
 
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import memory_now
-from hf_attn_variants.modeling import talking_heads_triton
+from hf_attn_variants.modeling.ops import triton_attention
 
 RESULTS = Path(__file__).parent / "results"
 # b, h, n, d
@@ -193,7 +193,7 @@ def main(args: argparse.Namespace) -> dict:
         "dtype": args.dtype,
         "versions": _versions(),
         "load_before": None if on_cuda else os.getloadavg()[0],
-        "workspace_bytes": talking_heads_triton.WORKSPACE_BYTES if on_cuda else None,
+        "workspace_bytes": triton_attention.WORKSPACE_BYTES if on_cuda else None,
         "rounds": args.rounds,
         "peers": args.peers,
         "notes": "sdpa is multi-head attention without head mixing. With dropout or a trained bias, torch's CPU "

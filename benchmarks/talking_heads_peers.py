@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_attn_variants.inspection.page_faults import Usage, Watch, summary
-from hf_attn_variants.modeling.attention_kernels import KERNELS, AttentionKernel
-from hf_attn_variants.modeling.attention_patterns import Reach
-from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.attention_variants import attention_with_weights, sdpa_attention_forward
-from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_of
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
+from hf_attn_variants.modeling.ops.reach import Reach
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 
 WARM_UP_ROUNDS = 2
 WINDOW, GLOBAL_TOKENS = 256, 1
@@ -92,7 +93,7 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
     by_layer = {"attention_kernel": name, "attention_window": HYBRID_WINDOW}
     fields.layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
-    kernel = AttentionKernel.of(fields, "", head_dim, "benchmark", is_causal, layer=0)
+    kernel = kernel_of(fields, "", head_dim, "benchmark", is_causal, layer=0)
     install_kernel(module, kernel, AttentionHeads(heads, heads, heads, heads, heads, head_dim))
     init_kernel(module)
     return module

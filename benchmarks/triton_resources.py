@@ -136,8 +136,8 @@ def launches(
         bias: whether there is a position bias that needs a gradient.
         logits, weights: whether there is P_l, P_w.
     """
-    from hf_attn_variants.modeling import talking_heads_triton as kernels
-    from hf_attn_variants.modeling.talking_heads_operands import Operands
+    from hf_attn_variants.modeling.ops import triton_attention as kernels
+    from hf_attn_variants.modeling.ops.attention_operands import Operands
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -166,8 +166,8 @@ def launches(
     kept = kernels.forward_kernel, kernels.backward_kernel
     kernels.forward_kernel, kernels.backward_kernel = recorders.values()
     try:
-        output, statistics = kernels.forward(operands)
-        kernels.backward(torch.empty_like(output), statistics, bias, operands)
+        output, statistics = kernels.triton_forward(operands)
+        kernels.triton_backward(torch.empty_like(output), statistics, bias, operands)
     finally:
         kernels.forward_kernel, kernels.backward_kernel = kept
     yield from recorders.items()

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .modeling.attention_sites import AttentionHeads, AttentionSite
-from .modeling.variant_config import can_cache
+from .modeling.attention.attention_sites import AttentionSite
+from .modeling.fields.variant_config import can_cache
+from .modeling.ops.variant_attention import AttentionHeads
 
 __all__ = ["cache_bytes_per_token", "cached_numbers"]
 

@@ -2,20 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from .modeling import modeling_attn_variant_albert as _albert
-from .modeling import modeling_attn_variant_bart as _bart
-from .modeling import modeling_attn_variant_bert as _bert
-from .modeling import modeling_attn_variant_distilbert as _distilbert
-from .modeling import modeling_attn_variant_electra as _electra
-from .modeling import modeling_attn_variant_m2m_100 as _m2m_100
-from .modeling import modeling_attn_variant_marian as _marian
-from .modeling import modeling_attn_variant_mbart as _mbart
-from .modeling import modeling_attn_variant_pegasus as _pegasus
-from .modeling import modeling_attn_variant_roberta as _roberta
-from .modeling import modeling_attn_variant_t5 as _t5
-from .modeling import modeling_attn_variant_umt5 as _umt5
-from .modeling import modeling_attn_variant_whisper as _whisper
-from .modeling.configuration_attn_variants import (
+from .modeling.hosts import modeling_attn_variant_albert as _albert
+from .modeling.hosts import modeling_attn_variant_bart as _bart
+from .modeling.hosts import modeling_attn_variant_bert as _bert
+from .modeling.hosts import modeling_attn_variant_distilbert as _distilbert
+from .modeling.hosts import modeling_attn_variant_electra as _electra
+from .modeling.hosts import modeling_attn_variant_m2m_100 as _m2m_100
+from .modeling.hosts import modeling_attn_variant_marian as _marian
+from .modeling.hosts import modeling_attn_variant_mbart as _mbart
+from .modeling.hosts import modeling_attn_variant_pegasus as _pegasus
+from .modeling.hosts import modeling_attn_variant_roberta as _roberta
+from .modeling.hosts import modeling_attn_variant_t5 as _t5
+from .modeling.hosts import modeling_attn_variant_umt5 as _umt5
+from .modeling.hosts import modeling_attn_variant_whisper as _whisper
+from .modeling.hosts.configuration_attn_variants import (
     AttnVariantAlbertConfig,
     AttnVariantBartConfig,
     AttnVariantBertConfig,
@@ -30,19 +30,19 @@ from .modeling.configuration_attn_variants import (
     AttnVariantUMT5Config,
     AttnVariantWhisperConfig,
 )
-from .modeling.modeling_attn_variant_albert import *  # noqa: F403
-from .modeling.modeling_attn_variant_bart import *  # noqa: F403
-from .modeling.modeling_attn_variant_bert import *  # noqa: F403
-from .modeling.modeling_attn_variant_distilbert import *  # noqa: F403
-from .modeling.modeling_attn_variant_electra import *  # noqa: F403
-from .modeling.modeling_attn_variant_m2m_100 import *  # noqa: F403
-from .modeling.modeling_attn_variant_marian import *  # noqa: F403
-from .modeling.modeling_attn_variant_mbart import *  # noqa: F403
-from .modeling.modeling_attn_variant_pegasus import *  # noqa: F403
-from .modeling.modeling_attn_variant_roberta import *  # noqa: F403
-from .modeling.modeling_attn_variant_t5 import *  # noqa: F403
-from .modeling.modeling_attn_variant_umt5 import *  # noqa: F403
-from .modeling.modeling_attn_variant_whisper import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_albert import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_bart import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_bert import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_distilbert import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_electra import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_m2m_100 import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_marian import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_mbart import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_pegasus import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_roberta import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_t5 import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_umt5 import *  # noqa: F403
+from .modeling.hosts.modeling_attn_variant_whisper import *  # noqa: F403
 from .modeling.variant_names import ATTN_VARIANTS_VERSION as __version__
 from .registration import register
 

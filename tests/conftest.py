@@ -47,7 +47,7 @@ def shared_data():
 @pytest.fixture(params=["chosen", "absorbed", "expanded", "kept"])
 def form(request, monkeypatch):
     """The form in which latents are attended to, whatever it costs: the inputs of tests are too small to meet all."""
-    from hf_attn_variants.modeling import latent_attention
+    from hf_attn_variants.modeling.attention import latent_attention
 
     forced = request.param
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from cells import Cells, main, relative_error
 
-from hf_attn_variants.modeling import talking_heads_triton
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops import triton_attention
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.reference import attention_core
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,7 +66,7 @@ def backend_of() -> str:
     """Return the path that is tried."""
     return (
         "triton"
-        if talking_heads_triton.covers_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if triton_attention.covers_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         else "blocked"
     )
 

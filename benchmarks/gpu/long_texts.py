@@ -13,10 +13,10 @@ from peers import memory_row, side_by_side
 from sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
 from talking_heads_peers import make_inputs, make_peers, make_step
 
-from hf_attn_variants.modeling import flex_windows
+from hf_attn_variants.modeling.ops import flex_windows
 
 try:  # a package without them has windows alone
-    from hf_attn_variants.modeling.attention_kernels import KERNELS
+    from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 except ImportError:
     KERNELS = ()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
-from ..modeling.attention_kernels import KERNELS
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 
 __all__ = ["main", "parse_args"]
 

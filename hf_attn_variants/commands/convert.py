@@ -15,8 +15,8 @@ from ..conversion.calibration_settings import (
     PASSAGE_LENGTH,
     Calibration,
 )
-from ..modeling.attention_kernels import KERNELS
-from ..modeling.attention_patterns import PATTERNS
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 

@@ -9,18 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.attention_kernels import AttentionKernel
-from ..modeling.attention_sites import AttentionSite
-from ..modeling.kernel_parameters import kernel_tensors
-from ..modeling.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
+from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
 from .checkpoint.entries import TensorEntry
 from .grouping import HeadCounts
 from .projections import LATENT, AttentionTensors
 
 __all__ = ["AttentionModule", "attention_modules"]
-
-# What a kernel has learned for each key head.
-OF_KEY_HEADS = {"key_kernel_proj", "kernel_scale"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _attention_module(
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
     of_kernel = kernel_tensors(core_module)
-    if kernel[0] is not None and of_kernel.keys() & OF_KEY_HEADS and heads.change != "same":
+    if kernel[0] is not None and kernel[0].of_key_heads and heads.change != "same":
         raise ValueError(
             f"`{site.kv_heads_field}` cannot change: the source has learned maps of the kernel {kernel[0].name!r} for "
             "each key head. Convert heads and kernel at once, from the model that it was made of."

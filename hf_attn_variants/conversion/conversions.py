@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
-from ..modeling.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
 from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated

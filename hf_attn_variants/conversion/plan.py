@@ -11,13 +11,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
-from ..modeling.attention_kernels import has_kernel
-from ..modeling.attention_patterns import LEARNED_PATTERNS
-from ..modeling.field_checks import nearest
-from ..modeling.given_fields import quietly, wrong_name
-from ..modeling.new_parameters import projection_std
-from ..modeling.variant_config import AttnVariantConfigMixin
-from ..modeling.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.field_checks import nearest
+from ..modeling.fields.given_fields import quietly, wrong_name
+from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.variant_config import AttnVariantConfigMixin
+from ..modeling.mechanisms.patterns.pattern_table import LEARNED_PATTERNS
+from ..modeling.mechanisms.talking_heads import projection_std
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry

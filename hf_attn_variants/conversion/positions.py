@@ -14,7 +14,8 @@ import torch
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from ..model_history import read_json
-from ..modeling.field_checks import check_size
+from ..modeling.fields.field_checks import check_size
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..registration import variant_config_class
 from .checkpoint.reading import CheckpointReader
 
@@ -98,8 +99,9 @@ def with_positions(
         )
     now = reader.entries[found[0]].shape[0]
     check_size(FIELD, positions, now + 1)
-    if config.get("attention_kernel") == "linformer":
-        raise ValueError(f"`{FIELD}` cannot change in a model with linformer, which has learned sums over {now}.")
+    kernel = config.get("attention_kernel")
+    if kernel in KERNELS and kernel_class(kernel).counts_tokens:
+        raise ValueError(f"`{FIELD}` cannot change in a model with {kernel}, which has learned sums over {now}.")
     longer = LongerCheckpoint(reader, found[0], positions, _without_token(config), extension or EXTENSIONS[0])
     return config | {FIELD: positions}, longer
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.attention_kernels import AttentionKernel
-from ..modeling.attention_sites import AttentionHeads
-from ..modeling.kernel_parameters import init_kernel, install_kernel, kernel_tensors
+from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
+from ..modeling.ops.variant_attention import AttentionHeads
 from .grouping import HeadCounts
 
 __all__ = ["LATENT", "ROLES", "AttentionTensors", "pool_key_value"]
@@ -26,8 +25,8 @@ class AttentionTensors:
 
     `latent_weight` [r, D] makes the latent of the memory that keys and values are made from; None where they are made
     from the memory itself. It may be one for several attentions. `kernel` is what stands for a softmax, computed with
-    what has the names of `kernel_parameters.KERNEL_TENSORS`. `details` holds what a method wants to say about this
-    layer in the report (JSON values).
+    the tensors that `AttentionKernel.tensors` names. `details` holds what a method wants to say about this layer in
+    the report (JSON values).
     """
 
     query_weight: torch.Tensor
@@ -68,12 +67,10 @@ class AttentionTensors:
 
     def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
         """Return the same projections with a kernel in a softmax's place, as a new model has it."""
-        made: Any = nn.Module()
-        made.register_parameter("like", nn.Parameter(self.query_weight.new_zeros(())))
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, heads.head_dim)
-        install_kernel(made, kernel, counts)
-        init_kernel(made)
-        added: dict[str, Any] = {name: each.detach() for name, each in kernel_tensors(made).items()}
+        added: dict[str, Any] = {
+            name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()
+        }
         return replace(self, kernel=kernel, **added)
 
     def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":

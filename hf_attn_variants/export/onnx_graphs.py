@@ -17,10 +17,10 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..modeling.attention_kernels import has_kernel
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.variant_config import can_cache
 from ..modeling.upstream import cache_name, cache_of
-from ..modeling.variant_config import can_cache
-from ..modeling.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .upstream import upstream_architecture
 

@@ -12,11 +12,11 @@ from ..inspection.costs import variant_config
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
-    from ..modeling.variant_mixins import AttnVariantModelMixin
+    from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["OWN_CODE", "source_model", "travels_without_code", "upstream_architecture", "upstream_config"]
 
-OWN_CODE = {path.name for path in Path(modeling.__file__).parent.glob("*.py")}
+OWN_CODE = {path.name for path in Path(modeling.__file__).parent.rglob("*.py")} - {"__init__.py"}
 # Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
 NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
@@ -58,12 +59,7 @@ PAPERS = {
         "1801.10198",
     ),
     "local_blocks": ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198"),
-    "elu": ("Transformers are RNNs: linear attention", "2006.16236"),
-    "hedgehog": ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347"),
-    "favor": ("Rethinking attention with Performers", "2009.14794"),
-    "rfa": ("Random feature attention", "2103.02143"),
-    "linformer": ("Linformer: self-attention with linear complexity", "2006.04768"),
-    "hybrid": ("LoLCATs: on low-rank linearizing of large language models", "2410.10254"),
+    **{name: kernel_class(name).paper for name in KERNELS},
 }
 
 # The fields of each stack's windows and blocks, of those that a model has.
@@ -79,7 +75,7 @@ WINDOWS = {
 }
 
 # The fields of each stack's kernels, and what they stand for.
-KERNELS = {
+KERNEL_FIELDS = {
     "num_key_value_heads": (
         ("attention_kernel", "self-attention's softmax"),
         ("cross_attention_kernel", "cross-attention's softmax"),
@@ -342,7 +338,7 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
 
 def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return the kernels of the stacks that a model has, each with what it stands for, and in which layers."""
-    rows = [row for heads, of_stack in KERNELS.items() if heads in fields for row in of_stack]
+    rows = [row for heads, of_stack in KERNEL_FIELDS.items() if heads in fields for row in of_stack]
     rows = [(name, what) for name, what in rows if getattr(variant, name, None) is not None]
     return [(getattr(variant, name), what, _layers_with(variant, name)) for name, what in rows]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..modeling.variant_config import can_cache
+from ..modeling.fields.variant_config import can_cache
 
 __all__ = ["check_cache", "check_upstream"]
 

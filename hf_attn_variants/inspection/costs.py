@@ -11,15 +11,16 @@ import torch
 
 from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
-from ..modeling.attention_kernels import has_kernel
-from ..modeling.attention_patterns import LEARNED_PATTERNS
-from ..modeling.layer_values import LayerValue
-from ..modeling.variant_config import can_cache
+from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.layer_values import LayerValue
+from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..modeling.mechanisms.patterns.pattern_table import LEARNED_PATTERNS
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
 
 if TYPE_CHECKING:
-    from ..modeling.variant_mixins import AttnVariantModelMixin
+    from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "CostTable",
@@ -156,7 +157,7 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
     kernels = [prefix] if prefix else ["", "cross_"]
     for each in kernels:
         if (kernel := getattr(config, f"{each}attention_kernel", None)) is not None:
-            window = f" {getattr(config, f'{each}attention_window')}" if kernel == "hybrid" else ""
+            window = f" {getattr(config, f'{each}attention_window')}" if kernel_class(kernel).reads_window else ""
             layers = _in_layers(values_by_layer(config, f"{each}attention_kernel"))
             parts.append(f"{'cross ' if each == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
@@ -330,7 +331,8 @@ def _convertible(source: Any, target: Any) -> bool:
 def _learns_by_head(config: Any) -> bool:
     """Say whether its heads have parameters of their own beside their maps, which no conversion merges or drops."""
     values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
-    return config.score_function is not None or not values.isdisjoint({"hedgehog", "hybrid", "rfa", *LEARNED_PATTERNS})
+    by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
+    return config.score_function is not None or not values.isdisjoint({*by_head, *LEARNED_PATTERNS})
 
 
 def _itemsize(dtype: str) -> int:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..kv_cache import cache_bytes_per_token, cached_numbers
-from ..modeling.attention_sites import AttentionHeads, AttentionSite, VariantAttention
-from ..modeling.latent_attention import absorbs, is_short
-from ..modeling.new_parameters import projection_shapes
-from ..modeling.variant_config import can_cache
-from ..modeling.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.attention.latent_attention import absorbs, is_short
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.talking_heads import projection_shapes
+from ..modeling.ops.variant_attention import AttentionHeads, VariantAttention
 
 __all__ = [
     "attention_parameters",
@@ -155,13 +156,9 @@ def _attention_flops(
     value: Any = module.get_submodule(site.value)
     made = 2 * (key.weight.numel() + value.weight.numel())  # keys and values of one token
     if (kernel := _core(module, site).kernel) is not None:
-        a_head = 2 * kernel.width(heads.head_dim) * (heads.head_dim + 1)  # a token's part of the sums, or its reading
-        a_head += 0 if kernel.name == "elu" else 2 * kernel.features * heads.head_dim
-        if kernel.length is not None:  # keys and values into each row, and what a query reads of these
-            a_head = 4 * kernel.features * heads.head_dim
-        near = 0 if kernel.window is None else 4 * kernel.reach.keys_read(attended) * heads.head_dim
-        yield "memory", made + heads.key * a_head
-        yield "query", heads.query * (a_head + near)
+        of_key, of_query = kernel.flops(heads.head_dim, attended)
+        yield "memory", made + heads.key * of_key
+        yield "query", heads.query * of_query
         return
     if heads.rank is None or not decodes:
         yield "memory", made

@@ -13,7 +13,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from ..modeling.variant_config import can_cache
+from ..modeling.fields.variant_config import can_cache
+from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
 from .agreement import check_cache, check_upstream
@@ -309,12 +310,14 @@ def _windows_and_kernels(field: str, windows: Sequence[int], kernels: Sequence[s
         ValueError: for a hybrid without a window.
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
-    if "hybrid" in kernels and not windows:
-        raise ValueError("a hybrid reads a window by a softmax: give `attention_window` too.")
+    for kernel in kernels:
+        if kernel_class(kernel).reads_window and not windows:
+            raise ValueError(f"a {kernel} reads a window by a softmax: give `attention_window` too.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
     found = [{f"{prefix}attention_pattern": "sliding_window", **size} for size in sizes]
     for kernel in kernels:
-        found += [{f"{prefix}attention_kernel": kernel, **size} for size in (sizes if kernel == "hybrid" else [{}])]
+        by_size = sizes if kernel_class(kernel).reads_window else [{}]
+        found += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
     return found
 
 

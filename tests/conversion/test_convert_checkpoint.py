@@ -14,7 +14,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.methods.mean import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.files import REPORT_NAME
-from hf_attn_variants.modeling.new_parameters import projection_std
+from hf_attn_variants.modeling.mechanisms.talking_heads import projection_std
 
 from .conftest import LAYER, loaded, tensors_of
 

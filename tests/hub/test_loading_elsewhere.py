@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, BERT
 from safetensors.torch import save_file
 
 import hf_attn_variants
+from hf_attn_variants.modeling.hosts.configuration_attn_variants import CONFIG_CLASSES
+from hf_attn_variants.modeling.travel import code_files, write_code
 
-TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").glob("*.py"))
+TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name != "__init__.py"]
 
 # Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
@@ -158,8 +160,18 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
-    standard = {"collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis", "functools"}
-    standard |= {"inspect", "json", "math", "re", "sys", "typing", "zlib"}
+    standard = {
+        "abc",
+        "collections",
+        "contextlib",
+        "contextvars",
+        "copy",
+        "dataclasses",
+        "difflib",
+        "dis",
+        "functools",
+    }
+    standard |= {"inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]
@@ -167,16 +179,58 @@ def test_travelling_files_import_only_torch_transformers_and_siblings(path):
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert node.module.split(".")[0] in standard | guarded | {"torch", "transformers"}, ast.unparse(node)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 1 and node.module in siblings, ast.unparse(node)
+            assert node.level <= 4 and node.module.split(".")[-1] in siblings, ast.unparse(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"open", "exec", "eval", "compile", "__import__"}, ast.unparse(node)
         elif isinstance(node, ast.Attribute):
             assert node.attr not in {"environ", "getenv"}, ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
-def test_no_line_of_text_is_taken_for_a_relative_import(path):
-    """transformers finds sibling files by a regular expression over the source, docstrings included."""
+def test_one_file_alone_opens_others():
+    """The code beside a model copies itself when that is saved; nothing else reads or writes a file."""
+    opening = {"read_text", "read_bytes", "write_text", "write_bytes", "open", "unlink", "iterdir", "glob", "rglob"}
+    found = {
+        path.name
+        for path in TRAVELLING
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in opening
+    }
+    assert found == {"travel.py"}
+
+
+def test_what_travels_stands_side_by_side(tmp_path):
+    """Each file has a name of its own, and imports those beside it alone, as transformers reads it.
+
+    That finds sibling files by a regular expression over the source, docstrings included.
+    """
     from transformers.dynamic_module_utils import get_relative_imports
 
-    assert set(get_relative_imports(path)) <= {each.stem for each in TRAVELLING}
+    names = [path.name for path in TRAVELLING]
+    assert len(names) == len(set(names))
+    reached = set()
+    for config_class in CONFIG_CLASSES:
+        files = code_files("configuration_attn_variants", config_class.modeling_file)
+        write_code(tmp_path, config_class.modeling_file)
+        reached |= files.keys()
+        for name, text in files.items():
+            assert text == (tmp_path / name).read_text(encoding="utf-8")
+            assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+    assert reached == set(names)
+    assert not code_files("a_file_of_somebody_elses")
+
+
+def test_a_class_that_somebody_derives_is_saved_with_its_file(tmp_path, monkeypatch):
+    """By transformers, beside our code, whose classes it must not copy."""
+    (tmp_path / "derived.py").write_text(
+        "from hf_attn_variants import AttnVariantBertModel\n\n\nclass Derived(AttnVariantBertModel):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import derived
+
+    assert hf_attn_variants.AttnVariantBertModel._auto_class is None and derived.Derived._auto_class == "AutoModel"
+    BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
+    derived.Derived.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    ours, theirs = ({path.name for path in (tmp_path / each).glob("*.py")} for each in ("ours", "theirs"))
+    assert theirs == ours | {"derived.py"}
+    auto_map = json.loads((tmp_path / "theirs/config.json").read_text())["auto_map"]
+    assert auto_map["AutoModel"] == "derived.Derived" and len(auto_map) > 5

@@ -26,7 +26,8 @@ from hf_attn_variants.hub.code_outputs import model_outputs
 from hf_attn_variants.hub.push import folder_files
 from hf_attn_variants.hub.refresh import refresh_repository
 from hf_attn_variants.hub.refresh_check import cache_difference, trial_inputs
-from hf_attn_variants.modeling.modeling_attn_variant_t5 import AttnVariantT5Attention
+from hf_attn_variants.modeling.hosts.modeling_attn_variant_t5 import AttnVariantT5Attention
+from hf_attn_variants.modeling.travel import code_files
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,8 @@ def visible(folder):
 
 
 def of_today(files):
-    return all(content == (MODELING / name).read_bytes() for name, content in files.items() if name.endswith(".py"))
+    own = code_files(*(path.stem for path in MODELING.rglob("*.py")))
+    return all(content.decode() == own[name] for name, content in files.items() if name.endswith(".py"))
 
 
 def refused(folder, message, kind=ValueError, **options):

@@ -17,7 +17,7 @@ from hf_attn_variants.inspection.attention_maps import maps as maps_module
 from hf_attn_variants.inspection.attention_maps.colours import is_signed, with_changes
 from hf_attn_variants.inspection.attention_maps.maps import Projection, attention_maps
 from hf_attn_variants.inspection.attention_maps.page import attention_page
-from hf_attn_variants.modeling.attention_variants import OWN_FUNCTIONS
+from hf_attn_variants.modeling.attention.attention_interface import OWN_FUNCTIONS
 from hf_attn_variants.modeling.variant_names import EAGER
 
 TEXT, TARGET = "the dog sees a small cat", "A MAN FINDS"

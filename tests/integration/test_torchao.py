@@ -8,12 +8,7 @@ import torch
 from fixtures.caches import cache_of, with_cache
 from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
-from hf_attn_variants import (
-    AttnVariantBertModel,
-    AttnVariantT5Config,
-    AttnVariantT5ForConditionalGeneration,
-    convert,
-)
+from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, convert
 
 quantization = pytest.importorskip("torchao.quantization")
 

@@ -9,14 +9,14 @@ import torch
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Talking-heads kernels that walk the small inputs of a test in several blocks, and remember no earlier call."""
-    from hf_attn_variants.modeling import talking_heads_blocked, talking_heads_choice, talking_heads_triton
+    from hf_attn_variants.modeling.ops import backend_choice, blocked_attention, triton_attention
 
     torch.manual_seed(0)
     # Several blocks of rows, and several sequences of which the last block has fewer, at the sizes of these tests.
-    monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 200)
-    monkeypatch.setattr(talking_heads_blocked, "ROWS", (3, 2))
-    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 700)
-    monkeypatch.setattr(talking_heads_choice, "_agreed", {})
+    monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 200)
+    monkeypatch.setattr(blocked_attention, "ROWS", (3, 2))
+    monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 700)
+    monkeypatch.setattr(backend_choice, "_agreed", {})
 
 
 @pytest.fixture

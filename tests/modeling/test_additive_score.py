@@ -9,9 +9,10 @@ from relatives import RELATIVES
 import hf_attn_variants
 from hf_attn_variants import convert, reference_scores
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.modeling import additive_score, scattered_attention
-from hf_attn_variants.modeling.additive_score import AdditiveScore
-from hf_attn_variants.modeling.attention_variants import attention_with_weights
+from hf_attn_variants.modeling.mechanisms import additive_score
+from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
+from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 pytestmark = pytest.mark.cross_product
 
@@ -102,9 +103,11 @@ def test_a_host_attends_by_the_formula(architecture, monkeypatch):
         model.set_attn_implementation("eager")
         found.append(model(**batch)[0])
         model.set_attn_implementation("sdpa")
-        monkeypatch.setattr(hf_attn_variants.modeling.t5_family, "attention_function", lambda name: counted)
-        interface = hf_attn_variants.modeling.attention_variants.ALL_ATTENTION_FUNCTIONS
-        monkeypatch.setitem(interface._local_mapping, hf_attn_variants.modeling.attention_variants.SDPA, counted)
+        monkeypatch.setattr(hf_attn_variants.modeling.hosts.t5_family, "attention_function", lambda name: counted)
+        interface = hf_attn_variants.modeling.attention.attention_interface.ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(
+            interface._local_mapping, hf_attn_variants.modeling.attention.attention_interface.SDPA, counted
+        )
         expected = model(**batch)[0]
     assert len(calls) == sum(model.module_runs(model.config, path) for _, path, _ in model.named_attentions())
     real = batch["attention_mask"].bool() if found[0].shape[:2] == batch.get("attention_mask", found[0]).shape else ...
@@ -130,7 +133,7 @@ def test_patterns_compose(pattern, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
     monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
-    monkeypatch.setattr(scattered_attention, "ROWS", 4)
+    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 4)
     with torch.no_grad():
         result = model(token_ids(2, 23), output_attentions=True)
         assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()

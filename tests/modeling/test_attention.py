@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_attn_variants import reference
-from hf_attn_variants.modeling.attention_variants import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
+from hf_attn_variants.modeling.ops.softmax_attention import MATMUL_BATCH_SIZE, attention_with_weights, fused_attention
 
 pytestmark = pytest.mark.cross_product
 

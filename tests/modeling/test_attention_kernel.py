@@ -11,8 +11,9 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from transformers import StaticCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling import linear_attention
-from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.attention import kernel_interface
+from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.ops import causal_sums
 
 pytestmark = pytest.mark.cross_product
 
@@ -29,7 +30,7 @@ TOLERANCE = {"rfa": 3e-4}
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(linear_attention, "CHUNK", 4)
+    monkeypatch.setattr(causal_sums, "CHUNK", 4)
 
 
 def attentions(model):
@@ -141,8 +142,8 @@ def test_generation_with_states_is_that_without(architecture, head, fields, sear
 def test_a_memory_is_summed_once(monkeypatch):
     """And again with another mask or other keys."""
     model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
-    calls, sums = [], linear_attention.attend_by_kernel
-    monkeypatch.setattr(linear_attention, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
+    calls, sums = [], kernel_interface.attend_by_kernel
+    monkeypatch.setattr(kernel_interface, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
     batch = T5.batch("T5ForConditionalGeneration")
     ids, cache = batch.pop("decoder_input_ids"), None
     masks = [batch["attention_mask"]] * 3 + [torch.ones(3, 9).long()]

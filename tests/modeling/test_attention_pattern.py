@@ -11,7 +11,8 @@ from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
 from transformers import StaticCache
 
 import hf_attn_variants
-from hf_attn_variants.modeling import attention_variants, sliding_window_attention
+from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.ops import window_blocks
 from hf_attn_variants.reference_patterns import sliding_window_mask
 
 pytestmark = pytest.mark.cross_product
@@ -26,14 +27,14 @@ NAMED = {"ids": lambda row: row.name}
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
-    monkeypatch.setattr(sliding_window_attention, "ROWS", (2,))
-    calls, attend = [], attention_variants.attention_in_windows
+    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (2,))
+    calls, attend = [], attention_interface.attention_in_windows
 
     def counted(*args, **options):
         calls.append(options.get("reach"))
         return attend(*args, **options)
 
-    monkeypatch.setattr(attention_variants, "attention_in_windows", counted)
+    monkeypatch.setattr(attention_interface, "attention_in_windows", counted)
     return calls
 
 
@@ -246,7 +247,7 @@ def test_layers_of_their_own_windows():
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
 def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, monkeypatch):
-    monkeypatch.setattr(sliding_window_attention, "ROWS", (8,))
+    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
     n = 600
     fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}

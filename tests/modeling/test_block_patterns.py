@@ -10,11 +10,11 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 from hf_attn_variants import convert, reference, reference_patterns
-from hf_attn_variants.modeling import scattered_attention
-from hf_attn_variants.modeling.attention_variants import attention_with_weights, fused_attention
-from hf_attn_variants.modeling.block_patterns import BlockPattern
-from hf_attn_variants.modeling.scattered_attention import attend_in_blocks
-from hf_attn_variants.modeling.sliding_window_attention import as_full_attention
+from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
+from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern
+from hf_attn_variants.modeling.mechanisms.patterns.scattered_attention import attend_in_blocks
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
+from hf_attn_variants.modeling.ops.window_blocks import as_full_attention
 
 pytestmark = pytest.mark.cross_product
 
@@ -50,7 +50,7 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(scattered_attention, "ROWS", 8)
+    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 8)
     monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
 
 
@@ -259,7 +259,7 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
 
 
 def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
-    from hf_attn_variants.modeling import sliding_window_attention as module
+    from hf_attn_variants.modeling.ops import window_blocks as module
 
     said = []
     monkeypatch.setattr(module.logger, "warning_once", said.append)

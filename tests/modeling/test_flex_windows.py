@@ -13,10 +13,10 @@ from fixtures.largest_tensor import LargestTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.modeling import flex_windows
-from hf_attn_variants.modeling.attention_patterns import Reach
-from hf_attn_variants.modeling.flex_windows import attention_in_windows, blocks_that_are_read
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops import flex_windows
+from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, blocks_that_are_read
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
+from hf_attn_variants.modeling.ops.reach import Reach
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 if not flex_windows._has_block_masks():
@@ -55,7 +55,7 @@ def on_the_cpu(monkeypatch):
     torch._dynamo.reset()
     traced = torch.compile(flex_attention.flex_attention, fullgraph=True, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flex_windows, "_agreed", {})
+    monkeypatch.setattr(flex_windows, "_flex_agreed", {})
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     flex_windows._block_mask.cache_clear()
@@ -107,12 +107,12 @@ def test_the_last_queries_of_a_longer_memory(on_the_cpu):
 def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flex_windows, "_agreed", {})
+    monkeypatch.setattr(flex_windows, "_flex_agreed", {})
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
     found = attention_in_windows(*call, reach=Reach(130, 130, 1, 1), scaling=0.3)
-    assert list(flex_windows._agreed.values()) == [True]
+    assert list(flex_windows._flex_agreed.values()) == [True]
     expected = talking_heads_attention(*call, reach=Reach(130, 130, 1, 1), scaling=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -142,7 +142,7 @@ def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
     attention_in_windows(*call, dropout=0.1, **options)
     attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
     attention_in_windows(*(t if t is None else t.double() for t in call), **options)
-    assert not on_the_cpu and not flex_windows._agreed
+    assert not on_the_cpu and not flex_windows._flex_agreed
 
 
 def test_a_models_windows_go_by_it(on_the_cpu):
@@ -169,7 +169,7 @@ def test_training_after_inference_mode(on_the_cpu):
     again = attention_in_windows(*call, **options)
     torch.autograd.grad(again.sum(), call[0])
     torch.testing.assert_close(found, again)
-    assert all(flex_windows._agreed.values()) and len(flex_windows._agreed) == 2
+    assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -191,7 +191,7 @@ def test_training_with_checkpoints(reentrant, last, on_the_cpu):
         return [leaf.grad for leaf in leaves]
 
     found = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
-    assert all(flex_windows._agreed.values()) and on_the_cpu
+    assert all(flex_windows._flex_agreed.values()) and on_the_cpu
     torch.testing.assert_close(found, gradients_of(layer))
 
 
@@ -207,7 +207,7 @@ def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
         attention_in_windows(*make_call(n), reach=reach, scaling=0.3)
     attention_in_windows(*make_call(200, 500), reach=Reach(90, 0), scaling=0.3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
-    assert list(flex_windows._agreed.values()) == [True]
+    assert list(flex_windows._flex_agreed.values()) == [True]
 
 
 def test_no_mask_is_as_large_as_the_lengths_square():

@@ -11,8 +11,8 @@ from hypothesis import strategies
 from relatives import RELATIVES
 
 from hf_attn_variants import convert
-from hf_attn_variants.modeling.given_fields import SIZES_OF_VALUES, wrong_name
-from hf_attn_variants.modeling.variant_mixins import AttnVariantModelMixin
+from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
+from hf_attn_variants.modeling.fields.given_fields import SIZES_OF_VALUES, wrong_name
 from hf_attn_variants.training.engine.new_model import _parse_overrides
 
 pytestmark = pytest.mark.cross_product

@@ -9,14 +9,10 @@ from torch import nn
 
 import hf_attn_variants
 from hf_attn_variants import reference_linear
-from hf_attn_variants.modeling import hybrid_attention
-from hf_attn_variants.modeling.attention_kernels import AttentionKernel
-from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
-from hf_attn_variants.modeling.linear_attention import (
-    attend_by_kernel,
-    weights_of_kernel,
-)
+from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.mechanisms.kernels import hybrid_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 
 pytestmark = pytest.mark.cross_product
 
@@ -29,14 +25,14 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(hybrid_attention, "LEAST_BLOCK", 3)
+    monkeypatch.setattr(hybrid_kernel, "LEAST_BLOCK", 3)
 
 
 def attention(window, groups=2, causal=False):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     install_kernel(
-        module, AttentionKernel("hybrid", 9, causal, 3, window), AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+        module, hybrid_kernel.Hybrid(9, causal, 3, window), AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
     )
     init_kernel(module)
     with torch.no_grad():

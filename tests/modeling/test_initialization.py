@@ -10,7 +10,7 @@ from relatives import RELATIVES
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.new_parameters import projection_std
+from hf_attn_variants.modeling.mechanisms.talking_heads import projection_std
 
 pytestmark = pytest.mark.cross_product
 

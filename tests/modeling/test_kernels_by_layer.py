@@ -10,7 +10,7 @@ from transformers import AutoModel, DynamicCache, StaticCache
 
 import hf_attn_variants
 from hf_attn_variants.inspection.costs import variant_name
-from hf_attn_variants.modeling.decoder_caches import KernelStateLayer
+from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
 
 BART = ENCODER_DECODERS[0]
 LISTS = [[None, "{}"], ["{}", None]]

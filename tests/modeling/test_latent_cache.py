@@ -9,7 +9,7 @@ from fixtures.caches import cache_of, with_cache
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_attn_variants.modeling.latent_attention import is_short
+from hf_attn_variants.modeling.attention.latent_attention import is_short
 
 pytestmark = pytest.mark.cross_product
 

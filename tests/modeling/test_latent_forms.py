@@ -10,9 +10,9 @@ from fixtures.caches import cache_of, with_cache
 from torch import nn
 
 from hf_attn_variants import reference
-from hf_attn_variants.modeling import latent_attention
-from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.latent_attention import attend_to_latent
+from hf_attn_variants.modeling.attention import latent_attention
+from hf_attn_variants.modeling.attention.latent_attention import attend_to_latent
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product

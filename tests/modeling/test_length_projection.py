@@ -7,11 +7,10 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention_kernels import AttentionKernel
-from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
-from hf_attn_variants.modeling.length_projection import segment_means
-from hf_attn_variants.modeling.linear_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.attention.kernel_interface import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, segment_means
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference_linear import linformer_attention
 
 pytestmark = pytest.mark.cross_product
@@ -25,9 +24,7 @@ ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for 
 def test_rows_are_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
-    install_kernel(
-        module, AttentionKernel("linformer", 7, False, 0, length=20), AttentionHeads(4, groups, groups, 4, 4, 6)
-    )
+    install_kernel(module, Linformer(7, False, 0, length=20), AttentionHeads(4, groups, groups, 4, 4, 6))
     init_kernel(module)
     assert module.length_proj.equal(segment_means(7, 20))
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
@@ -88,7 +85,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
 
 def test_longer_texts_are_refused():
     module = nn.Linear(1, 1)
-    install_kernel(module, AttentionKernel("linformer", 2, False, 0, length=4), AttentionHeads(1, 1, 1, 1, 1, 2))
+    install_kernel(module, Linformer(2, False, 0, length=4), AttentionHeads(1, 1, 1, 1, 1, 2))
     states = torch.randn(1, 1, 5, 2)
     with pytest.raises(ValueError, match="reads 4 tokens at most, for which it has learned projections; got 5"):
         attend_by_kernel(module, states, states, states, None, 1.0)

@@ -8,16 +8,16 @@ from fixtures.largest_tensor import LargestTensor
 from torch import nn
 
 from hf_attn_variants import reference_linear
-from hf_attn_variants.modeling import linear_attention
-from hf_attn_variants.modeling.attention_kernels import AttentionKernel
-from hf_attn_variants.modeling.attention_sites import AttentionHeads
-from hf_attn_variants.modeling.kernel_parameters import init_kernel, install_kernel
-from hf_attn_variants.modeling.linear_attention import (
+from hf_attn_variants.modeling.attention import kernel_interface
+from hf_attn_variants.modeling.attention.kernel_interface import (
     attend_by_kernel,
     keys_read,
-    read_state,
     weights_of_kernel,
 )
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import kernel_class
+from hf_attn_variants.modeling.ops import causal_sums
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 
 pytestmark = pytest.mark.cross_product
 
@@ -30,7 +30,7 @@ EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(linear_attention, "CHUNK", 8)
+    monkeypatch.setattr(causal_sums, "CHUNK", 8)
 
 
 def attention(name, groups=2, causal=False, dtype=torch.float32):
@@ -38,7 +38,7 @@ def attention(name, groups=2, causal=False, dtype=torch.float32):
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
     heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
-    install_kernel(module, AttentionKernel(name, 9, causal, 3), heads)
+    install_kernel(module, kernel_class(name)(9, causal, 3), heads)
     init_kernel(module)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -165,7 +165,7 @@ def test_beams_share_a_memory(name):
     expected, _ = attend_by_kernel(module, query, *repeated, SCALING)
     torch.testing.assert_close(found, expected)
     assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(found)
-    assert read_state(module, query, state, SCALING).equal(found)
+    assert module.kernel.read_state(module, query, state, SCALING).equal(found)
     weights = [
         weights_of_kernel(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
     ]
@@ -224,6 +224,6 @@ def test_masks_of_queries_are_refused():
     module = attention("elu")
     module.config = SimpleNamespace(_output_attentions=False)
     with pytest.raises(ValueError, match="without a position bias; this call has one"):
-        linear_attention.kernel_attention_forward(
+        kernel_interface.kernel_attention_forward(
             module, key, key, key, None, None, False, {"position_bias": torch.zeros(1)}
         )

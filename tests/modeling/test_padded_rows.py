@@ -9,7 +9,7 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 import hf_attn_variants
-from hf_attn_variants.modeling import scattered_attention
+from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 
 pytestmark = pytest.mark.cross_product
 
@@ -51,7 +51,7 @@ EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(scattered_attention, "ROWS", 8)
+    monkeypatch.setattr(scattered_attention, "GATHERED_ROWS", 8)
     monkeypatch.setattr(scattered_attention, "FEWEST_KEYS", 2)
 
 
@@ -269,7 +269,7 @@ FORMAT_1 = [
 def test_a_repository_without_a_number_keeps_its_places_and_one_warning_says_so(
     host, name, more, tmp_path, monkeypatch
 ):
-    from hf_attn_variants.modeling import padded_rows
+    from hf_attn_variants.modeling.ops import padded_rows
 
     row, said = ROWS[host], []
     monkeypatch.setattr(padded_rows.logger, "warning_once", said.append)

@@ -6,15 +6,11 @@ from fixtures.largest_tensor import LargestTensor
 from torch.nn import functional
 
 from hf_attn_variants import reference, reference_patterns
-from hf_attn_variants.modeling import sliding_window_attention, talking_heads_blocked
-from hf_attn_variants.modeling.attention_patterns import Reach
-from hf_attn_variants.modeling.attention_variants import attention_with_weights
-from hf_attn_variants.modeling.sliding_window_attention import (
-    BlockWindows,
-    as_full_attention,
-    fills_blocks,
-)
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops import blocked_attention, window_blocks
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
+from hf_attn_variants.modeling.ops.reach import Reach
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
+from hf_attn_variants.modeling.ops.window_blocks import BlockWindows, as_full_attention, fills_blocks
 
 pytestmark = pytest.mark.cross_product
 
@@ -32,7 +28,7 @@ EVERY_WINDOW = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(sliding_window_attention, "ROWS", (8,))
+    monkeypatch.setattr(window_blocks, "WINDOW_ROWS", (8,))
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):
@@ -179,7 +175,7 @@ def test_dropout_drops_weights_and_keeps_their_mean():
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
-    monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 2**12)
+    monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 2**12)
     sizes = []
     for n in (256, 512):
         leaves, padding = make_call(n, biased=biased)

@@ -5,7 +5,7 @@ import torch
 from fixtures.talking_heads_calls import BACKENDS, B, device_of, make_inputs
 from torch.utils.checkpoint import checkpoint
 
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

@@ -27,10 +27,15 @@ from fixtures.talking_heads_calls import (
     make_mask,
 )
 
-from hf_attn_variants.modeling import talking_heads, talking_heads_blocked, talking_heads_choice, talking_heads_triton
-from hf_attn_variants.modeling.attention_variants import attention_with_weights
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
-from hf_attn_variants.modeling.talking_heads_operands import Operands
+from hf_attn_variants.modeling.ops import (
+    backend_choice,
+    blocked_attention,
+    memory_efficient_attention,
+    triton_attention,
+)
+from hf_attn_variants.modeling.ops.attention_operands import Operands
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
+from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -98,7 +103,7 @@ def test_half_precision_stays_within_its_rounding(backend, dtype):
 @pytest.mark.parametrize("kind", [None, "causal padding"])
 def test_long_rows_on_a_gpu(monkeypatch, kind, n):
     # One block of keys for a row, and several.
-    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**24)
+    monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
     mask, causal, added = make_mask(kind, n=n, m=n, device="cuda")
     compare("triton", make_inputs("gqa", n=n, m=n, device="cuda"), mask, causal, added)
     compare("triton", make_inputs("gqa", n=n, m=n, device="cuda", dtype=torch.bfloat16), mask, causal, added, 2e-2)
@@ -178,7 +183,7 @@ def test_the_custom_op_describes_itself(backend):
     inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, None, backend, True)
     # The fake implementation's shapes, the schema, autograd's registration; dynamic shapes are traced apart.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    name = f"{talking_heads.NAMESPACE}::talking_heads"
+    name = f"{memory_efficient_attention.NAMESPACE}::talking_heads"
     torch.library.opcheck(getattr(torch.ops, name.split("::")[0]).talking_heads.default, inputs, test_utils=tests)
 
 
@@ -205,14 +210,14 @@ def test_empty_inputs_give_zeros(b, n, m):
 
 
 def test_no_tensor_grows_with_n_times_m(monkeypatch):
-    monkeypatch.setitem(talking_heads_blocked.BLOCK_ELEMENTS, "cpu", 2**12)
+    monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 2**12)
     query, key, value, _, logits_proj, weights_proj = (
         None if t is None else t.detach() for t in make_inputs(n=256, m=256)
     )
     operands = Operands(query, key, value, logits_proj=logits_proj, weights_proj=weights_proj)
     with LargestTensor() as largest:
-        output, threads = talking_heads_blocked.forward(operands)
-        talking_heads_blocked.backward(torch.ones_like(output), threads, False, operands)
+        output, threads = blocked_attention.blocked_forward(operands)
+        blocked_attention.blocked_backward(torch.ones_like(output), threads, False, operands)
     assert largest.numel <= max(2**12, query.numel()) < 4 * 256 * 256
 
 
@@ -222,7 +227,7 @@ def test_the_backend_is_chosen_and_checked():
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
     with pytest.raises(ValueError, match=r"`dropout` must be at least 0 and below 1, got 1\.0"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
-    assert not talking_heads_triton.is_supported(Operands(query, key, value))
+    assert not triton_attention.is_supported(Operands(query, key, value))
     with pytest.raises(ValueError, match="does not cover these inputs"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64
@@ -230,6 +235,6 @@ def test_the_backend_is_chosen_and_checked():
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels may be chosen")
 def test_the_blocked_path_serves_where_triton_does_not(monkeypatch):
-    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (None, None))
+    monkeypatch.setitem(backend_choice.BACKENDS, "triton", (None, None))
     compare("auto", make_inputs("gqa"))
-    assert not talking_heads_choice._agreed
+    assert not backend_choice._agreed

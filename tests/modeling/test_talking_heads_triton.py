@@ -24,18 +24,18 @@ from fixtures.talking_heads_calls import (
     needs_triton,
 )
 
-from hf_attn_variants.modeling import talking_heads, talking_heads_choice, talking_heads_triton
-from hf_attn_variants.modeling.talking_heads import talking_heads_attention
+from hf_attn_variants.modeling.ops import backend_choice, memory_efficient_attention, triton_attention
+from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+@pytest.mark.skipif(triton_attention.triton is None, reason="needs Triton")
 def test_chunks_are_as_few_as_the_workspace_allows(monkeypatch):
-    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**10)
+    monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**10)
     for rows in (1, 31, 512, 4096, 5000):
         for fitting in (1, 33, 48, 512, 1000):
-            chunks = list(talking_heads_triton._chunks(1, rows, 2**10 // fitting))
+            chunks = list(triton_attention._chunks(1, rows, 2**10 // fitting))
             most = max(row.stop - row.start for _, row in chunks)
             fitting_now = max(1, 2**10 // (2**10 // fitting))
             assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
@@ -80,7 +80,7 @@ def test_triton_tries_do_not_move_the_random_numbers(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("failure", ["raises", "is wrong", "is not a number", "wrong gradient"])
 def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
-    forward, backward = talking_heads_choice.BACKENDS["triton"]
+    forward, backward = backend_choice.BACKENDS["triton"]
 
     def failing_forward(operands):
         if failure == "raises":
@@ -94,9 +94,9 @@ def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
         d_query, *others = backward(*inputs)
         return [d_query * 1.5, *others]
 
-    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (failing_forward, failing_backward))
+    monkeypatch.setitem(backend_choice.BACKENDS, "triton", (failing_forward, failing_backward))
     warnings = []
-    monkeypatch.setattr(talking_heads_choice.logger, "warning", warnings.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     device = device_of("triton")
     for _ in range(2):
         mask, causal, added = make_mask("rows", device=device)
@@ -112,12 +112,12 @@ def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
     inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
     mask, causal, added = make_mask("rows")
     compare("auto", inputs, mask, causal, added, tolerance=2e-2)
-    assert list(talking_heads_choice._agreed.values()) == [False]
+    assert list(backend_choice._agreed.values()) == [False]
 
 
 @needs_triton
 def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
-    forward, backward = talking_heads_choice.BACKENDS["triton"]
+    forward, backward = backend_choice.BACKENDS["triton"]
 
     def forgetting(operands):
         value = operands.value
@@ -127,20 +127,20 @@ def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
         "more than sixteen", m=1000, device=device_of("triton"), dtype=torch.float16
     )
     call = {"scaling": D**-0.5, "logits_proj": logits_proj, "weights_proj": weights_proj}
-    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**20)
+    monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**20)
     with torch.no_grad():
         talking_heads_attention(query, key, value, **call)
-        assert list(talking_heads_choice._agreed.values()) == [True]
-    monkeypatch.setattr(talking_heads_choice, "_agreed", {})
+        assert list(backend_choice._agreed.values()) == [True]
+    monkeypatch.setattr(backend_choice, "_agreed", {})
 
     def forgetful_backward(*inputs):
         d_query, d_key, d_value, *others = backward(*inputs)
         d_value[:, :, 900] = 0.0
         return [d_query, d_key, d_value, *others]
 
-    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", (forgetting, forgetful_backward))
+    monkeypatch.setitem(backend_choice.BACKENDS, "triton", (forgetting, forgetful_backward))
     talking_heads_attention(query, key, value, **call)
-    assert list(talking_heads_choice._agreed.values()) == [False]
+    assert list(backend_choice._agreed.values()) == [False]
 
 
 @needs_triton
@@ -150,14 +150,14 @@ def test_triton_is_asked_whichever_switch_for_tf32_was_used(monkeypatch):
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
-        assert talking_heads_triton.allows_tf32()
+        assert triton_attention.allows_tf32()
         compare("auto", make_inputs("gqa", device=device_of("triton")), tolerance=1e-5 if not CUDA else 1e-2)
-        assert list(talking_heads_choice._agreed.values()) == [True]
+        assert list(backend_choice._agreed.values()) == [True]
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-@pytest.mark.skipif(talking_heads_triton.triton is None, reason="needs Triton")
+@pytest.mark.skipif(triton_attention.triton is None, reason="needs Triton")
 @pytest.mark.parametrize("n", [17, 100, 128, 512])
 def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
     """What Triton specialises a launch for is the same in the trial and in the call, whatever the length."""
@@ -168,11 +168,11 @@ def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
         steps = [min(s, 2) for four in strides for s in four[1::2]]
         launches.append((kernel, tuple(steps), tuple(sorted((call.constants | settings).items(), key=str))))
 
-    monkeypatch.setattr(talking_heads_triton, "WORKSPACE_BYTES", 2**24)
-    monkeypatch.setattr(talking_heads_triton._Call, "launch", record)
-    monkeypatch.setattr(talking_heads_triton, "covers_device", lambda device: True)
-    monkeypatch.setattr(talking_heads, "covers_device", lambda device: True)
-    monkeypatch.setattr(talking_heads_choice, "largest_error", lambda *_: 0.0)
+    monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
+    monkeypatch.setattr(triton_attention._TritonCall, "launch", record)
+    monkeypatch.setattr(triton_attention, "covers_device", lambda device: True)
+    monkeypatch.setattr(memory_efficient_attention, "covers_device", lambda device: True)
+    monkeypatch.setattr(backend_choice, "largest_error", lambda *_: 0.0)
     query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
     bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
     mask = make_mask("padding", n=n, m=n)[0]
@@ -212,9 +212,9 @@ def _count_calls(monkeypatch):
 
         return call
 
-    forward, backward = talking_heads_choice.BACKENDS["triton"]
+    forward, backward = backend_choice.BACKENDS["triton"]
     pair = counted("forward", forward), counted("backward", backward)
-    monkeypatch.setitem(talking_heads_choice.BACKENDS, "triton", pair)
+    monkeypatch.setitem(backend_choice.BACKENDS, "triton", pair)
     return counts
 
 
@@ -239,9 +239,9 @@ def test_loads_where_there_is_no_triton():
         "package = sys.modules['hf_attn_variants'] = types.ModuleType('hf_attn_variants')\n"
         "package.__path__ = ['hf_attn_variants']\n"
         "import torch\n"
-        "from hf_attn_variants.modeling import talking_heads_triton\n"
-        "from hf_attn_variants.modeling.talking_heads_operands import Operands\n"
+        "from hf_attn_variants.modeling.ops import triton_attention\n"
+        "from hf_attn_variants.modeling.ops.attention_operands import Operands\n"
         "x = torch.ones(1, 2, 3, 4)\n"
-        "assert talking_heads_triton.triton is None and not talking_heads_triton.is_supported(Operands(x, x, x))\n"
+        "assert triton_attention.triton is None and not triton_attention.is_supported(Operands(x, x, x))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)

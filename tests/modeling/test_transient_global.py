@@ -10,7 +10,7 @@ from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS
 
 import hf_attn_variants
-from hf_attn_variants.modeling import transient_global
+from hf_attn_variants.modeling.mechanisms.patterns import transient_global
 from hf_attn_variants.reference_patterns import transient_global_attention
 
 pytestmark = pytest.mark.cross_product
@@ -25,7 +25,7 @@ LENGTHS = (23, 15, 9, 3)
 
 @pytest.fixture(params=[5, 128], ids=["blocks", "one block"])
 def rows(request, monkeypatch):
-    monkeypatch.setattr(transient_global, "ROWS", request.param)
+    monkeypatch.setattr(transient_global, "SUMMARY_ROWS", request.param)
 
 
 def padding(length=23):
@@ -92,7 +92,7 @@ def test_longt5s_encoder_is_the_same(length, rows):
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking", "gqa_talking"])
 @pytest.mark.parametrize("more", [{}, {"score_function": "additive"}], ids=["", "additive"])
 def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
-    monkeypatch.setattr(transient_global, "ROWS", 5)
+    monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 5)
     model = encoder(variant, **more)
     ids, mask = token_ids(4, 23), padding()
     found = model(ids, attention_mask=mask)[0]
@@ -110,7 +110,7 @@ def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
 
 
 def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
-    monkeypatch.setattr(transient_global, "ROWS", 16)
+    monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 16)
     model, sizes = encoder("gqa", encoder_attention_block_size=64), []
     for length in (512, 1024):
         with LargestTensor() as largest:

@@ -73,7 +73,7 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
 
 def test_the_checks_take_less_than_five_milliseconds():
     """Of all hosts together; the best of several times, for the machine may be busy."""
-    from hf_attn_variants.modeling import attention_mixin
+    from hf_attn_variants.modeling.attention import attention_mixin
 
     classes = [
         each
@@ -205,10 +205,10 @@ def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
 @EVERY_HOST
 def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypatch):
     """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
-    from hf_attn_variants.modeling import attention_variants
+    from hf_attn_variants.modeling.attention import attention_interface
 
-    exact = attention_variants.fused_attention
-    monkeypatch.setattr(attention_variants, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
+    exact = attention_interface.fused_attention
+    monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
     head = next(iter(host.heads))
     for _ in range(2):  # whoever catches the first error gets the second
         with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ that reads at once is"):

@@ -22,7 +22,7 @@ from hf_attn_variants import cli, pictures
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.inspection.frontier import saved
-from hf_attn_variants.modeling.configuration_attn_variants import AttnVariantT5Config
+from hf_attn_variants.modeling.hosts.configuration_attn_variants import AttnVariantT5Config
 from hf_attn_variants.text_lines import is_unicode
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...languages import set_languages
-from ...modeling.attention_kernels import has_kernel
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.fields.kernel_fields import has_kernel
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration

@@ -14,10 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ...errors import as_value_error
-from ...modeling.attention_sites import AttentionSite
-from ...modeling.attention_variants import attention_with_weights, eager_attention_forward, fused_attention
-from ...modeling.linear_attention import attend_by_kernel
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.attention_interface import eager_attention_forward
+from ...modeling.attention.attention_sites import AttentionSite
+from ...modeling.attention.kernel_interface import attend_by_kernel
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 

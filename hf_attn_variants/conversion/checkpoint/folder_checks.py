@@ -9,14 +9,7 @@ from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ...files import (
-    CARD_NAME,
-    INDEX_NAME,
-    PICKLE_INDEX_NAME,
-    PICKLE_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-    load_json,
-)
+from ...files import CARD_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME, load_json
 from ...model_folder import ADAPTER_FILES, unfinished_swap
 
 __all__ = ["check_files", "check_no_adapter", "check_no_pickle", "check_whole_model", "why_not_read"]

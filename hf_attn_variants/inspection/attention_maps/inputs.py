@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...generation_calls import limits_of_the_call
-from ...modeling.variant_config import can_cache
+from ...modeling.fields.variant_config import can_cache
 from ...text_lines import is_unicode
 
 __all__ = ["model_inputs", "token_labels"]

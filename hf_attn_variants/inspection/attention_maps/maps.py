@@ -1,6 +1,6 @@
 """Attention maps of a model on one text, per layer and head, before and after the talking-heads projections.
 
-Letters as in `attention_variants`.
+Letters as in `softmax_attention`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.attention_patterns import TransientGlobal
-from ...modeling.attention_sites import AttentionSite, VariantAttention
-from ...modeling.attention_variants import OWN_FUNCTIONS, attention_with_weights, eager_attention_forward
-from ...modeling.memory_compression import compressing
-from ...modeling.sliding_window_attention import as_full_attention
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.attention_interface import OWN_FUNCTIONS, eager_attention_forward
+from ...modeling.attention.attention_sites import AttentionSite
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.mechanisms.patterns.memory_compression import compressing
+from ...modeling.ops.reach import TransientGlobal
+from ...modeling.ops.softmax_attention import attention_with_weights
+from ...modeling.ops.variant_attention import VariantAttention
+from ...modeling.ops.window_blocks import as_full_attention
 from ...modeling.variant_names import EAGER
 from .inputs import model_inputs, token_labels
 

@@ -14,7 +14,7 @@ from ...conversion.checkpoint.entries import checked_finite
 from ...conversion.checkpoint.loading import load_tokenizer_of, reading_checkpoint
 from ...conversion.checkpoint.source import read_config, resolve_source
 from ...conversion.plan import seeded_generator
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 from ..costs import kv_heads_field, variant_config
 from .options import default_options, options_of

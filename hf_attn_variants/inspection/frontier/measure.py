@@ -11,8 +11,8 @@ import torch
 
 from ...conversion.calibration_settings import Calibration
 from ...errors import as_value_error
-from ...modeling.variant_config import can_cache
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.fields.variant_config import can_cache
 from ...progress import is_watched, progress_bar
 from ...registration import longest_input
 from ..costs import kv_heads_field, variant_name

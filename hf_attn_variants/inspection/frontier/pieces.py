@@ -13,8 +13,8 @@ from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.in_memory import assemble
 from ...conversion.conversions import convert_model
 from ...conversion.methods import METHODS
-from ...modeling.attention_sites import AttentionSite
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.attention_sites import AttentionSite
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = ["ConvertedAttentions"]
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from ...conversion.checkpoint.loading import reading_checkpoint
 from ...conversion.checkpoint.source import check_source
-from ...modeling.field_checks import check_buckets
+from ...modeling.fields.field_checks import check_buckets
 from ...registration import FORMER_NAMES, PREFIX, variant_model_class
 from .settings import ModelSettings, NewModelSettings
 

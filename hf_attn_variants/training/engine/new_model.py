@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.given_fields import wrong_name
+from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import NewModelSettings

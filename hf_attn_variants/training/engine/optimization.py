@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
-from ...modeling.new_parameters import NO_WEIGHT_DECAY
+from ...modeling.mechanisms.kernels.kernel_table import learned_names
+from ...modeling.mechanisms.talking_heads import PROJECTIONS
 from .settings import OptimizationSettings
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
     "warmup_steps",
 ]
 
-NO_DECAY_PARAMETERS = ("bias", *NO_WEIGHT_DECAY)
+NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *learned_names())
 
 
 def no_decay_names(model: nn.Module) -> set[str]:

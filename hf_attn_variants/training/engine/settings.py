@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...modeling.attention_patterns import PATTERNS
+from ...modeling.mechanisms.patterns.pattern_table import PATTERNS
 from .options import (
     ABOVE_0,
     ALWAYS,

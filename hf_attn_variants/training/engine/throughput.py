@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ...modeling.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 
 __all__ = ["TrainingCost", "utilization"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ...generation_calls import limits_of_the_call
-from ...modeling.variant_config import can_cache
+from ...modeling.fields.variant_config import can_cache
 from ..engine.evaluation import run_rows
 from ..engine.losses import target_logits, token_cross_entropy
 from ..engine.tracking import progress_bar

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
-from ...modeling.attention_patterns import takes_global_mask
+from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, shown_metrics
 from ..engine.losses import Objective

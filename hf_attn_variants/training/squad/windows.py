@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...modeling.global_tokens import MASK as GLOBAL_MASK
+from ...modeling.mechanisms.patterns.global_tokens import MASK as GLOBAL_MASK
 from ..engine.tokenizers import check_max_length
 from .data import Answer, Question
 from .settings import SquadSettings

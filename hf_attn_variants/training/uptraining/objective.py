@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...decoder_inputs import DecoderInput
 from ...generation_calls import limits_of_the_call
-from ...modeling.variant_config import can_cache
+from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
 from ..engine.evaluation import Scores
 from ..engine.losses import Term, token_cross_entropy

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...modeling import variant_mixins
-from ...modeling.attention_sites import AttentionSite
+from ...modeling.attention import attention_sites
+from ...modeling.attention.attention_sites import AttentionSite
 from ...registration import variant_model_class
 
 __all__ = ["add_lora", "freeze_unused", "named_attentions", "select_trainable"]
@@ -21,7 +21,7 @@ def named_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, st
     """
     # FSDP2 makes a class of this prefix for a model it shards.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
-    return variant_mixins.named_attentions(model, variant_class.attention_sites)
+    return attention_sites.named_attentions(model, variant_class.attention_sites)
 
 
 def select_trainable(model: PreTrainedModel, trainable: str) -> None:

@@ -1,0 +1,1 @@
+"""Where mechanisms are plugged into attention and into a model."""

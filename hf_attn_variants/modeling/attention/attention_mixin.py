@@ -1,0 +1,195 @@
+"""What makes upstream's attention a variant: a mixin for its classes. Letters as in `softmax_attention`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..fields.loading_checks import check_implementation
+from ..fields.variant_config import can_cache
+from ..mechanisms.patterns.global_tokens import check_global_mask
+from ..mechanisms.talking_heads import projection_shapes, projection_std
+from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
+from ..upstream import Arguments, check_attributes, known_imports, upstream_class
+from ..upstream_checks import check_attention_function
+from ..variant_names import EAGER, SDPA
+from .decoder_caches import prepare_cache
+from .latent_attention import attend_to_latent, shared_latent
+
+with known_imports():
+    from transformers import initialization as init
+
+__all__ = ["AttentionVariantMixin"]
+
+
+# A mixin is no module before it stands beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    _Attention = VariantAttention
+else:
+    _Attention = object
+
+
+class AttentionVariantMixin(_Attention):
+    """What a variant attention adds to upstream's attention class; listed before it among the bases.
+
+    Class attributes:
+        roles: the arguments of upstream's forward that ours reads (`upstream.ROLES`).
+        returns: how many values it returns.
+        upstream_attributes: what our code reads of upstream's module, its linear maps apart.
+        arguments: those of upstream's forward by role; made for each class.
+    """
+
+    roles: tuple[str, ...] = ()
+    returns = 2
+    upstream_attributes: tuple[str, ...] = ()
+    arguments: Arguments
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, nn.Module):
+            owner = upstream_class(cls, AttentionVariantMixin)
+            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
+            check_attention_function(owner)
+
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+        """Note the head counts and add the talking-heads parameters; the model initialises them.
+
+        Args:
+            config: the model's.
+            heads: the attention's head counts and the rank of its latent.
+            query_dim: the size of the inputs that queries are made from.
+            memory_dim: the size of the memory-side inputs as the attention gets them.
+        """
+        check_attributes(self, ("config", *self.upstream_attributes))
+        self.heads = heads
+        self.num_key_value_groups = heads.query // heads.key
+        like = next(self.parameters())
+        shapes = projection_shapes(config, heads, query_dim, memory_dim)
+        self.projection_names = tuple(shapes)
+        self.dynamic_names = tuple(config.talking_heads_dynamic)
+        self.keeps_cache = can_cache(config)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
+        if shapes:
+            # Upstream has initialised this module already; the new parameters have not been.
+            self._is_hf_initialized = False
+        self.settle_implementation()
+
+    def settle_implementation(self) -> None:
+        """Note which attention implementation the configuration names, once it is seen to fit this attention.
+
+        `variant_inputs` asks again only where somebody has written another name into the configuration since.
+
+        Raises:
+            ValueError: where the implementation cannot compute talking heads or a pattern.
+        """
+        implementation = implementation_of(self)
+        check_implementation(self.config, implementation)
+        self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
+
+    def init_projections(self) -> None:
+        """Initialise the talking-heads parameters as `talking_heads_init` says."""
+        for name in self.projection_names:
+            parameter = getattr(self, name)
+            std = projection_std(name, parameter.shape, self.config.talking_heads_init)
+            if std is None:
+                init.copy_(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device))
+            else:
+                init.normal_(parameter, mean=0.0, std=std)
+
+    def variant_inputs(
+        self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what the attention function is to know of one call beside its operands; check what it asks for.
+
+        Args:
+            states: the query-side inputs x [b, n, query size].
+            memory: the memory-side inputs [b, m, memory size]; None for self-attention, where they are `states`.
+            cache: the cache that this call reads and writes, if any.
+            kwargs: the call's further arguments.
+
+        Returns:
+            The terms of P_l and P_w by name, [b, n or m, heads in, heads out]; of a kernel, where it keeps states.
+
+        Raises:
+            ValueError: where the attention implementation or the cache cannot do what the variant needs.
+        """
+        if implementation_of(self) != self.implementation:
+            self.settle_implementation()
+        if not self.is_own and wants_weights(self, kwargs):
+            raise ValueError(
+                f'attn_implementation="{self.implementation}" computes no attention weights; '
+                'for `output_attentions=True` use "sdpa" or "eager".'
+            )
+        if cache is not None:
+            prepare_cache(self, cache, memory)
+        check_global_mask(self, states, kwargs)
+        if self.kernel is not None and cache is not None:
+            name = "self_attention_cache" if memory is None else "cross_attention_cache"
+            return {"kernel_cache": getattr(cache, name, cache)}
+        if not self.dynamic_names:
+            return {}
+        inputs = {"x": states, "m": states if memory is None else memory}
+        return {
+            name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
+            for name in self.dynamic_names
+        }
+
+    def from_latent(
+        self,
+        maps: tuple[nn.Linear, nn.Linear, nn.Linear],
+        states: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        memory: torch.Tensor | None = None,
+        cache: Any = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the outputs of all heads [b, n, h_v d], and the weights if asked for, of an attention with a latent.
+
+        Args:
+            maps: those of queries, keys and values.
+            mask: as in `attention_with_weights`.
+            dropout: the probability that a weight is dropped in training.
+            states, memory, cache: as for `latent_of`.
+            options: further arguments of the attention function.
+        """
+        query_map, key_map, value_map = maps
+        query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        latent, layer = self.latent_of(states, memory, cache)
+        options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
+        output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
+        return output.flatten(2), weights
+
+    def latent_of(self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, Any]:
+        """Return c [b, 1, m, r] and, in cross-attention, the cache's layer that holds it.
+
+        Args:
+            states: the inputs of self-attention [b, n, D].
+            memory: those of cross-attention, the latent that `MakesCrossLatent` has made of them; else None.
+            cache: the cache that this call reads and writes, if any.
+        """
+        if memory is not None:
+            return shared_latent(cache, memory, self.layer_idx)
+        return self.own_latent(states, cache), None
+
+    def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the latent c [b, 1, m, r] of self-attention: of these inputs [b, n, D] after those in the cache.
+
+        The cache's keys are c, its values have no width.
+
+        Raises:
+            ValueError: for a cache that keeps something else (keys and values, such as a prefix of peft's).
+        """
+        latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
+        latent = latent[:, None]
+        if cache is None:
+            return latent
+        cache = getattr(cache, "self_attention_cache", cache)
+        kept = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
+        if kept is not None and kept.shape[1::2] != latent.shape[1::2]:
+            raise ValueError(
+                f"This attention keeps {latent.shape[-1]} numbers a token, its latent (`kv_lora_rank`); the cache "
+                f"handed over has {kept.shape[1]} heads of {kept.shape[-1]}."
+            )
+        return cache.update(latent, latent[..., :0], self.layer_idx)[0]

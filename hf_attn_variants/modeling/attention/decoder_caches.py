@@ -1,0 +1,143 @@
+"""Which caches an attention can use, and what it keeps in them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ops.reach import MAX_SIZE
+from ..ops.variant_attention import VariantAttention
+from ..upstream import known_imports
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = ["KernelStateLayer", "prepare_cache"]
+
+
+class KernelStateLayer(DynamicLayer):
+    """The layer of a dynamic cache that keeps the state of a causal kernel, as large for any number of tokens."""
+
+    is_croppable = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.state: Any = None  # of `AttentionKernel.attend`, a named tuple of tensors
+        self.tokens_seen = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count new tokens; return their keys and values alone, which the attention adds to the state."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.tokens_seen += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+        return self.tokens_seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys a mask is of, and where it begins: of all tokens."""
+        return self.tokens_seen + query_length, 0
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.state, self.tokens_seen = None, 0
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to forget the last tokens.
+
+        Raises:
+            ValueError: always: a sum does not say what its last terms were.
+        """
+        raise ValueError("`attention_kernel` keeps sums over all tokens, of which none can be taken back: no crop.")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take the rows of other beams."""
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self._change(lambda tensor: tensor[indices])
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.state is not None:
+            kept = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)._make(kept)
+
+
+def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | None) -> None:
+    """Check that a variant attention can use a cache, and have it keep what the attention's window reads.
+
+    Args:
+        module: the attention.
+        cache: the cache that its call reads and writes.
+        memory: the memory-side inputs [b, m, memory size]; None for self-attention.
+
+    Raises:
+        ValueError: for a static cache of unequal heads, of a window or of a kernel, for keys and values where a kernel
+            keeps sums, and for self-attention that keeps no cache.
+    """
+    heads, is_static = module.heads, getattr(cache, "is_compileable", False)
+    if heads.rank is None and heads.key != heads.value and is_static:
+        raise ValueError(
+            "A static cache needs as many key heads as value heads; this attention has "
+            f"{heads.key} and {heads.value} (`num_value_heads`). Use a dynamic cache."
+        )
+    if module.kernel is not None and is_static:
+        raise ValueError(f"`attention_kernel` needs a dynamic cache, which keeps sums; got {type(cache).__name__}.")
+    if memory is not None:
+        return
+    if not module.keeps_cache:
+        raise ValueError(
+            "`talking_heads_dynamic` m2l and m2w need the inputs of all past tokens, which a key/value cache does "
+            "not keep: pass `use_cache=False`."
+        )
+    if module.kernel is not None:
+        _keep_state(cache, module.layer_idx)
+    reach = module.reach
+    if reach is None:
+        return
+    if is_static:
+        raise ValueError(
+            "`attention_pattern` (or a softmax in a decoder that has an `attention_kernel` too) needs a dynamic "
+            f"cache, as long as what is read; got {type(cache).__name__}."
+        )
+    if reach.before < MAX_SIZE:
+        keep_window(cache, module.layer_idx, reach.before)
+
+
+def _keep_state(cache: Any, layer: int) -> None:
+    layers = layers_up_to(cache, layer)
+    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
+        layers[layer] = KernelStateLayer()
+    if not isinstance(layers[layer], KernelStateLayer):
+        raise ValueError(
+            "`attention_kernel` keeps sums over keys and values, not these: a cache of a softmax's, or a prefix of "
+            f"peft's, cannot be read; got a {type(layers[layer]).__name__}."
+        )
+
+
+def keep_window(cache: Any, layer: int, before: int) -> None:
+    """Have a cache's layer that holds nothing yet keep no more of self-attention than the next token's window.
+
+    It reads the token itself and so many `before` it. Cross-attention's layers stay as they are, which a window in the
+    configuration (`sliding_window`) would cut too.
+    """
+    layers = layers_up_to(cache, layer)
+    if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
+        layers[layer] = DynamicSlidingWindowLayer(before + 1)
+
+
+def layers_up_to(cache: Any, layer: int) -> list[Any]:
+    """Return the layers that a cache has for self-attention, as many as to reach this one."""
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    while len(layers) <= layer:
+        layers.append(DynamicLayer())
+    return layers

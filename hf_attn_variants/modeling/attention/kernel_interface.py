@@ -1,0 +1,123 @@
+"""Attention by a kernel behind upstream's attention interface: masks, weights, and what a cache keeps."""
+
+from typing import Any
+
+import torch
+
+from ..mechanisms.kernels.attention_kernel import AttentionKernel
+from ..ops.query_folding import is_exporting
+
+__all__ = ["attend_by_kernel", "kernel_attention_forward", "keys_read", "weights_of_kernel"]
+
+# The attribute of a cache's layer that holds the state of a memory, with the keys and the mask that it is of.
+MEMORY_STATE = "_memory_state"
+
+
+def attend_by_kernel(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    state: Any = None,
+) -> tuple[torch.Tensor, Any]:
+    """Attend by a module's kernel, in memory and time linear in n and m.
+
+    Args:
+        module: the attention, with its `kernel` and that one's tensors.
+        mask: of keys alone, broadcastable to [b, 1, 1, m]: boolean or additive. Of its keys the last m count.
+        query, key, value, scaling, state: as for `AttentionKernel.attend`, which says what is returned.
+
+    Raises:
+        ValueError: for a mask that is another one for each query.
+    """
+    kernel: AttentionKernel = module.kernel
+    return kernel.attend(module, query, key, value, keys_read(mask, key), scaling, state)
+
+
+def weights_of_kernel(
+    module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Return the weights [b, h, n, m] that an attention by a kernel stands for; arguments: `attend_by_kernel`'s."""
+    kernel: AttentionKernel = module.kernel
+    return kernel.weights(module, query, key, keys_read(mask, key), scaling)
+
+
+def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """Return which keys [b, k, m, d] a mask lets be read, [b or 1, 1, m, 1]; None = all.
+
+    Raises:
+        ValueError: for a mask that is another one for each query or head.
+    """
+    if mask is None:
+        return None
+    one_row = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-3, -2))
+    if not one_row:
+        raise ValueError(
+            f"`attention_kernel` reads keys by sums that all queries share: a mask must be of keys alone, "
+            f"[b, 1, 1, m]; got {list(mask.shape)}."
+        )
+    read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder's is of all tokens seen
+    beams = read.shape[0] // key.shape[0]
+    return read[::beams] if beams > 1 else read
+
+
+def kernel_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    with_weights: bool,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention by a kernel behind upstream's attention interface, whatever the implementation's name.
+
+    Args:
+        module, query, key, value, mask: as in `attend_by_kernel`.
+        scaling: the factor of the dot products; None = d^-1/2.
+        with_weights: whether the weights are asked for, which takes n m numbers.
+        options: what else the call has; a "kernel_cache" among it is where states are kept.
+
+    Returns:
+        The outputs [b, n, h, d], and the weights [b, h, n, m] where asked for.
+
+    Raises:
+        ValueError: for a position bias, another mask than of keys alone, and weights of keys that a state is of.
+    """
+    if options.get("position_bias") is not None:
+        raise ValueError("`attention_kernel` is of attention without a position bias; this call has one.")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cache = options.get("kernel_cache")
+    if with_weights and cache is not None and module.kernel.is_causal:
+        raise ValueError(
+            "`output_attentions=True` needs the keys of all tokens, of which `attention_kernel` keeps sums alone: "
+            "pass `use_cache=False`."
+        )
+    kernel: AttentionKernel = module.kernel
+    if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
+        weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
+        values = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)[:, :, None]
+        output = weights.unflatten(1, (value.shape[1], -1)) @ values
+        return output.flatten(1, 2).transpose(1, 2), weights if with_weights else None
+    call = (module, query, key, value, mask, scaling)
+    if cache is None:
+        return attend_by_kernel(*call)[0], None
+    layer = cache.layers[module.layer_idx]
+    if module.kernel.is_causal:
+        output, layer.state = attend_by_kernel(*call, layer.state)
+        return output, None
+    # Of cross-attention: the memory and its mask do not change between decoding steps.
+    kept, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
+    if kept is None or kept[0] is not key or not _are_equal(kept[1], read):
+        output, state = attend_by_kernel(*call)
+        setattr(layer, MEMORY_STATE, (key, read, state))
+        return output, None
+    return kernel.read_state(module, query, kept[2], scaling), None
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -1,0 +1,1 @@
+"""The fields of a configuration, and their checks."""

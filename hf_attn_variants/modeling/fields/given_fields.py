@@ -1,0 +1,240 @@
+"""What somebody names and what a file says: fields that do nothing, names that are nearly a field's, and the format.
+
+A field that does nothing is an error where a user names it, since something was meant by it. In a stored config.json
+it is a warning, one for all of them, and loading goes on without it: old repositories load.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from transformers.utils import logging
+
+from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
+from ..ops.reach import MAX_SIZE
+from ..variant_names import CONFIG_FORMAT
+from .field_checks import nearest, without_prefix
+from .kernel_fields import KernelFields
+from .layer_values import without_layer_values
+
+__all__ = [
+    "UNSAID",
+    "check_idle",
+    "keeps_cache",
+    "named_fields",
+    "quietly",
+    "reading",
+    "settled_format",
+    "without_replaced",
+    "without_repository",
+    "wrong_name",
+]
+
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
+
+
+class _Unsaid(int):
+    """A number that nobody has given."""
+
+
+# The format of a configuration that does not say it.
+UNSAID = _Unsaid(CONFIG_FORMAT)
+
+KERNEL_FIELDS = tuple(f"{prefix}attention_kernel" for prefix in PREFIXES)
+# What other code calls the size of values, which is that of queries and keys here.
+SIZES_OF_VALUES = ("d_v", "v_head_dim", "value_head_dim", "v_head_size", "value_head_size")
+
+
+class _Reading(NamedTuple):
+    """A stored configuration that is being read."""
+
+    named: Collection[str]  # what the user names beside it
+    notes: list[str]  # what is to be said of it
+
+
+_named: ContextVar[Collection[str]] = ContextVar("named", default=())
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
+_is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
+
+
+@contextmanager
+def named_fields(names: Collection[str]) -> Iterator[None]:
+    """Have these be what a user names, where a configuration is made of stored values and of fields on top of them."""
+    token = _named.set(names)
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Say nothing of stored fields: what is read was read before."""
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
+@contextmanager
+def reading(config: Any, is_stored: bool, names: Collection[str]) -> Iterator[None]:
+    """Check the names of a configuration that is being made, and say in one warning what of a stored one does nothing.
+
+    Args:
+        config: it.
+        is_stored: whether it is made of stored values, and not of what somebody names.
+        names: the keywords that are no fields of it.
+
+    Raises:
+        ValueError: for a name that is nearly a field's, where nothing is stored.
+    """
+    if not is_stored:
+        type(config).check_names(names)
+    notes = [reason for name in sorted(names) if is_stored and (reason := wrong_name(type(config), name))]
+    token = _reading.set(_Reading(_named.get(), notes) if is_stored else None)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+    if notes and not _is_quiet.get():
+        logger.warning(f"The stored configuration has fields that do nothing, and are left alone: {' '.join(notes)}")
+
+
+def check_idle(config: Any) -> None:
+    """Check that a configuration has no field that would do nothing; those that are stored so get their default.
+
+    Raises:
+        ValueError: for one that a user names.
+    """
+    stored = _reading.get()
+    for name, default, reason in _idle_fields(config):
+        if stored is None or name in stored.named:
+            raise ValueError(reason)
+        stored.notes.append(reason)
+        setattr(config, name, default)
+
+
+def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the fields that are given and have nothing to do: name, default and what is wrong."""
+    if config.talking_heads_init != "identity" and config.talking_heads is None:
+        yield (
+            "talking_heads_init",
+            "identity",
+            f"`talking_heads_init` is of talking heads: give `talking_heads` as well; got "
+            f"{config.talking_heads_init!r} with talking_heads=None.",
+        )
+    if config.attention_kernel_seed and not _draws(config):
+        drawn = [name for name in KERNELS if kernel_class(name).drawn]
+        others = [f"{name}'s" for name in KERNELS if name not in drawn and kernel_class(name).draws(MAX_SIZE, 1)]
+        given = kernels_of(config)
+        yield (
+            "attention_kernel_seed",
+            0,
+            f"`attention_kernel_seed` is of random vectors ({', '.join(drawn)}) and of {' and '.join(others)} maps "
+            f"that are wider than a head; got {config.attention_kernel_seed} with {given or 'no kernel'} and "
+            f"attention_kernel_features={config.attention_kernel_features}.",
+        )
+
+
+def _draws(config: Any) -> bool:
+    """Say whether a kernel of a configuration has anything that is drawn."""
+    for field, kernel in kernels_of(config).items():
+        stack = "encoder_" if field.startswith("encoder_") else ""
+        head_dim = config.attention_head_dim(f"{stack}num_key_value_heads")
+        if kernel_class(kernel).draws(config.attention_kernel_features, head_dim):
+            return True
+    return False
+
+
+def wrong_name(config_class: Any, name: str) -> str | None:
+    """Say what is wrong with a name that is no field of a configuration but nearly one of its variant fields.
+
+    Args:
+        config_class: the configuration's.
+        name: a keyword.
+
+    Returns:
+        A sentence that names what is meant; None for a name of upstream's, and for a note of the user's own.
+    """
+    known = config_class.variant_fields()
+    prefix, bare = without_prefix(name.lower(), known)
+    if hasattr(config_class, name) or {name, bare} & _upstream_names():
+        return None
+    begin = f"`{name}` is not a field of {config_class.__name__}"
+    if name.lower() in SIZES_OF_VALUES:
+        return f"{begin}: the size of values cannot be chosen yet, they are as wide as queries and keys."
+    if (meant := nearest(name, known)) is None:
+        return None
+    note = ""
+    if prefix and bare == meant:
+        if f"encoder_{meant}" not in known and hasattr(config_class, "encoder_decoder_layers"):
+            note = " It is of all attentions, the encoder's, the decoder's and cross-attention."
+        elif hasattr(config_class, "encoder_decoder_layers"):
+            note = " Without a prefix it is the decoder's."
+            note += " Cross-attention has none of its own." if prefix == "cross_" else ""
+    return f"{begin}: did you mean `{meant}` ({known[meant]})?{note}"
+
+
+def _upstream_names() -> set[str]:
+    """Return the names that configurations of upstream's have, of any host here."""
+    hosts, found = [KernelFields], set()
+    while hosts:
+        host = hosts.pop()
+        hosts += host.__subclasses__()
+        found |= {each.name for each in fields(host) if "variant" not in each.metadata}
+        found |= {*getattr(host, "attribute_map", ())}
+    return found
+
+
+def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return what a configuration says with the format of its fields, where these are stored values of ours.
+
+    What was saved without a number is of format 1; where nothing that the later ones changed is in it, it is of the
+    latest all the same, so that what is added to it is of that one.
+
+    Args:
+        values: what it says.
+        model_type: of the class that reads it; values of another type are upstream's.
+    """
+    if values.get("model_type", model_type) != model_type or values.get("attn_variants_format", 1) != 1:
+        return values
+    is_bool = isinstance(values.get("attn_variants_format"), bool)  # which is refused
+    number = 1 if is_bool or _counts_tokens(values) else CONFIG_FORMAT
+    return values if is_bool else {**values, "attn_variants_format": number}
+
+
+def _counts_tokens(values: Mapping[str, Any]) -> bool:
+    """Say whether a configuration has what counted from a padded row's beginning in format 1."""
+    counting = ("random_blocks", "fixed", "local_blocks", "memory_compressed", "transient_global")
+    kernels = [name for name in KERNELS if kernel_class(name).counts_tokens]
+    if any(values.get(f"{prefix}num_global_tokens") for prefix in PREFIXES):
+        return True
+    by_layer = values.get("per_layer_values")
+    lists = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
+    found = [values.get(name) for name in (*KERNEL_FIELDS, "attention_pattern", "encoder_attention_pattern")]
+    found += [each for values in lists if isinstance(values, list | tuple) for each in values]
+    return any(isinstance(each, str) and each in (*counting, *kernels) for each in found)
+
+
+def keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
+    """Say whether a decoder with these dynamic projections keeps a cache."""
+    return not any(name[0] == "m" for name in dynamic or ())
+
+
+def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says, without what newly given fields make void."""
+    values = without_layer_values(values, fields)
+    # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
+    # default again.
+    if "talking_heads_dynamic" not in fields or keeps_cache(values.get("talking_heads_dynamic")):
+        return values
+    return {name: value for name, value in values.items() if name != "use_cache"}
+
+
+def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
+    """Return an `auto_map` without the repository that it was read from, which files saved anew are not in."""
+    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}

@@ -1,0 +1,142 @@
+"""Attention without a softmax: the fields of a configuration that say by which kernel, and their checks.
+
+`attention_kernel` names it (`kernel_table`). Of an encoder-decoder the field without a prefix is the decoder's
+self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_kernel` that of cross-attention.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
+from ..mechanisms.patterns.pattern_table import has_pattern
+from .field_checks import check_size
+
+__all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "checked_kernel", "has_kernel"]
+
+MAX_FEATURES, MAX_SEED = 2**16, 2**31
+
+
+# Fields are of no configuration before they stand beside upstream's class: the checker alone sees the two as one.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    class _Config(PreTrainedConfig):
+        num_attention_heads: int = 0
+        num_hidden_layers: int = 0
+        hidden_size: int = 0
+
+        def validate(self) -> None: ...  # which a decorator gives upstream's
+else:
+    _Config = object
+
+
+@dataclass(kw_only=True, repr=False)
+class KernelFields(_Config):
+    """The fields of kernels that every configuration here has.
+
+    Args:
+        attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
+            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa",
+            "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer". By layer None = the
+            layer has a softmax.
+        attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random
+            vectors, that of linformer's rows. None = the head's size d, 4 d, 2 d, and 4 d (or as many as positions).
+        attention_kernel_seed: of the random vectors.
+    """
+
+    attention_kernel: str | None = field(
+        default=None,
+        metadata={
+            "variant": "what self-attention (encoder-decoders: a decoder's) has for a softmax",
+            "kernel": True,
+            "by_layer": True,
+        },
+    )
+    attention_kernel_features: int | None = field(
+        default=None, metadata={"variant": "width of learned maps, number of random vectors or rows", "kernel": True}
+    )
+    attention_kernel_seed: int = field(default=0, metadata={"variant": "of random vectors", "kernel": True})
+
+    @classmethod
+    def kernel_fields(cls) -> tuple[str, ...]:
+        """Return the fields that say what attentions have in the place of a softmax."""
+        return tuple(each.name for each in fields(cls) if "kernel" in each.metadata)
+
+
+def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
+    """Say whether an attention of this configuration has a kernel.
+
+    Args:
+        config: any.
+        is_causal: of a decoder's self-attention alone; None = any.
+    """
+    return bool(kernels_of(config, PREFIXES[:1] if is_causal else PREFIXES))
+
+
+def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:
+    """Say whether an attention of this configuration wants masks of padding alone: it knows the rest by itself."""
+    return has_pattern(config, is_causal) or has_kernel(config, is_causal)
+
+
+def check_kernels(config: Any) -> None:
+    """Check the kernel fields of a configuration.
+
+    Raises:
+        ValueError: for an unknown kernel, a size that breaks its rule or is of no kernel, what a kernel itself refuses
+            (`AttentionKernel.check`), and a kernel beside what needs a softmax: talking heads, a pattern, a latent,
+            T5's relative positions.
+    """
+    kernels = kernels_of(config)
+    for each, name in kernels.items():
+        checked_kernel(each, name)
+    check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
+    if config.attention_kernel_features is not None:
+        check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
+        sized = [name for name in KERNELS if kernel_class(name).features_a_number is not None]
+        if not set(kernels.values()) & set(sized):
+            raise ValueError(
+                f"`attention_kernel_features` is of the kernels {', '.join(sized)}; got "
+                f"{config.attention_kernel_features} with {kernels or 'no kernel'}."
+            )
+    for each, name in kernels.items():
+        _check_composition(config, each, name)
+
+
+def checked_kernel(field: str, value: Any) -> str | None:
+    """Return the value of a field that names a kernel.
+
+    Raises:
+        ValueError: for an unknown kernel.
+    """
+    if value is not None and value not in KERNELS:
+        known = ", ".join(f'"{kernel}"' for kernel in KERNELS)
+        raise ValueError(f"`{field}` must be None (softmax), or one of {known}; got {value!r}.")
+    return value
+
+
+def _check_composition(config: Any, field: str, name: str) -> None:
+    prefix = field.removesuffix("attention_kernel")
+    if config.talking_heads is not None:
+        raise ValueError(
+            f"`{field}` and `talking_heads` cannot stand together: heads talk before or after a softmax; got {name!r} "
+            f"and {config.talking_heads!r}."
+        )
+    pattern = f"{prefix}attention_pattern"
+    if getattr(config, pattern, None) is not None:
+        raise ValueError(
+            f"`{field}` and `{pattern}` cannot stand together: a window is of a softmax; got {name!r} and "
+            f"{getattr(config, pattern)!r}."
+        )
+    kernel_class(name).check(config, field)
+    rank = f"{prefix}kv_lora_rank"
+    if getattr(config, rank, None) is not None:
+        raise ValueError(
+            f"`{field}` and `{rank}` cannot stand together: a latent keeps what a kernel does not read again; got "
+            f"{name!r} and {getattr(config, rank)}."
+        )
+    is_biased = hasattr(config, "relative_attention_num_buckets") and prefix != "cross_"
+    if is_biased and getattr(config, "position_embedding_type", None) != "sinusoidal":
+        raise ValueError(
+            f"`{field}` is of attention without relative positions: T5's bias of a query and a key is no product of "
+            f'features. Give `position_embedding_type="sinusoidal"`, or `cross_attention_kernel` alone; got {name!r}.'
+        )

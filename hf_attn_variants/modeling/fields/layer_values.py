@@ -1,0 +1,109 @@
+"""Fields of a configuration whose value differs by layer: `per_layer_values`, {field: [a value for each layer]}.
+
+Upstream's `per_layer_config`, {layer: {field: value}}, says the same, but knows one stack of layers alone and lets
+nobody read the field of the whole model; it is read here and turned into these lists.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .field_checks import checked_kv_heads, checked_rank
+from .kernel_fields import checked_kernel
+from .pattern_fields import checked_pattern_size
+
+__all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
+
+LayerValue = int | str | None
+
+# How the names of fields end that may differ by layer.
+DIFFERING = ("num_key_value_heads", "kv_lora_rank", "attention_window", "attention_kernel")
+
+
+def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
+    """Return a configuration's `per_layer_values`, checked; fields that are equal in all layers are set as such.
+
+    The field of the whole model becomes the largest of its layers' values, for those who ask for one number; of
+    kernels, the one that there is.
+
+    Raises:
+        ValueError: for an unknown field, a list of another length than there are layers, a value that the field
+            cannot have, or another one given for the whole model, and for several kernels.
+    """
+    given = config.per_layer_values
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"`per_layer_values` must be {{field: [a value for each layer]}}; got {given!r}.")
+    kept = {}
+    for name, values in given.items():
+        _check_differs_by_layer(config, name)
+        layers = config.layer_count(name)
+        if not isinstance(values, list | tuple) or len(values) != layers:
+            raise ValueError(f"`per_layer_values` needs a list of {layers} values for `{name}`; got {values!r}.")
+        checked = [_checked(config, name, value) for value in values]
+        if name in config.kernel_fields() and len({*checked} - {None}) > 1:
+            raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
+        largest = max((value for value in checked if value is not None), default=None)
+        if getattr(config, name) not in (None, largest):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)} and `per_layer_values` gives its layers {checked}: leave it out."
+            )
+        setattr(config, name, largest)
+        if len(set(checked)) > 1:
+            kept[name] = checked
+    return kept or None
+
+
+def from_per_layer_config(
+    config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, list[LayerValue]] | None:
+    """Return `per_layer_values` with what upstream's `per_layer_config` says beside it.
+
+    Raises:
+        ValueError: for a layer that is no whole number of this model's, or a field that cannot differ by layer.
+    """
+    if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
+        raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}; got {by_layer!r}.")
+    lists = {name: list(values) for name, values in (config.per_layer_values or {}).items()}
+    for layer, fields in by_layer.items():
+        for name, value in fields.items():
+            _check_differs_by_layer(config, name)
+            count = config.layer_count(name)
+            if not str(layer).isdecimal() or int(layer) >= count:
+                raise ValueError(f"`per_layer_config` has layer {layer!r}; `{name}` has layers 0 to {count - 1}.")
+            lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
+    for name in lists:  # it was the value of the layers that are not named
+        setattr(config, name, None)
+    return lists or None
+
+
+def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values without those that `fields`, newly given for all layers or by layer, replace."""
+    by_layer = {name: each for name, each in (values.get("per_layer_values") or {}).items() if name not in fields}
+    new = fields.get("per_layer_values")
+    new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
+    kept = {name: value for name, value in values.items() if name not in new}
+    return {**kept, "per_layer_values": by_layer or None}
+
+
+def value_or_list(values: Mapping[str, Any], name: str) -> Any:
+    """Return what a configuration's values say of a field: one value, or a list of those of layers that differ."""
+    found = (values.get("per_layer_values") or {}).get(name)
+    if not isinstance(found, list | tuple) or not found:
+        return values.get(name)
+    return found[0] if all(value == found[0] for value in found) else list(found)
+
+
+def _check_differs_by_layer(config: Any, name: str) -> None:
+    if name not in config.by_layer_fields():
+        raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
+
+
+def _checked(config: Any, name: str, value: Any) -> LayerValue:
+    if name in config.kernel_fields():
+        return checked_kernel(name, value)
+    if name in config.rank_fields():
+        return checked_rank(name, value, config.hidden_size)
+    if name in config.pattern_fields():
+        return checked_pattern_size(name, value)
+    return checked_kv_heads(name, value, config.query_heads(name))

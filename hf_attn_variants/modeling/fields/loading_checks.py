@@ -1,0 +1,169 @@
+"""Whether a checkpoint can be loaded with a configuration, or has to be converted first; and what can compute it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils import logging
+
+from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..mechanisms.patterns.pattern_table import has_pattern
+from ..mechanisms.sinusoidal_positions import has_sinusoids
+from ..variant_names import EAGER, SDPA
+from .field_checks import checked_rank
+from .kernel_fields import has_kernel
+from .layer_values import value_or_list, without_layer_values
+
+__all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
+
+# Below transformers' own logger: its verbosity holds for what is said here too.
+logger = logging.get_logger(f"transformers.{__name__}")
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
+
+    Args:
+        config_class: the model's.
+        source, config, kwargs: as `from_pretrained` gets them.
+
+    Raises:
+        ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
+    """
+    converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
+    others = {*converted, *config_class.pattern_fields(), *config_class.from_scratch_fields(), "talking_heads_init"}
+    shapes = config_class.variant_fields().keys() - others
+    wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
+    if hasattr(config, "talking_heads_dynamic"):
+        wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
+    if not wanted and not kwargs.get("per_layer_config"):
+        return False
+    held = _held(config_class, source, kwargs)
+    heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    if heads is None:
+        return False  # weights without a configuration: nothing to compare with
+    if by_layer := kwargs.get("per_layer_config"):
+        wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
+    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
+    _check_kernel_kept(config_class, source, held, wanted)
+    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+    plain = {"num_value_heads": heads}
+    if "relative_attention_num_buckets" in held:
+        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
+    for name, found in (held if held.get("talking_heads") is not None else plain).items():
+        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
+                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
+                "checkpoint's own configuration."
+            )
+    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+
+
+def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
+    """Say of a checkpoint, loaded with sinusoidal positions, that its own are left out, where it has others.
+
+    Args:
+        config: the loaded model's.
+        source, kwargs: as for `adds_talking_heads`.
+    """
+    held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
+    if held and held.get("position_embedding_type") != "sinusoidal":
+        logger.warning(
+            f"{source} was trained with learned positions: sinusoidal ones take their place, and the outputs change. "
+            "Train it."
+        )
+
+
+def check_implementation(config: Any, implementation: Any) -> None:
+    """Check that an attention implementation can compute what a configuration asks for.
+
+    Raises:
+        ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
+    """
+    fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
+    ignored = "an attention_pattern" if has_pattern(config) else None
+    ignored = "an attention_kernel" if has_kernel(config) else ignored
+    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
+    if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
+        raise ValueError(
+            f'{ignored} cannot run under attn_implementation="{implementation}", which would '
+            'ignore it: use "sdpa" or "eager".'
+        )
+
+
+def beginning_of_talking_heads(config: Any) -> str:
+    """Say what new talking heads begin as and what that does to the outputs."""
+    if config.talking_heads_init == "random":
+        return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
+    if config.talking_heads_dynamic:
+        return "they begin as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"
+    return "they begin as the identity, and no output changes"
+
+
+def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a checkpoint, from where `from_pretrained` is told to look."""
+    return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
+
+
+def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where a checkpoint would have to be converted to have the heads and ranks that are wanted."""
+    width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
+    asked = {*wanted, *(wanted.get("per_layer_values") or {})}
+    for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
+        # A rank as large as its input takes no parameter.
+        default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
+        found, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
+        if name not in asked or value == found:
+            continue
+        option, field = f"--{name} {value}", f"{name}={value}"
+        if name in config_class.rank_fields() and held.get(name) is None:
+            found = None
+        if isinstance(value, list):
+            by_layer = {name: list(wanted["per_layer_values"][name])}
+            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
+        elif name in config_class.rank_fields():
+            checked_rank(name, value, width)
+        raise ValueError(
+            f"The checkpoint {str(source)!r} has {name}={found}, the configuration asks for "
+            f"{value}: convert it first, by `attn-variants convert --model_name_or_path {source} {option} "
+            f"--output_dir OUTPUT_DIR` or by `hf_attn_variants.convert({str(source)!r}, {field})`."
+        )
+
+
+def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where what a kernel has learned, or drawn, would be dropped or be of another size."""
+    asked = {**without_layer_values(held, wanted), **wanted}
+    found = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
+    by_layer = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    kernels = [kernel_class(each) for values in by_layer.values() for each in values if each in KERNELS]
+    has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
+    for name, value in found.items():
+        is_size = name == "attention_kernel_features" and has_size
+        is_learned = any(kernel_class(each).learned for each in by_layer[name] if each in KERNELS)
+        if (is_size or is_learned) and (other := value_or_list(asked, name)) != value:
+            raise ValueError(
+                f"The checkpoint {str(source)!r} has {name}={value!r}, the configuration asks for {other!r}: loading "
+                "neither drops nor resizes what a kernel has learned. Use the checkpoint's own configuration."
+            )
+
+
+def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
+    encoder, decoder = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",) * 2)
+    name = encoder if kv_heads_field.startswith("encoder_") else decoder
+    return held.get(config_class.attribute_map.get(name, name))
+
+
+def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
+    by_layer = (values.get("per_layer_values") or {}).get(name)
+    if by_layer is None:
+        return values.get(name) or default
+    layers = [value or default for value in by_layer]
+    return layers[0] if len(set(layers)) == 1 else layers
+
+
+def _comparable(value: Any) -> Any:
+    # The names of dynamic projections have no order.
+    return set(value) if isinstance(value, list | tuple) and value else value or None

@@ -1,0 +1,167 @@
+"""The fields of a configuration that say which keys a query reads, and their checks.
+
+`attention_pattern="sliding_window"`: each token reads those near it (Longformer, arXiv 2004.05150, section 3.1), and
+the first `num_global_tokens` read everything and are read by everything (section 3.1, "Global Attention"). The other
+patterns are those of `pattern_table`. Of an encoder-decoder the fields without a prefix are the decoder's
+self-attention, those with `encoder_` the encoder's; cross-attention reads the whole source.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..mechanisms.patterns.pattern_table import PATTERN_FIELDS, PATTERNS, pattern_prefixes
+from ..ops.reach import MAX_SIZE
+
+__all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
+
+
+@dataclass(kw_only=True, repr=False)
+class BlockPatternFields:
+    """The fields of patterns that are made of blocks.
+
+    Args:
+        attention_block_size: l, the tokens of a block; "strided": the stride; "memory_compressed": the tokens that
+            become one.
+        num_random_blocks: "random_blocks": how many others a block reads beside itself and its neighbours.
+        attention_seed: "random_blocks": what they are drawn from, once a layer.
+        num_summary_tokens: "fixed": how many tokens at each block's end all others read.
+        split_attention_heads: "strided" and "fixed": whether half of the heads read near and the others far tokens,
+            and not each head both.
+    """
+
+    attention_block_size: int | None = field(
+        default=None, metadata={"variant": "tokens in a block of the pattern", "pattern": True}
+    )
+    num_random_blocks: int = field(
+        default=0, metadata={"variant": "blocks that a block reads by chance", "pattern": True}
+    )
+    attention_seed: int = field(default=0, metadata={"variant": "what these are drawn from", "pattern": True})
+    num_summary_tokens: int = field(
+        default=0, metadata={"variant": "tokens at the end of a block that all read", "pattern": True}
+    )
+    split_attention_heads: bool = field(
+        default=False, metadata={"variant": "half of the heads read near, the others far tokens", "pattern": True}
+    )
+
+
+def check_patterns(config: Any) -> None:
+    """Check the pattern fields of a configuration, each stack's.
+
+    Raises:
+        ValueError: for an unknown pattern, a size that breaks its rule, a size without its pattern or a pattern
+            without a size it needs, global tokens in a decoder, a pattern beside input-dependent talking heads, and
+            compressed memory where it has no meaning.
+    """
+    for prefix in pattern_prefixes(config):
+        pattern = getattr(config, f"{prefix}attention_pattern")
+        if pattern is not None and (not isinstance(pattern, str) or pattern not in PATTERNS):
+            names = ", ".join(f'"{name}"' for name in PATTERNS)
+            raise ValueError(f"`{prefix}attention_pattern` must be None or one of {names}; got {pattern!r}.")
+        needed, _ = PATTERNS.get(pattern or "", ((), ()))
+        for name, default in PATTERN_FIELDS.items():
+            value = getattr(config, prefix + name)
+            if name != "attention_pattern":
+                checked_pattern_size(prefix + name, value)
+                if name == "attention_window" and _is_kernels(config, prefix):
+                    continue  # where its softmax is; all is read
+                _check_fits(prefix, name, value, default, pattern)
+            if name in needed and value == default:
+                raise ValueError(f'`{prefix}attention_pattern="{pattern}"` needs `{prefix}{name}`; got {value}.')
+        if pattern is None:
+            continue
+        block, summary = (getattr(config, prefix + name) for name in ("attention_block_size", "num_summary_tokens"))
+        if summary > (block or summary):
+            raise ValueError(
+                f"`{prefix}num_summary_tokens` are of a block, at most `{prefix}attention_block_size`; got {summary} "
+                f"and {block}."
+            )
+        _check_decoder(config, prefix)
+        if pattern == "memory_compressed":
+            _check_compression(config, prefix)
+        if pattern == "transient_global":
+            _check_summaries(config, prefix)
+        if config.talking_heads_dynamic:
+            raise ValueError(
+                f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
+                f"{config.talking_heads_dynamic}."
+            )
+
+
+def _is_kernels(config: Any, prefix: str) -> bool:
+    """Say whether a stack's window is its kernel's."""
+    kernel = getattr(config, f"{prefix}attention_kernel")
+    return kernel in KERNELS and kernel_class(kernel).reads_window
+
+
+def _check_fits(prefix: str, name: str, value: Any, default: Any, pattern: str | None) -> None:
+    if value == default or name in sum(PATTERNS.get(pattern or "", ((), ())), ()):
+        return
+    having = [f'"{each}"' for each, fields in PATTERNS.items() if name in sum(fields, ())]
+    raise ValueError(
+        f"`{prefix}{name}` is of `{prefix}attention_pattern` {' or '.join(having)}; got {value!r} with "
+        f"{prefix}attention_pattern={pattern!r}."
+    )
+
+
+def checked_pattern_size(field: str, value: Any) -> Any:
+    """Return the value of a pattern's field.
+
+    Raises:
+        ValueError: unless a window is an even whole number from 2 (or None), a block's size (or None) and a dilation
+            whole numbers from 1, `split_attention_heads` a boolean, and the others whole numbers from 0.
+    """
+    if field.endswith("split_attention_heads"):
+        if not isinstance(value, bool):
+            raise ValueError(f"`{field}` must be True or False; got {value!r}.")
+        return value
+    if value is None and field.endswith(("attention_window", "attention_block_size")):
+        return None
+    least, rule, wrong = 0, "a whole number", False
+    if field.endswith("attention_window"):
+        least, rule, wrong = 2, "an even whole number, half of it on each side of a token", value and value % 2
+    elif field.endswith(("dilation", "block_size")):
+        least = 1
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or wrong or not least <= value <= MAX_SIZE:
+        raise ValueError(f"`{field}` must be {rule}, at least {least}; got {value!r}.")
+    return value
+
+
+def _check_decoder(config: Any, prefix: str) -> None:
+    is_decoder = getattr(config, "is_decoder", False) or len(pattern_prefixes(config)) > 1
+    if not prefix and is_decoder and config.num_global_tokens:
+        raise ValueError(
+            "`num_global_tokens` is of encoders: a decoder's tokens read no later ones; got "
+            f"{config.num_global_tokens}."
+        )
+
+
+def _check_compression(config: Any, prefix: str) -> None:
+    is_decoder = not prefix and (getattr(config, "is_decoder", False) or len(pattern_prefixes(config)) > 1)
+    has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
+    rank = getattr(config, f"{prefix}kv_lora_rank")
+    reason = None
+    if is_decoder:
+        reason = "a decoder, whose tokens read no later ones, and several are read as one"
+    elif has_bias:
+        reason = (
+            'a bias by distance, which one of several tokens has not (`position_embedding_type="sinusoidal"` has none)'
+        )
+    elif rank is not None:
+        reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
+    if reason is not None:
+        raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
+
+
+def _check_summaries(config: Any, prefix: str) -> None:
+    if not (prefix and config.makes_summaries):
+        raise ValueError(
+            f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
+            f"{config.model_type!r}."
+        )
+    if (rank := config.encoder_kv_lora_rank) is not None:
+        raise ValueError(
+            '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
+            f"{rank}."
+        )

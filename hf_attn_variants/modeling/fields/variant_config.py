@@ -1,0 +1,410 @@
+"""The fields of the attention variants and their checks: what every configuration here adds to upstream's.
+
+Sources: multi-query attention arXiv 1911.02150, grouped-query attention 2305.13245, talking heads 2003.02436, latent
+attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), sliding windows 2004.05150 (Longformer).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedConfig
+
+from ..peft_tables import tell_peft
+from ..travel import lies_in_a_room, write_code
+from ..upstream_checks import check_configurations
+from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
+from .field_checks import (
+    MAX_LABELS,
+    MAX_LAYERS,
+    check_format,
+    check_head_size,
+    check_position_type,
+    check_score_function,
+    check_size,
+    check_value_groups,
+    checked_count,
+    checked_dynamic,
+    checked_kv_heads,
+    checked_rank,
+    checked_talking_heads,
+    wrong_kinds_explained,
+)
+from .given_fields import (
+    UNSAID,
+    check_idle,
+    keeps_cache,
+    named_fields,
+    reading,
+    settled_format,
+    without_replaced,
+    without_repository,
+    wrong_name,
+)
+from .kernel_fields import KernelFields, check_kernels
+from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
+from .pattern_fields import BlockPatternFields, check_patterns
+
+__all__ = ["AttnVariantConfigMixin", "can_cache"]
+
+check_configurations()
+
+
+# Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
+@dataclass(kw_only=True, repr=False)
+class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
+    """The fields of the attention variants; listed before an upstream configuration class among the bases.
+
+    Args:
+        num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
+            = GQA. Stored as an int.
+        kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
+            and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
+            no parameter. None = keys and values are made from the input and kept.
+        per_layer_values: fields (heads, ranks, windows, kernels) whose value differs by layer, {field: [one for each
+            layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
+        talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
+            "weights" (P_w, after it) or "both".
+        num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
+        num_value_heads: h_v, the heads of the values and of the output projection. None = `num_attention_heads`, or
+            `num_softmax_heads` where only P_l stands between the two.
+        talking_heads_init: what a new P_l or P_w holds: "identity" (equals multi-head attention; input-dependent terms
+            begin as zeros) or "random" (fan-in variance scaling, the authors' default).
+        talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
+        attention_pattern: None (each token reads all), "sliding_window" or one that is made of blocks (of an
+            encoder-decoder: the decoder's self-attention).
+        attention_window: w of a window, even. A token reads itself and w / 2 on each side; where causal the last w,
+            itself among them, and a cache keeps no more. By layer None = the layer has no window.
+        attention_dilation: the step from one token that is read to the next.
+        num_global_tokens: the number of tokens, the first ones, that read all and are read by all. Of encoders.
+        position_embedding_type: None = the host's own positions ("absolute" says so too, where they are a table);
+            "sinusoidal" = sines and cosines without parameters, of any length (arXiv 1706.03762, section 3.5).
+        score_function: None = dot products; "additive" = v^T tanh(W q + U k), W, U and v a head (1409.0473, A.1.2).
+        attn_variants_format: the number of the format of these fields. 1: what counts tokens (blocks, global tokens,
+            linformer's columns) counts from a padded row's beginning; 2: from its first token.
+
+    Raises:
+        ValueError: for a value that breaks a rule or does nothing, or a keyword that is nearly the name of one of
+            these fields; the message gives the rule, the field and the values.
+    """
+
+    upstream_model_types: ClassVar[tuple[str, ...]] = ()
+    modeling_file: ClassVar[str] = ""
+    auto_classes: ClassVar[dict[str, str]] = {}
+    layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
+    size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
+    head_dim_field: ClassVar[str | None] = None
+    # Whether positions are numbered from behind the padding token's number on, as RoBERTa does.
+    positions_after_padding: ClassVar[bool] = False
+    makes_summaries: ClassVar[bool] = False  # whether its encoder can sum blocks of tokens (`transient_global`)
+    # What `position_embedding_type` may be; None = the host's own.
+    position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
+
+    # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
+    # marks the rank of a latent; "pattern" what says which tokens are read; "by_layer" what may differ by layer;
+    # "from_scratch" what no conversion gives a checkpoint.
+    num_key_value_heads: int | None = field(
+        default=None,
+        metadata={
+            "variant": "key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query",
+            "query_heads": "num_attention_heads",
+            "by_layer": True,
+        },
+    )
+    kv_lora_rank: int | None = field(
+        default=None,
+        metadata={
+            "variant": "numbers a token that self-attention (encoder-decoders: a decoder's) makes its keys and values "
+            "from",
+            "latent": True,
+            "by_layer": True,
+        },
+    )
+    per_layer_values: dict[str, list[LayerValue]] | None = field(
+        default=None, metadata={"variant": "key/value heads, ranks, windows or kernels that differ by layer"}
+    )
+    talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
+    num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
+    num_value_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the values"})
+    talking_heads_init: str = field(default="identity", metadata={"variant": "what new projections hold"})
+    talking_heads_dynamic: list[str] | tuple[str, ...] = field(
+        default=(), metadata={"variant": "talking heads: input-dependent terms to add"}
+    )
+    attention_pattern: str | None = field(
+        default=None,
+        metadata={"variant": "which tokens self-attention (encoder-decoders: a decoder's) reads", "pattern": True},
+    )
+    attention_window: int | None = field(
+        default=None, metadata={"variant": "tokens in a window", "pattern": True, "by_layer": True}
+    )
+    attention_dilation: int = field(
+        default=1, metadata={"variant": "step between the tokens of a window", "pattern": True}
+    )
+    num_global_tokens: int = field(
+        default=0, metadata={"variant": "first tokens that read all and are read by all", "pattern": True}
+    )
+    position_embedding_type: str | None = field(
+        default=None, metadata={"variant": "positions, where they are not the host's own", "from_scratch": True}
+    )
+    score_function: str | None = field(
+        default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
+    )
+
+    attn_variants_format: int = UNSAID
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_format(self.attn_variants_format)
+        # A plain checkpoint's configuration names upstream's type, which would hide the class's own. A saved one has
+        # a type, what somebody writes as keywords has none; what was saved loads, whatever notes stand in it.
+        model_type = kwargs.pop("model_type", None)
+        if self.attn_variants_format is UNSAID:
+            said = {name: value for name, value in vars(self).items() if name != "attn_variants_format"}
+            settled = settled_format(said, type(self).model_type) if model_type == type(self).model_type else {}
+            self.attn_variants_format = settled.get("attn_variants_format", CONFIG_FORMAT)
+        with reading(self, model_type is not None, kwargs.keys()):
+            self._finish(**kwargs)
+
+    def _finish(self, **kwargs: Any) -> None:
+        by_layer = kwargs.pop("per_layer_config", None)  # upstream's own would make fields unreadable
+        if kwargs.get("num_labels") is not None:
+            check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
+        with wrong_kinds_explained():
+            super().__post_init__(**kwargs)
+        if by_layer is not None:
+            self.per_layer_values = from_per_layer_config(self, by_layer)
+        self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
+        self.check_variant()
+
+    def check_variant(self) -> None:
+        """Check the variant fields against each other and fill in what was not given; models check again when built.
+
+        Raises:
+            ValueError: for a value that breaks a rule; the message gives the rule, the field and the values.
+        """
+        for name in self.layer_fields:
+            check_size(name, getattr(self, name), 0, MAX_LAYERS)
+        for name in self.size_fields:
+            check_size(name, getattr(self, name), 1)
+        heads = checked_count("num_attention_heads", self.num_attention_heads)
+        for name in self.kv_heads_fields() if self.head_dim_field is None else ():
+            check_head_size(self.query_heads(name), self.hidden_size)
+        self.per_layer_values = checked_layer_values(self)
+        for name in self.kv_heads_fields():
+            setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
+        for name in self.rank_fields():
+            setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
+        self.num_softmax_heads, self.num_value_heads = checked_talking_heads(
+            self.talking_heads, self.talking_heads_init, heads, self.num_softmax_heads, self.num_value_heads
+        )
+        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
+        for name in self.kv_heads_fields():
+            for count in {getattr(self, name), *(self.per_layer_values or {}).get(name, ())}:
+                query_heads = self.query_heads(name)
+                value_heads = query_heads if self.talking_heads is None else self.num_value_heads
+                check_value_groups(name, count, query_heads, value_heads)
+        check_patterns(self)
+        check_position_type(self.position_embedding_type, self.position_types, self.model_type)
+        check_score_function(self)
+        check_kernels(self)
+        check_idle(self)
+        if getattr(self, "use_cache", False) and not can_cache(self):
+            self.use_cache = False
+
+    @classmethod
+    def variant_fields(cls) -> dict[str, str]:
+        """Return the fields that this package adds to upstream's, described; key/value heads first, then ranks."""
+        own = [each for each in fields(cls) if "variant" in each.metadata]
+        own.sort(key=lambda each: ("query_heads" not in each.metadata, "latent" not in each.metadata))
+        return {each.name: each.metadata["variant"] for each in own}
+
+    @classmethod
+    def kv_heads_fields(cls) -> tuple[str, ...]:
+        """Return the fields that hold a number of key/value heads."""
+        return tuple(each.name for each in fields(cls) if "query_heads" in each.metadata)
+
+    @classmethod
+    def rank_fields(cls) -> tuple[str, ...]:
+        """Return the fields that hold the rank of a latent."""
+        return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+
+    @classmethod
+    def pattern_fields(cls) -> tuple[str, ...]:
+        """Return the fields that say which tokens an attention reads; no weight depends on them."""
+        return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
+
+    @classmethod
+    def from_scratch_fields(cls) -> tuple[str, ...]:
+        """Return the fields that a conversion cannot give a checkpoint: models of them are trained from scratch."""
+        return tuple(each.name for each in fields(cls) if "from_scratch" in each.metadata)
+
+    @classmethod
+    def by_layer_fields(cls) -> tuple[str, ...]:
+        """Return the fields that each layer may have a value of its own of (`per_layer_values`)."""
+        return tuple(name for name in cls.variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata)
+
+    def layer_count(self, name: str) -> int:
+        """Return how many layers may have a value of their own of a field."""
+        return self.num_hidden_layers
+
+    def layer_value(self, name: str, layer: int) -> LayerValue:
+        """Return the value that a field has in one layer."""
+        values = (self.per_layer_values or {}).get(name)
+        return getattr(self, name) if values is None else values[layer]
+
+    def head_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Return the fields of head counts, those of softmax and values only where heads talk.
+
+        Args:
+            kv_heads_fields: those of key/value heads that a model has attentions for; None = all. Stacks of unequal
+                heads have a field each.
+        """
+        kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
+        query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
+        if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
+            query_fields = {"num_attention_heads": None}
+        talking = () if self.talking_heads is None else ("num_softmax_heads", "num_value_heads")
+        return (*query_fields, *kv_fields, *talking)
+
+    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+        """Return the field of the query heads that share the key/value heads of this one."""
+        return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
+
+    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return the number of query heads that share the key/value heads of this field."""
+        return getattr(self, self.query_heads_field(kv_heads_field))
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuse keywords that are nearly the name of a variant field: upstream keeps or drops what it does not know.
+
+        Raises:
+            ValueError: if there is one; the message names the field.
+        """
+        for name in names:
+            if (reason := wrong_name(cls, name)) is not None:
+                raise ValueError(reason)
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a configuration as upstream does; upstream's of this architecture comes as one of this class."""
+        values, unused = super().get_config_dict(*args, **kwargs)
+        return cls._adopted(values), unused
+
+    @classmethod
+    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
+        is_upstreams = values.get("model_type") in cls.upstream_model_types
+        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        return values | own if is_upstreams else values
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration as upstream does, with variant fields among `kwargs` checked like all others."""
+        cls.check_names(kwargs.keys() - config_dict.keys())
+        config_dict = settled_format({"model_type": cls.model_type} | config_dict, cls.model_type)
+        heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
+        names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
+        # Upstream would set them on the finished configuration, past its checks.
+        fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in fields:
+            fields[heads_field] = fields.pop("num_attention_heads")
+        if heads_field in fields:  # counts that only say "as many as these" go with them
+            counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
+            old = config_dict.get(heads_field)
+            config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
+        with wrong_kinds_explained(), named_fields(fields):  # upstream shows the finished configuration in its log
+            return super().from_dict(without_replaced(config_dict, fields) | fields, **kwargs)
+
+    @classmethod
+    def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
+        """Return a configuration of this class with all that an upstream (or variant) one says, and `fields` on top.
+
+        Raises:
+            ValueError: if `config` belongs to another architecture.
+        """
+        cls.check_names(fields)
+        values = settled_format(dict(config) if isinstance(config, dict) else config.to_dict(), cls.model_type)
+        model_type = values.get("model_type")
+        if model_type not in (*cls.upstream_model_types, cls.model_type):
+            expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
+            raise ValueError(f"{cls.__name__} is made from a config of model_type {expected}; got {model_type!r}.")
+        for name in ("architectures", "auto_map", "transformers_version"):
+            values.pop(name, None)
+        with named_fields(fields):
+            return cls(**(without_replaced(values, fields) | fields))
+
+    def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
+        """Return d, the size of one query, key and value head where this field counts the key/value heads."""
+        if self.head_dim_field is not None:  # then the heads together need not make `hidden_size`
+            return getattr(self, self.head_dim_field)
+        return self.hidden_size // self.query_heads(kv_heads_field)
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        # Upstream's functions of these names, written into a live model's configuration, would drop talking heads.
+        upstreams: Any = PreTrainedConfig._attn_implementation
+        upstreams.fset(self, value)
+        name: Any = self._attn_implementation_internal
+        self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns its attention weights, whatever the attention implementation."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        # Upstream refuses this for all but "eager"; our own functions return the weights under "sdpa" as well.
+        self._output_attentions = value
+
+    def validate(self) -> None:
+        """Run upstream's checks, except the one that allows `output_attentions` under "eager" alone."""
+        output_attentions, self._output_attentions = self._output_attentions, False
+        try:
+            super().validate()
+        finally:
+            self._output_attentions = output_attentions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as upstream does."""
+        # peft asks here for the model type, before it looks in its tables for the modules to adapt.
+        tell_peft(type(self))
+        return super().to_dict()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
+        if not lies_in_a_room(cls):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """Save as upstream does, and beside it the code that `auto_map` points to.
+
+        A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
+        one of that class to which every word is unknown, and say nothing.
+        """
+        names = ("auto_map", "tokenizer_class")
+        kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
+        self.__dict__.pop("tokenizer_class", None)
+        try:
+            super().save_pretrained(save_directory)
+            write_code(save_directory, "configuration_attn_variants", self.modeling_file)
+        finally:
+            self.__dict__.update(kept)
+        if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def _own_auto_map(self) -> dict[str, str]:
+        own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
+        return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
+
+
+def can_cache(config: Any) -> bool:
+    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
+    return keeps_cache(getattr(config, "talking_heads_dynamic", None))

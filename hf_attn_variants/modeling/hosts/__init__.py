@@ -1,0 +1,1 @@
+"""The architectures: a host a file."""

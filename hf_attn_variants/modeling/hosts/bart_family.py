@@ -1,0 +1,66 @@
+"""What BART and its relatives (mBART, Marian, M2M100, PEGASUS) share: one attention, in three places."""
+
+from typing import Any
+
+from torch import nn
+
+from ..attention.attention_mixin import AttentionVariantMixin
+from ..attention.attention_sites import AttentionSite, Projections
+
+__all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
+
+PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+BART_FAMILY_SITES = (
+    AttentionSite(
+        "encoder",
+        r"encoder\.layers\.(\d+)\.self_attn",
+        stack="encoder",
+        kv_heads_field="encoder_num_key_value_heads",
+        rank_field="encoder_kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "decoder",
+        r"decoder\.layers\.(\d+)\.self_attn",
+        stack="decoder",
+        rank_field="kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "cross",
+        r"decoder\.layers\.(\d+)\.encoder_attn",
+        stack="decoder",
+        is_cross_attention=True,
+        rank_field="cross_kv_lora_rank",
+        latent="decoder.cross_kv_a_proj",
+        shares_latent=True,
+        **PROJECTIONS,
+    ),
+)
+
+
+class BartFamilyAttentionMixin(AttentionVariantMixin):
+    """What a variant adds to the attention class of BART or of a relative; listed before it among the bases."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+
+    roles = ("states", "memory", "cache", "mask")
+    upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend within hidden states [b, n, d_model], or from them to `key_value_states`; arguments of upstream's."""
+        states, memory, cache, mask = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        if self.heads.rank is None:
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        output, weights = self.from_latent(
+            maps, states, mask, self.dropout, memory=memory, cache=cache, **others, **dynamic
+        )
+        return self.out_proj(output), weights

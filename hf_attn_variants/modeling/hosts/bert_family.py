@@ -1,0 +1,69 @@
+"""What BERT and its relatives (RoBERTa, ELECTRA) share: self-attention, and cross-attention of a decoder."""
+
+from typing import Any
+
+from torch import nn
+
+from ..attention.attention_mixin import AttentionVariantMixin
+from ..attention.attention_sites import AttentionSite, Projections
+
+__all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
+
+PROJECTIONS: Projections = {
+    "query": "self.query",
+    "key": "self.key",
+    "value": "self.value",
+    "output": "output.dense",
+}
+BERT_FAMILY_SITES = (
+    AttentionSite(
+        "self",
+        r"encoder\.layer\.(\d+)\.attention",
+        rank_field="kv_lora_rank",
+        latent="self.kv_a_proj",
+        core="self",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "cross",
+        r"encoder\.layer\.(\d+)\.crossattention",
+        stack="decoder",
+        is_cross_attention=True,
+        core="self",
+        **PROJECTIONS,
+    ),
+)
+
+
+class BertFamilySelfAttentionMixin(AttentionVariantMixin):
+    """What a variant adds to the self-attention of BERT or of a relative; listed before it among the bases."""
+
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+
+    roles = ("states", "mask", "cache")
+    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend within hidden states [b, n, hidden size]; arguments of upstream's `BertSelfAttention.forward`."""
+        states, mask, cache = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, None, cache, kwargs)
+        if self.heads.rank is None:
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        maps, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.from_latent(maps, states, mask, dropout, cache=cache, **others, **dynamic)
+
+
+class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
+    """The same of their cross-attention."""
+
+    roles = ("states", "memory", "cache")
+    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend from hidden states to the encoder's; arguments of upstream's `BertCrossAttention.forward`."""
+        states, memory, cache = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        return super().forward(*args, **kwargs, **dynamic)

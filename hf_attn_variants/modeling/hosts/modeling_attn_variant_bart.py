@@ -1,0 +1,90 @@
+"""BART with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..upstream import known_imports
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantBartConfig
+
+with known_imports():
+    from transformers import (
+        BartForCausalLM,
+        BartForConditionalGeneration,
+        BartForQuestionAnswering,
+        BartForSequenceClassification,
+        BartModel,
+        BartPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
+
+__all__ = [
+    "AttnVariantBartForCausalLM",
+    "AttnVariantBartForConditionalGeneration",
+    "AttnVariantBartForQuestionAnswering",
+    "AttnVariantBartForSequenceClassification",
+    "AttnVariantBartModel",
+    "AttnVariantBartPreTrainedModel",
+]
+
+
+class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
+    """`BartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
+    """The base of every BART model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantBartConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
+    """`BartEncoder` with variant attention."""
+
+    stack_name = "encoder"
+
+
+class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
+    """`BartDecoder` with variant attention."""
+
+    stack_name = "decoder"
+
+
+class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
+    """`BartModel` with variant attention."""
+
+
+class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
+    """What `BartForCausalLM` holds its decoder in."""
+
+
+AttnVariantBartPreTrainedModel.variant_classes = {
+    BartModel: AttnVariantBartModel,
+    BartEncoder: AttnVariantBartEncoder,
+    BartDecoder: AttnVariantBartDecoder,
+    BartDecoderWrapper: AttnVariantBartDecoderWrapper,
+    BartAttention: AttnVariantBartAttention,
+}
+
+
+class AttnVariantBartForConditionalGeneration(
+    BeamsShareMemory, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
+):
+    """`BartForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantBartForSequenceClassification(AttnVariantBartPreTrainedModel, BartForSequenceClassification):
+    """`BartForSequenceClassification` with variant attention."""
+
+
+class AttnVariantBartForQuestionAnswering(AttnVariantBartPreTrainedModel, BartForQuestionAnswering):
+    """`BartForQuestionAnswering` with variant attention."""
+
+
+class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM):
+    """`BartForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

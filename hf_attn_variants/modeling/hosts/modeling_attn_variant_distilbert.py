@@ -1,0 +1,110 @@
+"""DistilBERT with the attention variants: upstream's heads, our attention inside."""
+
+from typing import Any
+
+from ..attention.attention_mixin import AttentionVariantMixin
+from ..attention.attention_sites import AttentionSite
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
+from ..upstream import known_imports
+from .configuration_attn_variants import AttnVariantDistilBertConfig
+
+with known_imports():
+    from transformers import (
+        DistilBertForMaskedLM,
+        DistilBertForMultipleChoice,
+        DistilBertForQuestionAnswering,
+        DistilBertForSequenceClassification,
+        DistilBertForTokenClassification,
+        DistilBertModel,
+        DistilBertPreTrainedModel,
+    )
+    from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention, Embeddings
+
+__all__ = [
+    "AttnVariantDistilBertForMaskedLM",
+    "AttnVariantDistilBertForMultipleChoice",
+    "AttnVariantDistilBertForQuestionAnswering",
+    "AttnVariantDistilBertForSequenceClassification",
+    "AttnVariantDistilBertForTokenClassification",
+    "AttnVariantDistilBertModel",
+    "AttnVariantDistilBertPreTrainedModel",
+]
+
+
+class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
+    """DistilBERT's attention with k key/value heads and, where asked for, a latent or talking heads."""
+
+    roles = ("states", "mask")
+    upstream_attributes = ("dropout", "is_causal", "scaling")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend within hidden states [b, n, dim]; arguments of upstream's `DistilBertSelfAttention.forward`."""
+        states, mask = self.arguments.read(args, kwargs)
+        dynamic = self.variant_inputs(states, None, None, kwargs)
+        if self.heads.rank is None:
+            upstreams: Any = super()
+            return upstreams.forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
+        output, weights = self.from_latent(maps, states, mask, dropout, **others, **dynamic)
+        return self.out_lin(output), weights
+
+
+class AttnVariantDistilBertEmbeddings(EmbeddingsMixin, Embeddings):
+    """DistilBERT's embeddings, their positions learned or sinusoidal."""
+
+    roles = ("ids", "embedded", "positions")
+
+
+class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
+    """The base of every DistilBERT model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantDistilBertConfig
+    attention_sites = (
+        AttentionSite(
+            "self",
+            r"transformer\.layer\.(\d+)\.attention",
+            query="q_lin",
+            key="k_lin",
+            value="v_lin",
+            output="out_lin",
+            rank_field="kv_lora_rank",
+            latent="kv_a_proj",
+        ),
+    )
+
+
+class AttnVariantDistilBertModel(AttnVariantDistilBertPreTrainedModel, DistilBertModel):
+    """`DistilBertModel` with variant attention."""
+
+
+AttnVariantDistilBertPreTrainedModel.variant_classes = {
+    DistilBertModel: AttnVariantDistilBertModel,
+    Embeddings: AttnVariantDistilBertEmbeddings,
+    DistilBertSelfAttention: AttnVariantDistilBertSelfAttention,
+}
+
+
+class AttnVariantDistilBertForMaskedLM(AttnVariantDistilBertPreTrainedModel, DistilBertForMaskedLM):
+    """`DistilBertForMaskedLM` with variant attention."""
+
+
+class AttnVariantDistilBertForSequenceClassification(
+    AttnVariantDistilBertPreTrainedModel, DistilBertForSequenceClassification
+):
+    """`DistilBertForSequenceClassification` with variant attention."""
+
+
+class AttnVariantDistilBertForMultipleChoice(AttnVariantDistilBertPreTrainedModel, DistilBertForMultipleChoice):
+    """`DistilBertForMultipleChoice` with variant attention."""
+
+
+class AttnVariantDistilBertForTokenClassification(
+    AttnVariantDistilBertPreTrainedModel, DistilBertForTokenClassification
+):
+    """`DistilBertForTokenClassification` with variant attention."""
+
+
+class AttnVariantDistilBertForQuestionAnswering(AttnVariantDistilBertPreTrainedModel, DistilBertForQuestionAnswering):
+    """`DistilBertForQuestionAnswering` with variant attention."""

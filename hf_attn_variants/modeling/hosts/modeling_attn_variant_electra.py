@@ -1,0 +1,101 @@
+"""ELECTRA with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
+from ..upstream import known_imports
+from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
+from .configuration_attn_variants import AttnVariantElectraConfig
+
+with known_imports():
+    from transformers import (
+        ElectraForCausalLM,
+        ElectraForMaskedLM,
+        ElectraForMultipleChoice,
+        ElectraForPreTraining,
+        ElectraForQuestionAnswering,
+        ElectraForSequenceClassification,
+        ElectraForTokenClassification,
+        ElectraModel,
+        ElectraPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.electra.modeling_electra import (
+        ElectraCrossAttention,
+        ElectraEmbeddings,
+        ElectraSelfAttention,
+    )
+
+__all__ = [
+    "AttnVariantElectraForCausalLM",
+    "AttnVariantElectraForMaskedLM",
+    "AttnVariantElectraForMultipleChoice",
+    "AttnVariantElectraForPreTraining",
+    "AttnVariantElectraForQuestionAnswering",
+    "AttnVariantElectraForSequenceClassification",
+    "AttnVariantElectraForTokenClassification",
+    "AttnVariantElectraModel",
+    "AttnVariantElectraPreTrainedModel",
+]
+
+
+class AttnVariantElectraSelfAttention(BertFamilySelfAttentionMixin, ElectraSelfAttention):
+    """`ElectraSelfAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCrossAttention):
+    """`ElectraCrossAttention` with k key/value heads and, where asked for, talking heads."""
+
+
+class AttnVariantElectraEmbeddings(EmbeddingsMixin, ElectraEmbeddings):
+    """ELECTRA's embeddings, their positions learned or sinusoidal."""
+
+
+class AttnVariantElectraPreTrainedModel(AttnVariantModelMixin, ElectraPreTrainedModel):
+    """The base of every ELECTRA model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantElectraConfig
+    attention_sites = BERT_FAMILY_SITES
+
+
+class AttnVariantElectraModel(AttnVariantElectraPreTrainedModel, ElectraModel):
+    """`ElectraModel` with variant attention."""
+
+
+AttnVariantElectraPreTrainedModel.variant_classes = {
+    ElectraModel: AttnVariantElectraModel,
+    ElectraEmbeddings: AttnVariantElectraEmbeddings,
+    ElectraSelfAttention: AttnVariantElectraSelfAttention,
+    ElectraCrossAttention: AttnVariantElectraCrossAttention,
+}
+
+
+class AttnVariantElectraForPreTraining(AttnVariantElectraPreTrainedModel, ElectraForPreTraining):
+    """`ElectraForPreTraining` with variant attention."""
+
+
+class AttnVariantElectraForMaskedLM(AttnVariantElectraPreTrainedModel, ElectraForMaskedLM):
+    """`ElectraForMaskedLM` with variant attention."""
+
+
+class AttnVariantElectraForCausalLM(AttnVariantElectraPreTrainedModel, ElectraForCausalLM):
+    """`ElectraForCausalLM` with variant attention."""
+
+
+class AttnVariantElectraForSequenceClassification(AttnVariantElectraPreTrainedModel, ElectraForSequenceClassification):
+    """`ElectraForSequenceClassification` with variant attention."""
+
+
+class AttnVariantElectraForMultipleChoice(AttnVariantElectraPreTrainedModel, ElectraForMultipleChoice):
+    """`ElectraForMultipleChoice` with variant attention."""
+
+
+class AttnVariantElectraForTokenClassification(AttnVariantElectraPreTrainedModel, ElectraForTokenClassification):
+    """`ElectraForTokenClassification` with variant attention."""
+
+
+class AttnVariantElectraForQuestionAnswering(AttnVariantElectraPreTrainedModel, ElectraForQuestionAnswering):
+    """`ElectraForQuestionAnswering` with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantElectraConfig.model_type] = AttnVariantElectraForCausalLM.__name__

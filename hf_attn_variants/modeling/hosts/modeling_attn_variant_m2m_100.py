@@ -1,0 +1,62 @@
+"""M2M100 and NLLB with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..upstream import known_imports
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantM2M100Config
+
+with known_imports():
+    from transformers import (
+        M2M100ForConditionalGeneration,
+        M2M100Model,
+        M2M100PreTrainedModel,
+    )
+    from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention, M2M100Decoder, M2M100Encoder
+
+__all__ = [
+    "AttnVariantM2M100ForConditionalGeneration",
+    "AttnVariantM2M100Model",
+    "AttnVariantM2M100PreTrainedModel",
+]
+
+
+class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):
+    """`M2M100Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedModel):
+    """The base of every M2M100 model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantM2M100Config
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantM2M100Encoder(AttnVariantM2M100PreTrainedModel, M2M100Encoder):
+    """`M2M100Encoder` with variant attention."""
+
+    stack_name = "encoder"
+
+
+class AttnVariantM2M100Decoder(MakesCrossLatent, AttnVariantM2M100PreTrainedModel, M2M100Decoder):
+    """`M2M100Decoder` with variant attention."""
+
+    stack_name = "decoder"
+
+
+class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):
+    """`M2M100Model` with variant attention."""
+
+
+AttnVariantM2M100PreTrainedModel.variant_classes = {
+    M2M100Model: AttnVariantM2M100Model,
+    M2M100Encoder: AttnVariantM2M100Encoder,
+    M2M100Decoder: AttnVariantM2M100Decoder,
+    M2M100Attention: AttnVariantM2M100Attention,
+}
+
+
+class AttnVariantM2M100ForConditionalGeneration(
+    BeamsShareMemory, AttnVariantM2M100PreTrainedModel, M2M100ForConditionalGeneration
+):
+    """`M2M100ForConditionalGeneration` with variant attention."""

@@ -1,0 +1,81 @@
+"""Marian with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..upstream import known_imports
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantMarianConfig
+
+with known_imports():
+    from transformers import (
+        MarianForCausalLM,
+        MarianModel,
+        MarianMTModel,
+        MarianPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.marian.modeling_marian import (
+        MarianAttention,
+        MarianDecoder,
+        MarianDecoderWrapper,
+        MarianEncoder,
+    )
+
+__all__ = [
+    "AttnVariantMarianForCausalLM",
+    "AttnVariantMarianMTModel",
+    "AttnVariantMarianModel",
+    "AttnVariantMarianPreTrainedModel",
+]
+
+
+class AttnVariantMarianAttention(BartFamilyAttentionMixin, MarianAttention):
+    """`MarianAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedModel):
+    """The base of every Marian model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantMarianConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantMarianEncoder(AttnVariantMarianPreTrainedModel, MarianEncoder):
+    """`MarianEncoder` with variant attention."""
+
+    stack_name = "encoder"
+
+
+class AttnVariantMarianDecoder(MakesCrossLatent, AttnVariantMarianPreTrainedModel, MarianDecoder):
+    """`MarianDecoder` with variant attention."""
+
+    stack_name = "decoder"
+
+
+class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):
+    """`MarianModel` with variant attention."""
+
+
+class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDecoderWrapper):
+    """What `MarianForCausalLM` holds its decoder in."""
+
+
+AttnVariantMarianPreTrainedModel.variant_classes = {
+    MarianModel: AttnVariantMarianModel,
+    MarianEncoder: AttnVariantMarianEncoder,
+    MarianDecoder: AttnVariantMarianDecoder,
+    MarianDecoderWrapper: AttnVariantMarianDecoderWrapper,
+    MarianAttention: AttnVariantMarianAttention,
+}
+
+
+class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedModel, MarianMTModel):
+    """`MarianMTModel` with variant attention."""
+
+
+class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCausalLM):
+    """`MarianForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

@@ -1,0 +1,95 @@
+"""mBART with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..upstream import known_imports
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantMBartConfig
+
+with known_imports():
+    from transformers import (
+        MBartForCausalLM,
+        MBartForConditionalGeneration,
+        MBartForQuestionAnswering,
+        MBartForSequenceClassification,
+        MBartModel,
+        MBartPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.mbart.modeling_mbart import (
+        MBartAttention,
+        MBartDecoder,
+        MBartDecoderWrapper,
+        MBartEncoder,
+    )
+
+__all__ = [
+    "AttnVariantMBartForCausalLM",
+    "AttnVariantMBartForConditionalGeneration",
+    "AttnVariantMBartForQuestionAnswering",
+    "AttnVariantMBartForSequenceClassification",
+    "AttnVariantMBartModel",
+    "AttnVariantMBartPreTrainedModel",
+]
+
+
+class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
+    """`MBartAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
+    """The base of every mBART model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantMBartConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
+    """`MBartEncoder` with variant attention."""
+
+    stack_name = "encoder"
+
+
+class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
+    """`MBartDecoder` with variant attention."""
+
+    stack_name = "decoder"
+
+
+class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
+    """`MBartModel` with variant attention."""
+
+
+class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
+    """What `MBartForCausalLM` holds its decoder in."""
+
+
+AttnVariantMBartPreTrainedModel.variant_classes = {
+    MBartModel: AttnVariantMBartModel,
+    MBartEncoder: AttnVariantMBartEncoder,
+    MBartDecoder: AttnVariantMBartDecoder,
+    MBartDecoderWrapper: AttnVariantMBartDecoderWrapper,
+    MBartAttention: AttnVariantMBartAttention,
+}
+
+
+class AttnVariantMBartForConditionalGeneration(
+    BeamsShareMemory, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
+):
+    """`MBartForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantMBartForSequenceClassification(AttnVariantMBartPreTrainedModel, MBartForSequenceClassification):
+    """`MBartForSequenceClassification` with variant attention."""
+
+
+class AttnVariantMBartForQuestionAnswering(AttnVariantMBartPreTrainedModel, MBartForQuestionAnswering):
+    """`MBartForQuestionAnswering` with variant attention."""
+
+
+class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausalLM):
+    """`MBartForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

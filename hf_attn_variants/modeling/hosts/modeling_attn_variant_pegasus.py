@@ -1,0 +1,83 @@
+"""PEGASUS with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..upstream import known_imports
+from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
+from .configuration_attn_variants import AttnVariantPegasusConfig
+
+with known_imports():
+    from transformers import (
+        PegasusForCausalLM,
+        PegasusForConditionalGeneration,
+        PegasusModel,
+        PegasusPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.pegasus.modeling_pegasus import (
+        PegasusAttention,
+        PegasusDecoder,
+        PegasusDecoderWrapper,
+        PegasusEncoder,
+    )
+
+__all__ = [
+    "AttnVariantPegasusForCausalLM",
+    "AttnVariantPegasusForConditionalGeneration",
+    "AttnVariantPegasusModel",
+    "AttnVariantPegasusPreTrainedModel",
+]
+
+
+class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
+    """`PegasusAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
+    """The base of every PEGASUS model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantPegasusConfig
+    attention_sites = BART_FAMILY_SITES
+
+
+class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncoder):
+    """`PegasusEncoder` with variant attention."""
+
+    stack_name = "encoder"
+
+
+class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
+    """`PegasusDecoder` with variant attention."""
+
+    stack_name = "decoder"
+
+
+class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
+    """`PegasusModel` with variant attention."""
+
+
+class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
+    """What `PegasusForCausalLM` holds its decoder in."""
+
+
+AttnVariantPegasusPreTrainedModel.variant_classes = {
+    PegasusModel: AttnVariantPegasusModel,
+    PegasusEncoder: AttnVariantPegasusEncoder,
+    PegasusDecoder: AttnVariantPegasusDecoder,
+    PegasusDecoderWrapper: AttnVariantPegasusDecoderWrapper,
+    PegasusAttention: AttnVariantPegasusAttention,
+}
+
+
+class AttnVariantPegasusForConditionalGeneration(
+    BeamsShareMemory, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
+):
+    """`PegasusForConditionalGeneration` with variant attention."""
+
+
+class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusForCausalLM):
+    """`PegasusForCausalLM` (the decoder alone) with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

@@ -1,0 +1,95 @@
+"""RoBERTa with the attention variants: upstream's heads, our attention inside."""
+
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
+from ..upstream import known_imports
+from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
+from .configuration_attn_variants import AttnVariantRobertaConfig
+
+with known_imports():
+    from transformers import (
+        RobertaForCausalLM,
+        RobertaForMaskedLM,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
+        RobertaForSequenceClassification,
+        RobertaForTokenClassification,
+        RobertaModel,
+        RobertaPreTrainedModel,
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.roberta.modeling_roberta import (
+        RobertaCrossAttention,
+        RobertaEmbeddings,
+        RobertaSelfAttention,
+    )
+
+__all__ = [
+    "AttnVariantRobertaForCausalLM",
+    "AttnVariantRobertaForMaskedLM",
+    "AttnVariantRobertaForMultipleChoice",
+    "AttnVariantRobertaForQuestionAnswering",
+    "AttnVariantRobertaForSequenceClassification",
+    "AttnVariantRobertaForTokenClassification",
+    "AttnVariantRobertaModel",
+    "AttnVariantRobertaPreTrainedModel",
+]
+
+
+class AttnVariantRobertaSelfAttention(BertFamilySelfAttentionMixin, RobertaSelfAttention):
+    """`RobertaSelfAttention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+
+class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCrossAttention):
+    """`RobertaCrossAttention` with k key/value heads and, where asked for, talking heads."""
+
+
+class AttnVariantRobertaEmbeddings(EmbeddingsMixin, RobertaEmbeddings):
+    """RoBERTa's embeddings, their positions learned or sinusoidal."""
+
+
+class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
+    """The base of every RoBERTa model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantRobertaConfig
+    attention_sites = BERT_FAMILY_SITES
+
+
+class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
+    """`RobertaModel` with variant attention."""
+
+
+AttnVariantRobertaPreTrainedModel.variant_classes = {
+    RobertaModel: AttnVariantRobertaModel,
+    RobertaEmbeddings: AttnVariantRobertaEmbeddings,
+    RobertaSelfAttention: AttnVariantRobertaSelfAttention,
+    RobertaCrossAttention: AttnVariantRobertaCrossAttention,
+}
+
+
+class AttnVariantRobertaForMaskedLM(AttnVariantRobertaPreTrainedModel, RobertaForMaskedLM):
+    """`RobertaForMaskedLM` with variant attention."""
+
+
+class AttnVariantRobertaForCausalLM(AttnVariantRobertaPreTrainedModel, RobertaForCausalLM):
+    """`RobertaForCausalLM` with variant attention."""
+
+
+class AttnVariantRobertaForSequenceClassification(AttnVariantRobertaPreTrainedModel, RobertaForSequenceClassification):
+    """`RobertaForSequenceClassification` with variant attention."""
+
+
+class AttnVariantRobertaForMultipleChoice(AttnVariantRobertaPreTrainedModel, RobertaForMultipleChoice):
+    """`RobertaForMultipleChoice` with variant attention."""
+
+
+class AttnVariantRobertaForTokenClassification(AttnVariantRobertaPreTrainedModel, RobertaForTokenClassification):
+    """`RobertaForTokenClassification` with variant attention."""
+
+
+class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, RobertaForQuestionAnswering):
+    """`RobertaForQuestionAnswering` with variant attention."""
+
+
+# By the class names in this table, upstream's Trainer knows whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantRobertaConfig.model_type] = AttnVariantRobertaForCausalLM.__name__

@@ -1,0 +1,110 @@
+"""UMT5 with the attention variants: upstream's heads, our attention inside; each layer has relative positions."""
+
+from typing import Any
+
+import torch
+
+from ..attention.encoder_decoder_mixins import BeamsShareMemory, MakesCrossLatent
+from ..attention.variant_mixins import AttnVariantModelMixin
+from ..mechanisms.sinusoidal_positions import AddsSinusoids
+from ..ops.variant_attention import AttentionHeads
+from ..upstream import check_attributes, known_imports
+from .configuration_attn_variants import AttnVariantUMT5Config
+from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
+
+with known_imports():
+    from transformers import (
+        UMT5EncoderModel,
+        UMT5ForConditionalGeneration,
+        UMT5ForQuestionAnswering,
+        UMT5ForSequenceClassification,
+        UMT5ForTokenClassification,
+        UMT5Model,
+        UMT5PreTrainedModel,
+    )
+    from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Stack
+
+__all__ = [
+    "AttnVariantUMT5EncoderModel",
+    "AttnVariantUMT5ForConditionalGeneration",
+    "AttnVariantUMT5ForQuestionAnswering",
+    "AttnVariantUMT5ForSequenceClassification",
+    "AttnVariantUMT5ForTokenClassification",
+    "AttnVariantUMT5Model",
+    "AttnVariantUMT5PreTrainedModel",
+]
+
+
+class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
+    """`UMT5Attention` with k key/value heads and, where asked for, a latent or talking heads."""
+
+    roles = ("states", "memory", "mask", "cache")
+
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+        """Prepare as for T5, and let no decoder see what comes after."""
+        check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
+        # Upstream's 5.15 and 5.17 leave this False, and under sdpa, without padding, their decoders look ahead.
+        self.is_causal = self.is_decoder and self.has_relative_attention_bias
+        super().install_variant(config, heads, query_dim, memory_dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within hidden states [b, n, d_model], or from them to `encoder_hidden_states` [b, m, d_model]."""
+        (states, memory, mask, cache), others = self.arguments.split(args, kwargs)
+        output, _, weights = self.outputs_and_bias(states, memory, mask, cache, None, others)
+        return output, weights
+
+
+class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel):
+    """The base of every UMT5 model and head here; upstream's class without the prefix says what each does."""
+
+    config_class = AttnVariantUMT5Config
+    attention_sites = T5_FAMILY_SITES
+
+
+class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
+    """`UMT5Stack`, the encoder or decoder inside the models below, with variant attention."""
+
+    @property
+    def stack_name(self) -> str:
+        """What a whole model calls it."""
+        return "decoder" if self.is_decoder else "encoder"
+
+
+class AttnVariantUMT5Model(AttnVariantUMT5PreTrainedModel, UMT5Model):
+    """`UMT5Model` with variant attention."""
+
+
+class AttnVariantUMT5EncoderModel(AttnVariantUMT5PreTrainedModel, UMT5EncoderModel):
+    """`UMT5EncoderModel` with variant attention."""
+
+
+AttnVariantUMT5PreTrainedModel.variant_classes = {
+    UMT5Model: AttnVariantUMT5Model,
+    UMT5EncoderModel: AttnVariantUMT5EncoderModel,
+    UMT5Stack: AttnVariantUMT5Stack,
+    UMT5Attention: AttnVariantUMT5Attention,
+}
+
+
+class AttnVariantUMT5ForConditionalGeneration(
+    BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
+):
+    """`UMT5ForConditionalGeneration` with variant attention."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if not config.scale_decoder_outputs:
+            # Upstream multiplies by its power -1/2, and until 5.23 always.
+            self.model_dim = 1
+
+
+class AttnVariantUMT5ForSequenceClassification(AttnVariantUMT5PreTrainedModel, UMT5ForSequenceClassification):
+    """`UMT5ForSequenceClassification` with variant attention."""
+
+
+class AttnVariantUMT5ForTokenClassification(AttnVariantUMT5PreTrainedModel, UMT5ForTokenClassification):
+    """`UMT5ForTokenClassification` (the encoder with a classifier) with variant attention."""
+
+
+class AttnVariantUMT5ForQuestionAnswering(AttnVariantUMT5PreTrainedModel, UMT5ForQuestionAnswering):
+    """`UMT5ForQuestionAnswering` with variant attention."""

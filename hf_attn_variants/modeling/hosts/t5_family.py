@@ -1,0 +1,204 @@
+"""What T5 and UMT5 share: one attention, in three places, with a bias of relative positions."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..attention.attention_interface import attention_function
+from ..attention.attention_mixin import AttentionVariantMixin
+from ..attention.attention_sites import AttentionSite, Projections
+from ..attention.latent_attention import attend_to_latent
+from ..mechanisms.patterns.transient_global import (
+    SummingAttention,
+    add_summary_parameters,
+    attend_with_summaries,
+    summary_table,
+)
+from ..mechanisms.sinusoidal_positions import has_sinusoids
+from ..ops.reach import TransientGlobal
+from ..ops.variant_attention import AttentionHeads
+from ..upstream import check_attributes, check_method, known_imports, upstream_class
+
+with known_imports():
+    from transformers import initialization as init
+    from transformers.cache_utils import EncoderDecoderCache
+
+__all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
+
+PROJECTIONS: Projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
+T5_FAMILY_SITES = (
+    AttentionSite(
+        "encoder",
+        r"encoder\.block\.(\d+)\.layer\.0\.SelfAttention",
+        stack="encoder",
+        kv_heads_field="encoder_num_key_value_heads",
+        rank_field="encoder_kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "decoder",
+        r"decoder\.block\.(\d+)\.layer\.0\.SelfAttention",
+        stack="decoder",
+        rank_field="kv_lora_rank",
+        latent="kv_a_proj",
+        **PROJECTIONS,
+    ),
+    AttentionSite(
+        "cross",
+        r"decoder\.block\.(\d+)\.layer\.1\.EncDecAttention",
+        stack="decoder",
+        is_cross_attention=True,
+        rank_field="cross_kv_lora_rank",
+        latent="decoder.cross_kv_a_proj",
+        shares_latent=True,
+        **PROJECTIONS,
+    ),
+)
+
+
+# As in `attention_mixin`.
+if TYPE_CHECKING:
+
+    class _Attention(SummingAttention):
+        compute_bias: Any
+        is_decoder: bool
+        key_value_proj_dim: int
+        q: nn.Linear
+        o: nn.Linear
+else:
+    _Attention = object
+
+
+class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
+    """What a variant adds to the attention class of T5 or UMT5; listed before it among the bases.
+
+    The relative position bias belongs to the softmax heads: it is added after P_l (arXiv 2003.02436, section 3).
+    """
+
+    upstream_attributes = (
+        "dropout",
+        "has_relative_attention_bias",
+        "is_causal",
+        "is_decoder",
+        "key_value_proj_dim",
+        "layer_idx",
+        "relative_attention_max_distance",
+        "relative_attention_num_buckets",
+        "scaling",
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = upstream_class(cls, AttentionVariantMixin)
+        check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
+
+    def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int) -> None:
+        """Note the head counts, add the talking-heads parameters and give the position bias the softmax heads.
+
+        With sinusoidal positions there is no bias.
+        """
+        super().install_variant(config, heads, query_dim, memory_dim)
+        check_attributes(self, ("relative_attention_bias",) if self.has_relative_attention_bias else ())
+        if self.has_relative_attention_bias and has_sinusoids(config):
+            self.has_relative_attention_bias = False
+            del self.relative_attention_bias
+        if config.encoder_attention_pattern == "transient_global" and not self.is_decoder:
+            add_summary_parameters(self, config, heads.softmax)
+        if self.has_relative_attention_bias and heads.softmax != heads.query:
+            like = self.relative_attention_bias.weight
+            self.relative_attention_bias = nn.Embedding(
+                like.shape[0], heads.softmax, dtype=like.dtype, device=like.device
+            )
+
+    def init_projections(self) -> None:
+        """Initialise the talking-heads parameters, and the bias of summaries as upstream does the tokens'."""
+        super().init_projections()
+        if hasattr(self, "global_relative_attention_bias"):
+            std = self.config.initializer_factor * self.config.d_model**-0.5
+            init.normal_(self.global_relative_attention_bias.weight, mean=0.0, std=std)
+
+    def outputs_and_bias(
+        self,
+        states: torch.Tensor,
+        memory: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        cache: Any,
+        position_bias: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Attend within `states` [b, n, d_model], or from them to `memory` [b, m, d_model].
+
+        Args:
+            position_bias: [1, h, n, m], of a layer below; without one, an attention with relative positions makes it.
+                Where the attention has a pattern, by distance.
+            kwargs: further arguments of the attention function.
+
+        Returns:
+            The outputs [b, n, d_model], the position bias or None, and the weights or None.
+        """
+        dynamic = self.variant_inputs(states, memory, cache, kwargs)
+        makes_bias = position_bias is None and self.has_relative_attention_bias
+        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # a number, or a tensor of one
+        query = self._heads(self.q(states))  # [b, h_k, n, d]
+        if self.heads.rank is None:
+            key, value = self._keys_and_values(states, memory, cache)  # [b, k, m, d]
+            memory_length = key.shape[2]
+        else:
+            latent, layer = self.latent_of(states, memory, cache)  # [b, 1, m, r]
+            memory_length = latent.shape[2]
+        if makes_bias:
+            length = query.shape[2]
+            if self.reach is not None:  # by distance, of one query that stands in the middle (`relative_bias`)
+                length, past_length = 1, past_length + length - 1
+                memory_length = 2 * past_length + 1
+            # Heads are its last axis in memory; fused kernels on CUDA want keys to be, and all layers share it.
+            position_bias = self.compute_bias(length, memory_length, query.device, past_length).contiguous()
+            if isinstance(self.reach, TransientGlobal):
+                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2])], -1)
+        bias = position_bias
+        if bias is not None and not self.is_own:
+            # Upstream's flex attention indexes the bias by the batch: one row of it would be read out of bounds.
+            bias = bias.expand(query.shape[0], -1, -1, -1)
+        options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
+        options |= kwargs | dynamic
+        if isinstance(self.reach, TransientGlobal):
+            operands = (query, key, value)
+            output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
+        elif self.heads.rank is None:
+            attend = attention_function(self.implementation)
+            output, weights = attend(self, query, key, value, mask, **options)
+        else:
+            output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
+        return self.o(output.flatten(2)), position_bias, weights
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = states.shape
+        return states.view(batch, length, -1, self.key_value_proj_dim).transpose(1, 2)
+
+    def _keys_and_values(
+        self, states: torch.Tensor, memory: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_cross_attention = memory is not None
+        seen: dict[int, bool] = {}
+        if isinstance(cache, EncoderDecoderCache):
+            seen = cache.is_updated if is_cross_attention else seen
+            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+        if seen.get(self.layer_idx):
+            # The memory does not change between decoding steps.
+            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        memory = states if memory is None else memory
+        key, value = self._heads(self.k(memory)), self._heads(self.v(memory))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            seen[self.layer_idx] = True
+        return key, value
+
+
+def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
+    if cache is None:
+        return 0
+    length = cache.get_seq_length(layer)
+    # A static cache counts in place, and the bias is made after the update.
+    return length.clone() if isinstance(length, torch.Tensor) else length

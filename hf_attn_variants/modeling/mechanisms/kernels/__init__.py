@@ -1,0 +1,1 @@
+"""Attention without a softmax: a kernel a file."""

@@ -1,0 +1,53 @@
+"""FAVOR+: positive random features, whose products estimate a softmax's weights (arXiv 2009.14794, section 2.3)."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...ops.variant_attention import AttentionHeads
+from .attention_kernel import KernelTensor
+from .feature_kernel import FeatureKernel
+from .random_vectors import draw_vectors
+
+__all__ = ["Favor"]
+
+
+@dataclass(frozen=True)
+class Favor(FeatureKernel):
+    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w, and x times the root of the logits' factor."""
+
+    name = "favor"
+    paper = ("Rethinking attention with Performers", "2009.14794")
+    features_a_number = 4
+    drawn = ("kernel_vectors",)
+
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+        """Return the vectors w [F, d]."""
+        shape = (self.features, heads.head_dim)
+        return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
+
+    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return phi(q), each row divided by its largest."""
+        logits = _logits(module, query, scaling)
+        return (logits - logits.amax(-1, keepdim=True).detach()).exp()
+
+    def key_features(
+        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return phi(k), divided by a memory's largest, and the logarithm of that."""
+        logits = _logits(module, key, scaling)
+        logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
+        top = logits.detach().amax((-2, -1), keepdim=True)
+        top = top.clamp_min(torch.finfo(top.dtype).min)  # of no keys: -inf - -inf would be NaN
+        return (logits - top).exp(), top
+
+    def width(self, head_dim: int) -> int:
+        """Return as many as there are vectors."""
+        return self.features
+
+
+def _logits(module: Any, states: torch.Tensor, scaling: float) -> torch.Tensor:
+    states = states * scaling**0.5
+    return states @ module.kernel_vectors.to(states.dtype).T - states.square().sum(-1, keepdim=True) / 2

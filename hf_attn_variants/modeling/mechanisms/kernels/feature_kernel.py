@@ -1,0 +1,152 @@
+"""Linear attention: weights that are products of features, so that keys and values are summed before any query asks.
+
+With features phi(q), phi(k) of F numbers a head, the weights phi(q) phi(k)^T over their row sums are never made:
+
+    S = sum_j phi(k_j) [v_j, 1]^T    [F, d + 1], the whole memory
+    o_i = phi(q_i) S                 d sums of values, and the sum of the weights that they are divided by
+
+in n F d multiply-adds each, for any length. Causally S is a running sum: within a chunk of C tokens weights are made,
+before it S is what all earlier chunks left, and S alone is what a decoder keeps. Sums are in float32 at least.
+Attention dropout has no weights to drop, and is not applied.
+
+Source: arXiv 2006.16236; the formulas are in the package's `reference_linear`. Letters as in `softmax_attention`.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...ops.causal_sums import causal_sums
+from ...ops.memory_efficient_attention import without_autocast
+from ...ops.query_folding import QueryFold, beams_of
+from .attention_kernel import AttentionKernel
+
+__all__ = ["FeatureKernel", "KernelState"]
+
+
+class KernelState(NamedTuple):
+    """What is kept of a memory: sums [b, k, F, d + 1], and the logarithm of what they are divided by, if anything."""
+
+    sums: torch.Tensor
+    log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
+
+
+@dataclass(frozen=True)
+class FeatureKernel(AttentionKernel):
+    """A kernel that is a map of queries and one of keys to features."""
+
+    @abstractmethod
+    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; arguments as for `attend`.
+
+        A factor of a whole row may be left out, for its sum takes it out.
+        """
+
+    @abstractmethod
+    def key_features(
+        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], zeros where nothing is read.
+
+        And the logarithm of what they are divided by [b, k, 1, 1]; None: by nothing. Arguments as for `attend`.
+        """
+
+    @abstractmethod
+    def width(self, head_dim: int) -> int:
+        """Return F, how many features a head of d numbers has."""
+
+    def divisor(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return what outputs are divided by, of the sums of their weights."""
+        return sums.masked_fill(sums == 0, 1)  # where nothing is read, zeros are divided
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        read: torch.Tensor | None,
+        scaling: float,
+        state: Any = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Attend by sums of features; see `AttentionKernel.attend`. The state is a `KernelState`."""
+        exact = torch.promote_types(value.dtype, torch.float32)
+        with without_autocast(query):
+            features, log_scale = self.key_features(module, key.to(exact), read, scaling)
+            values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
+            if not self.is_causal:
+                state = KernelState(features.mT @ values, log_scale)
+                return self.read_state(module, query, state, scaling), state
+            sums, fold = None, QueryFold(query, key, 1)
+            if state is not None:
+                features, sums, log_scale = _same_scale(features, log_scale, state)
+            queries = fold.rows(self.query_features(module, query.to(exact), scaling))
+            output, sums = causal_sums(queries, features, values, sums, fold.groups)
+            return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
+
+    def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+        """Return the outputs of queries that read all keys of a state; see `AttentionKernel.read_state`."""
+        fold = QueryFold(query, state.sums, beams_of(query, state.sums))
+        with without_autocast(query):
+            queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
+            return fold.unfolded(self.divided(queries @ state.sums).to(query.dtype))
+
+    def divided(self, output: torch.Tensor) -> torch.Tensor:
+        """Return sums of weighted values, behind which the sums of the weights stand, divided by these."""
+        return output[..., :-1] / self.divisor(output[..., -1:])
+
+    def weights(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        """Return the weights [b, h, n, m]; see `AttentionKernel.weights`."""
+        exact = torch.promote_types(query.dtype, torch.float32)
+        if (beams := beams_of(query, key)) > 1:
+            key = key.repeat_interleave(beams, dim=0)
+            read = read if read is None or read.shape[0] == 1 else read.repeat_interleave(beams, dim=0)
+        with without_autocast(query):
+            queries = self.query_features(module, query.to(exact), scaling)
+            features, _ = self.key_features(module, key.to(exact), read, scaling)
+            groups = queries.shape[1] // features.shape[1]
+            weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
+            weights = self.with_near_keys(module, weights, query.to(exact), key.to(exact), read, scaling)
+            if self.is_causal:
+                weights = weights.tril(weights.shape[3] - weights.shape[2])
+            return weights / self.divisor(weights.sum(-1, keepdim=True))
+
+    def with_near_keys(
+        self,
+        module: Any,
+        weights: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        read: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return weights, not yet divided by their sums, with others in their place where a kernel has them."""
+        return weights
+
+    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+        """Return what a token's features take, and its part of the sums or its reading of them."""
+        count = 2 * self.width(head_dim) * (head_dim + 1) + self.map_flops(head_dim)
+        return count, count
+
+    def map_flops(self, head_dim: int) -> int:
+        """Return the operations of the map that makes the features of one token in one head."""
+        return 2 * self.features * head_dim
+
+    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+        """Return the numbers of a state: each key/value head's sums of values and of weights."""
+        return kv_heads * self.width(head_dim) * (head_dim + 1)
+
+
+def _same_scale(
+    features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return features and earlier sums divided by the same number, the larger one, and its logarithm."""
+    if log_scale is None or state.log_scale is None:
+        return features, state.sums, None
+    both = torch.maximum(log_scale, state.log_scale)
+    return features * (log_scale - both).exp(), state.sums * (state.log_scale - both).exp(), both

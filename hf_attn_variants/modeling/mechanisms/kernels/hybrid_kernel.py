@@ -1,0 +1,310 @@
+"""Attention with a softmax in a window and a kernel outside of it, under one normaliser (LoLCATs, arXiv 2410.10254).
+
+Of query i, with s_ij its dot products, c_i the largest within its window and gamma learned for each head:
+
+    w_ij = gamma exp(s_ij - c_i) in the window, phi(q_i) phi(k_j) elsewhere;  o_i = sum_j w_ij v_j / sum_j w_ij
+
+A block of C queries has weights for the C + before + after keys that any of its windows touches. What lies before and
+behind these it reads as two running sums of phi(k) v^T, so that nothing is taken off a sum again, and nothing is as
+large as n x m. A decoder keeps the sum of the keys before the next token's window, and the window's own keys.
+
+The formula is the package's `reference_linear.hybrid_attention`. Letters as in `softmax_attention`.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...ops.memory_efficient_attention import without_autocast
+from ...ops.query_folding import QueryFold
+from ...ops.reach import Reach
+from ...ops.variant_attention import AttentionHeads
+from .attention_kernel import KernelTensor
+from .hedgehog_kernel import Hedgehog
+
+__all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
+
+# Queries of a block, where the window is no longer: more of them read more keys one by one, fewer keep more sums.
+LEAST_BLOCK, MOST_BLOCK = 64, 128
+
+
+class HybridState(NamedTuple):
+    """What a decoder keeps: sums [b, k, F, d + 1] of the keys before the next window, and those that may be in it."""
+
+    sums: torch.Tensor
+    keys: torch.Tensor  # [b, k, before, d]
+    values: torch.Tensor  # [b, k, before, d]
+    read: torch.Tensor  # [b, 1, before, 1]: which are tokens
+
+
+class NearKeys(NamedTuple):
+    """The keys of one call behind as many as a window has before a query: those kept, or places that are not read."""
+
+    keys: torch.Tensor  # [b, k, before + m, d]
+    values: torch.Tensor  # [b, k, before + m, d]
+    read: torch.Tensor  # [b, 1, before + m, 1]
+
+    @classmethod
+    def of(
+        cls,
+        reach: Reach,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        read: torch.Tensor | None,
+        state: HybridState | None,
+    ) -> "NearKeys":
+        """Return the keys of a call, after a state's.
+
+        Args:
+            reach: of the window.
+            key, value: [b, k, m, d].
+            read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
+            state: of the tokens before, if there are any.
+        """
+        read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
+        read = read.expand(key.shape[0], -1, -1, -1)
+        if state is None:
+            front = (0, 0, reach.before, 0)
+            return cls(*(nn.functional.pad(each, front) for each in (key, value, read)))
+        kept = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
+        return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in kept))
+
+    def state(self, features: torch.Tensor, sums: torch.Tensor | None, reach: Reach) -> HybridState:
+        """Return what is kept for the next token.
+
+        Args:
+            features: phi(k) [b, k, before + m, F], zeros where nothing is read.
+            sums: of the keys before these, if there are any.
+            reach: of the window.
+        """
+        older = features.shape[2] - reach.before
+        values = nn.functional.pad(self.values[:, :, :older], (0, 1), value=1.0)
+        new = features[:, :, :older].mT @ values
+        return HybridState(new if sums is None else sums + new, *(each[:, :, older:] for each in self))
+
+
+@dataclass(frozen=True)
+class Hybrid(Hedgehog):
+    """A softmax within a window, hedgehog's features outside of it.
+
+    Args:
+        window: w, as `attention_window` has it.
+    """
+
+    window: int
+
+    name = "hybrid"
+    paper = ("LoLCATs: on low-rank linearizing of large language models", "2410.10254")
+    learned = (*Hedgehog.learned, "window_log_factor")
+    reads_window = True
+
+    @classmethod
+    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
+        """Return the kernel of the attention at a path, with its layer's window; see `AttentionKernel.of`."""
+        maps = Hedgehog.of(config, prefix, head_dim, path, is_causal, layer)
+        return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
+
+    @classmethod
+    def check(cls, config: Any, field: str) -> None:
+        """Check that each layer with this kernel has a window.
+
+        Raises:
+            ValueError: if one has none, or it is cross-attention.
+        """
+        prefix = field.removesuffix("attention_kernel")
+        if prefix == "cross_":
+            raise ValueError(
+                f'`{field}="hybrid"` is of self-attention: a query has no place among the keys of cross-attention.'
+            )
+        window = f"{prefix}attention_window"
+        layers = range(config.layer_count(window))
+        values = [
+            config.layer_value(window, layer) for layer in layers if config.layer_value(field, layer) is not None
+        ]
+        if None in values:
+            got = values if any(values) else None
+            raise ValueError(f'`{field}="hybrid"` needs `{window}`, in each layer that has it; got {got}.')
+
+    @property
+    def reach(self) -> Reach:
+        """What a query reads by the softmax."""
+        return Reach.of(self.window, 1, 0, self.is_causal)
+
+    @property
+    def is_exported_as_weights(self) -> bool:
+        """Always: blocks are of one length."""
+        return True
+
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+        """Return hedgehog's maps and the logarithm of gamma [h].
+
+        gamma = 1 / F: what phi(q) phi(k) is of features that are all alike, and exp(s - c) is 1 of such logits.
+        """
+        begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
+        return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        read: torch.Tensor | None,
+        scaling: float,
+        state: Any = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Attend by a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
+        exact = torch.promote_types(value.dtype, torch.float32)
+        with without_autocast(query):
+            near = NearKeys.of(self.reach, key.to(exact), value.to(exact), read, state)
+            features, _ = self.key_features(module, near.keys, near.read, scaling)
+            fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
+            query = query.to(exact)
+            rows = (fold.rows(each) for each in (query, self.query_features(module, query, scaling)))
+            queries, by_query = (each.unflatten(2, (fold.groups, -1)) for each in rows)
+            log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
+            output = attend_in_blocks_and_sums(
+                queries, by_query, near, features, log_factor, sums, self.reach, scaling
+            ).flatten(2, 3)
+            kept = near.state(features, sums, self.reach) if self.is_causal else None
+            return fold.unfolded(self.divided(output)).to(value.dtype), kept
+
+    def with_near_keys(
+        self,
+        module: Any,
+        weights: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        read: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return the weights with the softmax's in the window."""
+        logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
+        return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.reach)
+
+    def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
+        """Return hedgehog's, with the window's dot products and weighted sums of a query."""
+        of_key, of_query = super().flops(head_dim, attended)
+        return of_key, of_query + 4 * self.reach.keys_read(attended) * head_dim
+
+    def state_numbers(self, kv_heads: int, head_dim: int) -> int:
+        """Return the numbers of the sums, and of the keys and values that the next window may have."""
+        return super().state_numbers(kv_heads, head_dim) + kv_heads * 2 * self.reach.before * head_dim
+
+
+def attend_in_blocks_and_sums(
+    queries: torch.Tensor,
+    query_features: torch.Tensor,
+    near: NearKeys,
+    key_features: torch.Tensor,
+    log_factor: torch.Tensor,
+    sums: torch.Tensor | None,
+    reach: Reach,
+    scaling: float,
+) -> torch.Tensor:
+    """Return for each query its sum of weighted values and, behind it, the sum of the weights.
+
+    Args:
+        queries, query_features: q [b, k, g, n, d] and phi(q) [b, k, g, n, F].
+        near: the keys.
+        key_features: their phi(k) [b, k, before + n, F], zeros where nothing is read.
+        log_factor: the logarithm of gamma, [k, g].
+        sums: of the keys before all of these, [b, k, F, d + 1], if there are any.
+        reach: of the window.
+        scaling: the factor of the dot products.
+
+    Returns:
+        [b, k, g, n, d + 1].
+    """
+    length, around = queries.shape[3], reach.before + reach.after
+    block = min(length, max(LEAST_BLOCK, min(MOST_BLOCK, around)))
+    count = -(-length // block)
+    missing = count * block - length
+    queries, query_features = (
+        nn.functional.pad(each, (0, 0, 0, missing)).unflatten(3, (count, block)).transpose(2, 3)
+        for each in (queries, query_features)
+    )  # [b, k, N, g, C, ...]
+    values = nn.functional.pad(near.values, (0, 1), value=1.0)
+    operands = [near.keys, values, key_features, near.read]
+    operands = [nn.functional.pad(each, (0, 0, 0, missing + reach.after)) for each in operands]
+    spans = [each.unfold(2, block + around, block) for each in operands]  # [b, k, N, ..., S]
+    is_near, is_far = _places(block, reach, queries.device)
+    logits = queries.flatten(3, 4) @ spans[0] * scaling
+    logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
+    weights = _window_weights(logits, log_factor[:, None, :, None, None])
+    by_features = (query_features.flatten(3, 4) @ spans[2]).unflatten(3, (-1, block))
+    weights = weights + by_features.masked_fill(~is_far, 0)
+    output = weights.flatten(3, 4) @ spans[1].mT
+    if count > 1 or sums is not None:
+        others = _sums_of_others(operands[2], operands[1], sums, block, around, reach.is_causal)
+        output = output + query_features.flatten(3, 4) @ others
+    return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+
+
+def _places(block: int, reach: Reach, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which keys of a block's span [C, S] are in a query's window, and which are read outside of it."""
+    around = reach.before + reach.after
+    distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
+    is_before, is_behind = distance < 0, distance > around
+    return ~(is_before | is_behind), is_before if reach.is_causal else is_before | is_behind
+
+
+def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
+    """Return gamma exp(s - c) of logits that are -inf outside of the window, c the largest of a row."""
+    top = logits.amax(-1, keepdim=True)
+    top = top.clamp_min(torch.finfo(top.dtype).min)  # of an empty window: -inf - -inf would be NaN
+    return (logits - top + log_factor).exp()
+
+
+def _sums_of_others(
+    features: torch.Tensor,
+    values: torch.Tensor,
+    sums: torch.Tensor | None,
+    block: int,
+    around: int,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Return for each block the sum over all keys before its span and, unless causal, behind it: [b, k, N, F, d + 1].
+
+    The spans begin with each block's first place and go on for `around` more than the block's own.
+    """
+    size = features.shape[2] - around
+    before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
+    first = torch.zeros_like(before[:, :, :1]) if sums is None else sums[:, :, None]
+    before = torch.cat([first, first + before[:, :, :-1]], dim=2)
+    if is_causal:
+        return before
+    behind = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
+    return before + nn.functional.pad(behind[:, :, 1:], (0, 0, 0, 0, 0, 1))
+
+
+def _block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
+    features, values = (each.unflatten(2, (-1, block)) for each in (features, values))
+    return features.mT @ values
+
+
+def hybrid_weights(
+    logits: torch.Tensor,
+    by_features: torch.Tensor,
+    read: torch.Tensor | None,
+    log_factor: torch.Tensor,
+    reach: Reach,
+) -> torch.Tensor:
+    """Return all weights [b, h, n, m], not yet divided by their sums.
+
+    Args:
+        logits: the dot products with their factor, [b, h, n, m].
+        by_features: phi(q) phi(k) [b, h, n, m], zeros where nothing is read.
+        read: which keys are tokens, [b or 1, 1, m, 1]; None = all.
+        log_factor: the logarithm of gamma, [h].
+        reach: of the window.
+    """
+    length, memory = logits.shape[2:]
+    places = torch.arange(memory, device=logits.device)
+    is_near = reach.allowed(places[memory - length :], places)
+    logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
+    return torch.where(is_near, _window_weights(logits, log_factor[:, None, None]), by_features)

@@ -1,0 +1,52 @@
+"""The kernels there are: a row each. Their names are known without torch, for the flags of commands."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention_kernel import AttentionKernel
+
+__all__ = ["KERNELS", "PREFIXES", "drawn_names", "kernel_class", "kernel_of", "kernels_of", "learned_names"]
+
+KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
+# What the field's name has before it: of self-attention (an encoder-decoder's decoder), its encoder, cross-attention.
+PREFIXES = ("", "encoder_", "cross_")
+
+
+@cache
+def kernel_class(name: str) -> "type[AttentionKernel]":
+    """Return the class of a kernel."""
+    from .elu_kernel import Elu
+    from .favor_kernel import Favor
+    from .hedgehog_kernel import Hedgehog
+    from .hybrid_kernel import Hybrid
+    from .linformer_kernel import Linformer
+    from .rfa_kernel import Rfa
+
+    return {each.name: each for each in (Elu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
+
+
+def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
+    """Return the kernels that a configuration, any, names: {field: kernel}."""
+    fields = [f"{prefix}attention_kernel" for prefix in prefixes]
+    return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
+
+
+def kernel_of(
+    config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
+) -> "AttentionKernel | None":
+    """Return the kernel of the attention at a path; None: a softmax. Arguments as for `AttentionKernel.of`."""
+    if getattr(config, f"{prefix}attention_kernel", None) is None:
+        return None
+    name = config.layer_value(f"{prefix}attention_kernel", layer)
+    return None if name is None else kernel_class(name).of(config, prefix, head_dim, path, is_causal, layer)
+
+
+def learned_names() -> tuple[str, ...]:
+    """Return the names of all parameters of kernels."""
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).learned))
+
+
+def drawn_names() -> tuple[str, ...]:
+    """Return the names of all random numbers of kernels, which checkpoints without a kernel do not have."""
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).drawn))

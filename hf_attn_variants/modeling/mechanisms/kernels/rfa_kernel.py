@@ -1,0 +1,64 @@
+"""Random feature attention: sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ops.variant_attention import AttentionHeads
+from .attention_kernel import KernelTensor
+from .feature_kernel import FeatureKernel
+from .random_vectors import draw_vectors
+
+__all__ = ["Rfa"]
+
+# What the sum of a query's weights is at least: the estimates may be near zero or below (as in its authors' code).
+LEAST_SUM = 1e-2
+
+
+@dataclass(frozen=True)
+class Rfa(FeatureKernel):
+    """phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D), with D random vectors w and scales s."""
+
+    name = "rfa"
+    paper = ("Random feature attention", "2103.02143")
+    features_a_number = 2
+    learned = ("kernel_scale",)
+    drawn = ("kernel_vectors",)
+    of_key_heads = ("kernel_scale",)
+
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+        """Return the scale s of each key head [k, d], which its queries have too, and the vectors w [D, d]."""
+        scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
+        return {
+            "kernel_scale": KernelTensor(scale, partial(torch.ones, scale)),
+            "kernel_vectors": KernelTensor(vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)),
+        }
+
+    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return phi(q)."""
+        return _rfa_features(module, query)
+
+    def key_features(
+        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return phi(k)."""
+        features = _rfa_features(module, key)
+        return (features if read is None else features * read), None
+
+    def width(self, head_dim: int) -> int:
+        """Return 2 D."""
+        return 2 * self.features
+
+    def divisor(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums, none of them near zero."""
+        return sums.clamp_min(LEAST_SUM)
+
+
+def _rfa_features(module: Any, states: torch.Tensor) -> torch.Tensor:
+    heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
+    states = nn.functional.normalize(states, dim=-1) * scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
+    angles = states @ module.kernel_vectors.to(states.dtype).T
+    return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5

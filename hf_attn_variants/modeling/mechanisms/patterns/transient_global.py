@@ -1,0 +1,211 @@
+"""Transient-global attention of T5's encoder (LongT5, arXiv 2112.07916, section 3.1.2).
+
+A token reads those within a window and one summary of each block of the whole text: the sum of the block's inputs,
+normed, as if it were one more input. Summaries have a bias of their own, by distance in blocks; they ask nothing
+themselves, and every layer makes them again. What is left over of a text, no whole block, is summed with the last one.
+
+A block of queries is computed at a time, and again in the backward pass: no tensor has n x n numbers, the summaries'
+logits are n x n / l. Letters as in `softmax_attention`; G summaries, l tokens of a block.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...ops.padded_rows import rolled_rows
+from ...ops.query_folding import is_exporting
+from ...ops.softmax_attention import attention_with_weights, fused_attention
+from ...ops.variant_attention import VariantAttention, wants_weights
+from ...ops.window_blocks import relative_bias
+from ...upstream import check_method, known_imports, refuse_unknown
+
+with known_imports():
+    from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+
+check_method(
+    T5Attention, "_relative_position_bucket", ("relative_position", "bidirectional", "num_buckets", "max_distance")
+)
+
+__all__ = ["SummingAttention", "add_summary_parameters", "attend_with_summaries", "blocks_of_tokens", "summary_table"]
+
+SUMMARY_ROWS = 128  # queries of a block
+
+
+class SummingAttention(VariantAttention):
+    """What is read here of an attention of T5's encoder. For type checkers, as its base."""
+
+    k: nn.Linear
+    v: nn.Linear
+    has_relative_attention_bias: bool
+    relative_attention_bias: nn.Embedding
+    relative_attention_max_distance: int
+    relative_attention_num_buckets: int
+    _relative_position_bucket: Any
+    global_input_layer_norm: nn.Module
+    global_relative_attention_bias: nn.Embedding
+
+
+class _Summaries(NamedTuple):
+    """The summaries of one call."""
+
+    key: torch.Tensor  # [b, k, G, d]
+    value: torch.Tensor
+    read: torch.Tensor  # [b, 1, 1, G]: there is a token in it
+    blocks: torch.Tensor  # [b, n]: of each token
+
+
+def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
+    """Give an attention of T5's encoder the summaries' norm and, where it makes the bias by distance, theirs.
+
+    They are called as LongT5's are.
+
+    Args:
+        module: the attention.
+        config: the model's.
+        heads: h, of the softmax.
+    """
+    like = next(module.parameters())
+    norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+    module.global_input_layer_norm = norm.to(device=like.device, dtype=like.dtype)
+    if module.has_relative_attention_bias:
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        module.global_relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, heads, **options)
+    module._is_hf_initialized = False
+
+
+def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the block of each token [b, n] of those where `real` [b, n] says so; -1 for padding and short texts."""
+    places = torch.arange(real.shape[1], device=real.device)
+    ends = real & (places % block == block - 1)
+    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last whole one
+    return torch.where(real, torch.minimum(places // block, last), -1)
+
+
+def summary_table(module: SummingAttention, length: int) -> torch.Tensor:
+    """Return the summaries' bias [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1) on; of G = 0 without numbers.
+
+    Args:
+        module: the attention that makes it.
+        length: n, of the text.
+    """
+    count, weight = length // module.reach.block, module.global_relative_attention_bias.weight
+    distance = torch.arange(1 - count, count, device=weight.device) if count else weight.new_empty(0, dtype=torch.long)
+    sizes = (module.relative_attention_num_buckets, module.relative_attention_max_distance)
+    buckets = module._relative_position_bucket(distance, True, *sizes)
+    return module.global_relative_attention_bias(buckets).T[None, :, None]
+
+
+def attend_with_summaries(
+    module: SummingAttention,
+    states: torch.Tensor,
+    operands: tuple[torch.Tensor, ...],
+    mask: torch.Tensor | None,
+    tables: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend to near tokens and to summaries.
+
+    Args:
+        module: the attention, whose `reach` is a `TransientGlobal`.
+        states: the inputs [b, n, D].
+        operands: query [b, h_k, n, d], key [b, k, n, d] and value.
+        mask: of padding, boolean [b, 1, 1 or n, n], or None.
+        tables: the tokens' bias by distance [1, h, 1, 2 n - 1], and behind it the summaries' (`summary_table`).
+        dropout: the probability that a weight is dropped.
+        kwargs: further arguments of the call.
+
+    Returns:
+        The outputs [b, n, h_v, d], and where they are asked for the weights [b, h_v, n, G + n], summaries first.
+
+    Raises:
+        ValueError: for a mask that is added, or that says for each query what it reads.
+    """
+    if mask is not None and (mask.dtype != torch.bool or not (mask.shape[-2] == 1 or mask.stride(-2) == 0)):
+        raise ValueError(
+            '`attention_pattern="transient_global"` sums blocks of tokens: its mask must be boolean and of padding '
+            f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
+        )
+    batch, length, _ = states.shape
+    moved = rolled_rows(module, mask, length)
+    if moved is not None and mask is not None:
+        states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
+        operands = tuple(moved.rolled(each, 2) for each in operands)
+    real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
+    real = real if mask is None else mask[:, 0, 0].expand(batch, length)
+    summaries = _make_summaries(module, states, real)
+    refuse_unknown(kwargs)
+    asked = wants_weights(module, kwargs)
+    rows = length if asked or is_exporting() else SUMMARY_ROWS
+    attend = _attend(module, dropout, asked)
+    tensors = (*operands, *summaries, *(() if tables is None else (tables,)))
+    learns = rows < length and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    outputs = []
+    for begin in range(0, length, rows):
+        span = slice(begin, min(begin + rows, length))
+        call = partial(_block, attend, module.reach.radius, span)
+        arguments = (operands, summaries, real, tables)
+        outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
+    output, weights = outputs[0] if asked else (torch.cat(outputs, 1), None)
+    if moved is None:
+        return output, weights
+    return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
+
+
+def _attend(module: SummingAttention, dropout: float, asked: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
+    if not (asked or module.projection_names or module.score is not None):
+        return partial(fused_attention, **options)
+    options |= {name: getattr(module, name, None) for name in ("logits_proj", "weights_proj", "score")}
+    if asked:
+        return partial(attention_with_weights, **options)
+    return lambda *operands: attention_with_weights(*operands, **options)[0]
+
+
+def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+    batch, length, width = states.shape
+    block, count = module.reach.block, length // module.reach.block
+    blocks = blocks_of_tokens(real, block)
+    places = torch.where(blocks < 0, count, blocks)  # those without a summary behind all that there are
+    sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
+    read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
+    normed = module.global_input_layer_norm(sums[:, :count])
+    key, value = (each(normed).unflatten(-1, (-1, module.heads.head_dim)) for each in (module.k, module.v))
+    return _Summaries(key.transpose(1, 2), value.transpose(1, 2), read[:, None, None, :count], blocks)
+
+
+def _block(
+    attend: Callable[..., Any],
+    radius: int,
+    rows: slice,
+    operands: tuple[torch.Tensor, ...],
+    summaries: _Summaries,
+    real: torch.Tensor,
+    tables: torch.Tensor | None,
+) -> Any:
+    query, key, value = operands
+    length, device = query.shape[2], query.device
+    near = slice(max(0, rows.start - radius), min(length, rows.stop + radius))
+    queries, keys = (
+        torch.arange(rows.start, rows.stop, device=device),
+        torch.arange(near.start, near.stop, device=device),
+    )
+    key, value = (
+        torch.cat([of_blocks, states[:, :, near]], 2)
+        for of_blocks, states in ((summaries.key, key), (summaries.value, value))
+    )
+    allowed = ((keys - queries[:, None]).abs() <= radius) & real[:, None, None, near]  # [b, 1, r, near]
+    mask = torch.cat([summaries.read.expand(-1, 1, allowed.shape[2], -1), allowed], -1)
+    bias, count = None, summaries.key.shape[2]
+    if tables is not None:
+        bias = relative_bias(tables[..., : 2 * length - 1], queries, keys).expand(query.shape[0], -1, -1, -1)
+        if count:
+            distance = torch.arange(count, device=device) - summaries.blocks[:, rows, None]  # [b, r, G]
+            index = distance.clamp(max=count - 1) + count - 1  # padding is in block -1
+            of_blocks = tables[0, :, 0, 2 * length - 1 :][:, index].transpose(0, 1)  # [b, h, r, G]
+            bias = torch.cat([of_blocks, bias], -1)
+    return attend(query[:, :, rows], key, value, mask, bias)

@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: no module's parameters and no configuration."""

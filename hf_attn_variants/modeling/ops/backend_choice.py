@@ -1,0 +1,196 @@
+"""Which way a talking-heads call is computed: by the Triton kernels where they have proved themselves, else in blocks.
+
+The kernels were written without a GPU at hand, and Triton's compiler changes. So nothing takes them on trust: before a
+kind of call (device, dtypes, head counts, masks, length of the rows) goes to them for the first time, they compute a
+small one of that kind, forward and, where it is wanted, backward, which must agree with the blocked path in float32 on
+the CPU. Where they fail, or disagree, that kind of call stays with the blocked path for the life of the process, and a
+warning says so. What dropout drops is random and not compared.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from .attention_operands import Operands
+from .blocked_attention import blocked_backward, blocked_forward
+from .triton_attention import allows_tf32, is_supported, triton_backward, triton_forward
+
+__all__ = ["BACKENDS", "choose_backend", "failure", "largest_error", "wrong_numbers"]
+
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+
+BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
+# Relative errors of any one query's or key's numbers: beyond rounding, far below what one forgotten key would make.
+TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
+QUERIES, MOST_KEYS = 16, 4096  # of the small call; longer rows are read by the same code, in more blocks
+
+_agreed: dict["_Kind", bool] = {}
+
+
+class _Kind(NamedTuple):
+    """What a compiled kernel depends on; dtypes are None where there is no such input."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int, int, int, int]  # h_k, h, h_v, key heads, value heads
+    sizes: tuple[int, int]  # d of queries and keys, of values
+    keys: int
+    logits_proj: torch.dtype | None
+    weights_proj: torch.dtype | None
+    bias: torch.dtype | None
+    mask: torch.dtype | None
+    bias_layout: str
+    mask_layout: str
+    is_causal: bool
+    dropout: bool
+    with_backward: bool
+
+
+def choose_backend(operands: Operands, with_backward: bool) -> str:
+    """Return "triton" or "blocked"; never raises. The answer for a kind of call never changes within a process.
+
+    Args:
+        operands: the call's
+        with_backward: whether gradients will be asked for
+    """
+    if not is_supported(operands):
+        return "blocked"
+    query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
+    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # as the kernels' block of keys
+    kind = _Kind(
+        device=query.device,
+        dtype=query.dtype,
+        heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
+        sizes=(query.shape[3], value.shape[3]),
+        keys=min(block, MOST_KEYS) - 3,  # the last block of keys is not a whole one
+        logits_proj=_dtype(logits_proj),
+        weights_proj=_dtype(weights_proj),
+        bias=_dtype(bias),
+        mask=_dtype(mask),
+        bias_layout=_layout(bias),
+        mask_layout=_layout(mask),
+        is_causal=operands.is_causal,
+        dropout=operands.dropout > 0,
+        with_backward=with_backward,
+    )
+    if kind not in _agreed:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "blocked"  # inside the capture of a CUDA graph the kernels cannot be tried: later
+        reason = _disagreement(kind)
+        _agreed[kind] = reason is None
+        if reason is not None:
+            logger.warning(
+                f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, "
+                f"are computed by the blocked path, which is exact and slower: {reason}."
+            )
+    return "triton" if _agreed[kind] else "blocked"
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def _layout(tensor: Tensor | None) -> str:
+    """Return the steps from head to head and from key to key, as far as code is compiled for them: "0", "1" or "n"."""
+    if tensor is None:
+        return ""
+    steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
+    return "".join(str(step) if step < 2 else "n" for step in steps)
+
+
+def _disagreement(kind: _Kind) -> str | None:
+    """Compute a small call of this kind by both paths; return what is wrong with the kernels, or None."""
+    try:
+        found, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
+        errors = {name: largest_error(found[name], tensor, name) for name, tensor in expected.items()}
+    except Exception as error:  # whatever a compiler or a driver may raise: the call itself can still be served
+        return failure("the Triton kernels", error)
+    return wrong_numbers("the Triton kernels", errors, kind.dtype)
+
+
+def failure(kernels: str, error: Exception) -> str:
+    """Return why kernels that raised an error are not used."""
+    return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
+
+
+def wrong_numbers(kernels: str, errors: dict[str, float], dtype: torch.dtype) -> str | None:
+    """Return why kernels with these relative errors are not used; None: they are right, as far as the dtype tells."""
+    most = TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
+    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= most]  # NaN is wrong too
+    return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
+
+
+def largest_error(found: Tensor, expected: Tensor, name: str) -> float:
+    """Return the error at the worst query or key, as a part of the root mean square over all of them."""
+    difference = (found.float().cpu() - expected).square()
+    axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
+    if axis is None:  # gradients of parameters: sums over all queries and keys
+        return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
+    others = [i for i in range(expected.dim()) if i != axis]
+    per_position = expected.square().sum(others).mean().clamp_min(1e-30)
+    return float((difference.sum(others).max() / per_position).sqrt())
+
+
+def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
+    """Return the output and the gradients of a random call of this kind; the blocked path's in float32 on the CPU."""
+    forward, backward = BACKENDS[backend]
+    d_output, operands = _random_call(kind)
+    if backend == "blocked":
+        # Nothing is dropped at probability 0, so it needs no seed.
+        tensors = (None if tensor is None else _exact(tensor) for tensor in operands[:7])
+        d_output, operands = _exact(d_output), Operands._make((*tensors, None, *operands[8:]))
+    output, for_backward = forward(operands)
+    outcome = {"output": output}
+    if kind.with_backward:
+        names = ("query", "key", "value", "position_bias", "logits_proj", "weights_proj")
+        gradients = backward(d_output, for_backward, kind.bias is not None, operands)
+        outcome |= {name: grad for name, grad in zip(names, gradients, strict=True) if grad.numel() > 0}
+    return outcome
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
+
+
+def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
+    """Return the gradient of the output and the operands of a small call that no weight is dropped in."""
+    # A generator of its own: trying the kernels must not move the random numbers of a training run.
+    generator = torch.Generator(kind.device).manual_seed(0)
+    heads_in, heads, heads_out, key_heads, value_heads = kind.heads
+    (size, value_size), m = kind.sizes, kind.keys
+
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
+
+    def added(dtype: torch.dtype | None, layout: str) -> Tensor | None:
+        if dtype is None:
+            return None
+        shape = (1, QUERIES, m if layout[1] != "0" else 1, heads if layout[0] != "0" else 1)
+        tensor = new(torch.float32 if dtype == torch.bool else dtype, *shape).permute(0, 3, 1, 2)
+        tensor = tensor > -1 if dtype == torch.bool else tensor
+        return tensor if layout[0] == "1" else tensor.contiguous()
+
+    mask = added(kind.mask, kind.mask_layout)
+    if mask is not None and mask.dtype != torch.bool:
+        mask[:, :, 0] = -torch.inf  # a query that may attend to nothing
+    projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, heads_out))
+    logits_proj, weights_proj = (
+        None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
+    )
+    d_output = new(kind.dtype, 1, QUERIES, heads_out, value_size)
+    operands = Operands(
+        query=new(kind.dtype, 1, heads_in, QUERIES, size),
+        key=new(kind.dtype, 1, key_heads, m, size),
+        value=new(kind.dtype, 1, value_heads, m, value_size),
+        mask=mask,
+        position_bias=added(kind.bias, kind.bias_layout),
+        logits_proj=logits_proj,
+        weights_proj=weights_proj,
+        # It makes the kernels draw what they drop; at probability 0 all is kept.
+        seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
+        scaling=size**-0.5,
+        is_causal=kind.is_causal,
+    )
+    return d_output, operands

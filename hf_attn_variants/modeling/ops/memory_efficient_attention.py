@@ -1,0 +1,216 @@
+"""Talking-heads attention without an n x m tensor: one function, one custom op, two ways to compute it.
+
+"triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`; being one custom op, they
+work under `torch.compile`, gradient checkpointing and autocast. `backend_choice` says which of them serves a
+call. With a `reach` it is attention in windows, heads talking or not: the same blocks, of fewer keys
+(`window_blocks`). Letters as in `softmax_attention`.
+
+Source: arXiv 2003.02436, section 3.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..variant_names import ATTN_VARIANTS_VERSION
+from .attention_operands import Operands
+from .backend_choice import BACKENDS, choose_backend
+from .reach import Reach
+from .triton_attention import covers_device, is_supported
+
+__all__ = ["check_mask", "one_dtype", "talking_heads_attention"]
+
+logger = logging.get_logger("transformers.attn_variants")  # ruled by transformers' verbosity, in a Hub repository too
+
+# Names carry the version: the installed package and a Hub repository of another version share one process.
+NAMESPACE = f"attn_variants_{ATTN_VARIANTS_VERSION.replace('.', '_')}"
+# torch wants an operator's arguments side by side: those of `Operands`, and how to compute with them.
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
+_OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
+ARGUMENTS = ", ".join([*_OPERANDS, "str backend", "bool with_backward"])
+
+
+def talking_heads_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    scaling: float,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+    logits_proj: Tensor | None = None,
+    weights_proj: Tensor | None = None,
+    reach: Reach | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Talking-heads attention in memory that grows linearly with n and m; differentiable once.
+
+    Args:
+        query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
+            `attention_with_weights`; the mask gets no gradient, the bias does
+        dropout: the probability that a mixed weight is dropped
+        reach: which keys a query reads, heads talking or not; None = all. With it only blocks compute, the mask is of
+            keys alone, boolean and [b, 1, 1, m or more], and the bias is by distance (`relative_bias`)
+        backend: "blocked", "triton", or "auto": Triton's kernels on a GPU where they cover the inputs and have been
+            seen to agree with the blocked path, which serves everything else
+
+    Returns:
+        The outputs [b, n, h_v, d].
+
+    Raises:
+        ValueError: for an unknown backend, "triton" where it does not cover the inputs, a mask of whole numbers, or a
+            dropout outside [0, 1).
+
+    Source: arXiv 2003.02436, section 3.
+    """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
+    check_mask(mask)
+    query, key, value = one_dtype(query, key, value)
+    mask, position_bias = _four_dimensions(mask), _four_dimensions(position_bias)
+    window: list[int] | None = None
+    if reach is not None:
+        # A cache has kept the last of the keys that the mask is of.
+        mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(reach)
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
+    # A tensor, so that drawing it neither waits for the device nor breaks a compiled graph.
+    seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
+    operands = Operands(
+        query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, window
+    )
+    if backend == "auto" and (reach is not None or not covers_device(query.device)):
+        backend = "blocked"
+    if backend == "triton" and not is_supported(operands):
+        raise ValueError('`backend="triton"` does not cover these inputs: use "blocked".')
+    learned = (query, key, value, position_bias, logits_proj, weights_proj)
+    with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+    with_backward = with_backward and not torch.jit.is_tracing()  # which runs again without gradients, and compares
+    return _forward_op(*operands, backend, with_backward)[0]
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Check that a mask is boolean or additive.
+
+    Raises:
+        ValueError: for whole numbers, of which it is unclear whether they are to be added.
+    """
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"An attention mask of four dimensions must be boolean (True = attend) or numbers to add, got "
+            f"{mask.dtype}: make it `mask.bool()`."
+        )
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch knows none for it
+
+
+def one_dtype(*states: Tensor) -> list[Tensor]:
+    """Return query, key and value in one dtype: autocast's where that is on (float64 stays), else the value's."""
+    device = states[0].device.type
+    if _autocasts(device):
+        dtype = torch.get_autocast_dtype(device)
+        return [state.to(dtype) if state.dtype != torch.float64 else state for state in states]
+    dtype = states[2].dtype
+    return [state.to(dtype) for state in states]
+
+
+def _four_dimensions(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
+
+
+def without_autocast(tensor: Tensor) -> Any:
+    """Return a context in which autocast leaves the computations on a tensor's device alone."""
+    # Autocast would reach into the op and round what is kept in float32 on purpose.
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
+    with without_autocast(operands.query):
+        chosen = _resolve(backend, operands, with_backward)
+        if operands.reach is None:
+            logger.info_once(f"Talking heads on {operands.query.device.type}: the {chosen} path.")
+        output, for_backward = BACKENDS[chosen][0](operands)
+    shape = _shape_for_backward(operands, backend)
+    if for_backward.shape != shape:  # the blocked path's one number, in the shape that was promised
+        for_backward = for_backward.expand(shape).contiguous()
+    return output, for_backward
+
+
+def _resolve(backend: str, operands: Operands, with_backward: bool) -> str:
+    # Here and not where the op is called: sizes and tensors are real, whatever was traced, and both passes ask alike.
+    return backend if backend != "auto" else choose_backend(operands, with_backward)
+
+
+def _shape_for_backward(operands: Operands, backend: str) -> tuple[int, ...]:
+    batches, _, length, _ = operands.query.shape
+    return (1,) if backend == "blocked" else (2, batches, operands.heads, length)
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, backend = Operands(*arguments[:-2]), arguments[-2]
+    for_backward = operands.query.new_empty(_shape_for_backward(operands, backend), dtype=torch.float32)
+    return operands.new_output(), for_backward
+
+
+def _backward(d_output: Tensor, for_backward: Tensor, wants_bias: bool, *arguments: Any) -> list[Tensor]:
+    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
+    with without_autocast(d_output):
+        chosen = _resolve(backend, operands, with_backward)
+        return BACKENDS[chosen][1](d_output, for_backward, wants_bias, operands)
+
+
+def _backward_fake(d_output: Tensor, for_backward: Tensor, wants_bias: bool, *arguments: Any) -> list[Tensor]:
+    query, key, value, _, bias, logits_proj, weights_proj, *_ = arguments
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    sums = [bias if wants_bias else None, logits_proj, weights_proj]
+    return [
+        *(tensor.new_empty(tensor.shape) for tensor in (query, key, value)),
+        *(query.new_empty((0,) if tensor is None else tensor.shape, dtype=dtype) for tensor in sums),
+    ]
+
+
+def _keep_inputs(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:8], output[1])
+    ctx.others = inputs[8:]
+
+
+def _gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
+    *tensors, for_backward = ctx.saved_tensors
+    wants_bias = ctx.needs_input_grad[4]
+    d_query, d_key, d_value, *sums = _backward_op(d_output, for_backward, wants_bias, *tensors, *ctx.others)
+    of = (tensors[4] if wants_bias else None, tensors[5], tensors[6])
+    d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
+    return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 7
+
+
+def _registered(name: str) -> Any:
+    # Two copies of one version (the package and a Hub repository) are the same code: the first one's op serves both.
+    return getattr(getattr(torch.ops, NAMESPACE), name, None)
+
+
+_backward_op = _registered("talking_heads_backward")
+if _backward_op is None:
+    _backward_op = torch.library.custom_op(
+        f"{NAMESPACE}::talking_heads_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor d_output, Tensor for_backward, bool wants_bias, {ARGUMENTS}) -> Tensor[]",
+    )
+    _backward_op.register_fake(_backward_fake)
+
+_forward_op = _registered("talking_heads")
+if _forward_op is None:
+    _forward_op = torch.library.custom_op(
+        f"{NAMESPACE}::talking_heads", _forward, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
+    )
+    _forward_op.register_fake(_forward_fake)
+    _forward_op.register_autograd(_gradients, setup_context=_keep_inputs)

@@ -1,0 +1,233 @@
+"""The maths: attention with shared key/value heads and talking heads.
+
+Letters used throughout: b batch, n query length, m memory (key/value) length, d head size, h_k heads of the queries,
+h heads of the softmax, h_v heads of the values, k key/value heads, g = h_k / k query heads a group. Query head i reads
+key/value head i // g. Multi-query attention (arXiv 1911.02150) is k = 1; grouped-query attention (2305.13245) is
+1 < k < h_k; talking heads are 2003.02436. Where queries have B times as many batch rows as keys and values, the B
+beams of a sentence follow each other and read one memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .memory_efficient_attention import check_mask
+from .query_folding import QueryFold, beams_of, is_exporting, repeated_for_beams
+
+__all__ = ["attention_with_weights", "fused_attention"]
+
+# From this batch size on, one new token's attention is faster on the CPU as two batched matmuls than by the fused
+# kernel (measured on random heads: mostly 1.0 to 1.3 times, 1.5 to 4 on short memories; below it one call wins).
+MATMUL_BATCH_SIZE = 8
+# Of the flash kernels on CUDA.
+MAX_FLASH_HEAD_DIM = 256
+
+
+def attention_with_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+    logits_proj: torch.Tensor | None = None,
+    weights_proj: torch.Tensor | None = None,
+    x2l: torch.Tensor | None = None,
+    m2l: torch.Tensor | None = None,
+    x2w: torch.Tensor | None = None,
+    m2w: torch.Tensor | None = None,
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that materialises its weights: multi-head, multi-query, grouped-query and talking-heads alike.
+
+    Args:
+        query: [b, h_k, n, d]; with no talking heads also [b B, h_k, n, d], B beams of each memory
+        key: [b, k, m, d]
+        value: [b, k, m, d]; or [b, h_v, m, d] where each query head has its own key head
+        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query that may attend to nothing
+            gets zeros under a boolean mask and under minus infinities (without `is_causal`), uniform weights under
+            finite numbers (upstream's own masks).
+        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
+        scaling: the factor of the dot products
+        is_causal: query i attends to keys 0..i
+        dropout: the probability that a weight is dropped
+        logits_proj: P_l [h_k, h], mixes the heads before the softmax (arXiv 2003.02436, section 3)
+        weights_proj: P_w [h, h_v], mixes them after it
+        x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (2003.02436, section 5)
+        x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
+        score: makes the logits of queries and keys in place of the dot product (`AdditiveScore`)
+
+    Returns:
+        The outputs [b, n, h_v, d] and the weights that multiply the values [b, h_v, n, m].
+
+    Raises:
+        ValueError: for a mask of whole numbers.
+    """
+    check_mask(mask)
+    if (beams := beams_of(query, key)) > 1:
+        if logits_proj is None and weights_proj is None and score is None:
+            return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
+        key, value = (states.repeat_interleave(beams, dim=0) for states in (key, value))
+        mask = repeated_for_beams(mask, query.shape[0])
+    logits = _grouped_matmul(query * scaling, key.transpose(-1, -2)) if score is None else score(query, key)
+    logits = _mix_heads(logits, logits_proj, x2l, m2l)  # [b, h, n, m]
+    if position_bias is not None:
+        logits = logits + position_bias
+    if is_causal:
+        mask = _with_causal_mask(mask, logits.shape[-2], logits.shape[-1], logits.device)
+    weights = _masked_softmax(logits, mask).to(value.dtype)
+    weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
+    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    return _grouped_matmul(weights, value).transpose(1, 2), weights
+
+
+def _attend_in_beams(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fold = QueryFold(query, key, beams_of(query, key))
+    if is_causal:
+        mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
+    mask, position_bias = fold.mask(mask), fold.mask(position_bias)
+    output, weights = attention_with_weights(
+        fold.rows(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
+    )
+    return fold.unfolded(output.transpose(1, 2)), fold.unfolded(weights).transpose(1, 2)
+
+
+def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    # Half precision would lose the small weights, so the softmax runs in at least float32, as fused kernels do.
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if mask is None:
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype)
+    if mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+        return nn.functional.softmax(logits, dim=-1, dtype=dtype) * mask.any(-1, keepdim=True)
+    # Zeros, and no NaN, in a row of minus infinities.
+    return torch.ops.aten._safe_softmax(logits + mask, -1, dtype)
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Multi-head, multi-query or grouped-query attention by torch's fused kernels, K and V repeated only where needed.
+
+    Arguments and result are those of `attention_with_weights`, without talking heads and without the weights.
+    """
+    check_mask(mask)
+    length, kv_heads, memories = query.shape[2], key.shape[1], key.shape[0]
+    beams = beams_of(query, key)
+    shared = beams * (query.shape[1] // kv_heads)  # query heads that read one key/value head
+    on_cpu, exporting = query.device.type == "cpu", is_exporting()
+    # Of a latent, which is key and value at once, the fused kernel reads each block once, with a thread a memory.
+    # An exported graph must serve every batch size: it may not depend on one.
+    by_matmul = length == 1 and on_cpu and not exporting and memories >= MATMUL_BATCH_SIZE
+    if by_matmul and not (key is value and memories >= _threads()):
+        options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
+        return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
+    if is_causal and mask is not None:
+        mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
+    if is_causal and key.shape[2] > length:
+        # A static cache beyond the prompt: torch aligns its causal mask to the first key and masks the rest anyway.
+        key, value = key[:, :, :length], value[:, :, :length]
+        position_bias = position_bias[..., :length] if position_bias is not None else None
+    if position_bias is not None:
+        mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
+    # A bool where sizes are symbols, too, as in an exported step of a decoder.
+    enable_gqa = bool(shared > 1) and (on_cpu or (mask is None and _flash_serves(query)))
+    # Few queries are the rows of one attention over what they share; many would need a mask with a row for each.
+    fold = None
+    if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
+        mask = _causal_mask(length, length, query.device) if is_causal else mask
+        fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
+        query, mask = fold.rows(query), fold.mask(mask)
+    elif shared > 1 and not enable_gqa:
+        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
+    )
+    return output.transpose(1, 2) if fold is None else fold.unfolded(output)
+
+
+def _flash_serves(query: torch.Tensor) -> bool:
+    # On CUDA its other fused kernels refuse grouped heads, which would leave the slow math kernel.
+    halves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= MAX_FLASH_HEAD_DIM
+    return not query.is_cuda or (halves and _has_flash(query.device))
+
+
+@torch.compiler.assume_constant_result
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _with_causal_mask(
+    mask: torch.Tensor | None, length: int, memory_length: int, device: torch.device
+) -> torch.Tensor:
+    causal = _causal_mask(length, memory_length, device)
+    if mask is None:
+        return causal
+    return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
+
+
+def _causal_mask(length: int, memory_length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(length, memory_length, dtype=torch.bool, device=device).tril()  # [n, m]
+
+
+def _biased_mask(
+    position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor
+) -> torch.Tensor:
+    position_bias = position_bias.to(query.dtype)
+    if is_causal:
+        mask = _causal_mask(position_bias.shape[-2], position_bias.shape[-1], query.device)
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return position_bias.masked_fill(~mask, -torch.inf)
+    return position_bias + mask
+
+
+def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    # [b, h, n, x] by [b, k, x, y] to [b, h, n, y]: a group's heads stand below each other, none is repeated.
+    batch, heads, length, _ = states.shape
+    if heads == shared.shape[1]:
+        return states @ shared
+    return (states.reshape(batch, shared.shape[1], -1, states.shape[-1]) @ shared).view(batch, heads, length, -1)
+
+
+def _mix_heads(
+    heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_memory: torch.Tensor | None
+) -> torch.Tensor:
+    # [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to [b, j, n, m]: one small matmul over all positions.
+    if proj is None:
+        return heads
+    # The projections may be kept in float32 beside a model in half precision.
+    mixed = (proj.to(heads.dtype).transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
+    if by_query is not None:
+        mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)
+    if by_memory is not None:
+        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, by_memory)
+    return mixed

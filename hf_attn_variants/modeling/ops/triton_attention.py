@@ -1,0 +1,276 @@
+"""Talking-heads attention on GPUs: all that spans heads in one Triton kernel, the matrix products by cuBLAS.
+
+Query rows are walked in chunks whose scores fit a workspace of fixed size, so memory grows linearly with n and m.
+
+    forward    S = Q K^T                               one batched product
+               W = P_w(softmax(P_l(S) + bias + mask))  one kernel: a program holds all heads of a query row
+               O = W V                                 one batched product
+    backward   S = Q K^T, G = dO V^T                   two batched products
+               S -> dS, G -> W, dP_l, dP_w             one kernel, in place, from the row statistics that forward kept
+               dQ = dS K, dK += dS^T Q, dV += W^T dO   three batched products
+
+Each program writes its own part of dP_l and dP_w, summed afterwards in one order: no atomics, so results repeat.
+
+Why not one kernel for it all: P_w mixes weights that are normalised already, so such a kernel computes every logit
+twice (in the backward pass three times), and the h * rows * d outputs that it holds in registers allow about 32 rows
+at h * d = 1024: keys and values are then read n / 32 times. Here a workspace is written and read instead.
+
+Sources: arXiv 2003.02436, section 3 (the formula); 2205.14135 (recomputation from row statistics).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .attention_operands import Operands
+from .blocked_attention import add_bias_gradient, group
+from .triton_kernels import backward_kernel, forward_kernel, triton
+
+__all__ = ["allows_tf32", "covers_device", "is_supported", "triton_backward", "triton_forward"]
+
+WORKSPACE_BYTES = 64 * 2**20  # of each workspace: scores, weights and, for a trained bias, its gradient
+MAX_HEADS = 64
+NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
+
+
+def is_supported(operands: Operands) -> bool:
+    """Say whether this path covers these inputs; never raises."""
+    query, key, value, *others = operands[:7]
+    if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if operands.reach is not None or not covers_device(query.device):
+        return False
+    tensors = [t for t in (key, value, *others) if t is not None]
+    if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    projections = [p for p in (operands.logits_proj, operands.weights_proj) if p is not None]
+    heads = [operands.heads_in, *(size for projection in projections for size in projection.shape)]
+    # The dropout mask is numbered by 32-bit positions in [n, m]; a grid's second axis has at most 65535 programs.
+    return (
+        max(heads) <= MAX_HEADS
+        and min(*query.shape, *key.shape, *value.shape) > 0
+        and query.shape[2] * key.shape[2] < 2**31
+        and query.shape[0] < 2**16
+    )
+
+
+@torch.compiler.assume_constant_result
+def covers_device(device: torch.device) -> bool:
+    """Say whether the kernels can run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
+    if triton is None:
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    knobs = getattr(triton, "knobs", None)
+    return knobs is not None and knobs.runtime.interpret
+
+
+def allows_tf32() -> bool:
+    """Say whether torch may round the factors of float32 products on a GPU to TF32."""
+    # Once the newer of torch's two switches was used, reading the older one raises.
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
+def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (batch slice, query slice): whole sequences while they fit the workspace, else even parts of one."""
+    fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
+    if fitting >= rows:
+        step = max(1, min(batches, fitting // rows))
+        step = -(-batches // -(-batches // step))
+        for batch in range(0, batches, step):
+            yield slice(batch, min(batch + step, batches)), slice(0, rows)
+        return
+    parts = -(-rows // fitting)
+    step = min(fitting, -(-rows // (16 * parts)) * 16) if fitting >= 32 else fitting
+    for batch in range(batches):
+        for row in range(0, rows, step):
+            yield slice(batch, batch + 1), slice(row, min(row + step, rows))
+
+
+def _pad(heads: int) -> int:
+    return max(16, triton.next_power_of_2(heads))  # tl.dot takes no smaller block
+
+
+class _TritonCall:
+    """The sizes, strides and compile-time choices of one call, worked out once for forward and backward alike."""
+
+    def __init__(self, operands: Operands):
+        query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, _ = operands
+        # Dot products are stored in the queries' dtype: those of float16 could overflow before they are scaled.
+        self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
+        query = query if self.query_scaling == 1.0 else query * self.query_scaling
+        self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
+        self.batches, _, self.length, _ = query.shape
+        self.memory = key.shape[2]
+        self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
+        self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
+        self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
+        self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
+        self.scaling = scaling / self.query_scaling
+        full = (self.batches, self.heads, self.length, self.memory)
+        self.bias = None if bias is None else bias.expand(full)
+        kind = NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
+        self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
+        self.constants: dict[str, Any] = {
+            "HEADS_IN": self.heads_in,
+            "HEADS": self.heads,
+            "HEADS_OUT": self.heads_out,
+            "PAD_IN": _pad(self.heads_in),
+            "PAD": _pad(self.heads),
+            "PAD_OUT": _pad(self.heads_out),
+            "MIX_LOGITS": logits_proj is not None,
+            "MIX_WEIGHTS": weights_proj is not None,
+            "BIAS": bias is not None,
+            "MASK": kind,
+            "MASK_PER_HEAD": mask is not None and mask.dim() == 4 and mask.shape[1] > 1,
+            "CAUSAL": is_causal,
+            "DROPOUT": seed is not None,
+            "PRECISION": "tf32" if allows_tf32() else "ieee",
+        }
+
+    def widest(self) -> int:
+        return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
+
+    def chunks(self) -> Iterator[tuple[slice, slice, int]]:
+        """Yield the batch slice, the query slice and the number of keys that these queries can reach."""
+        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.memory * self.query.element_size()
+        for batch, row in _chunks(self.batches, self.length, bytes_per_row):
+            yield batch, row, min(self.memory, row.stop) if self.is_causal else self.memory
+
+    def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        size = 0
+        for batch, row, memory in self.chunks():
+            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(memory))
+        return torch.empty(size * heads, dtype=dtype, device=self.query.device)
+
+    def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, memory: int, settings: dict) -> None:
+        rows = row.stop - row.start
+        bias_strides = (0,) * 4 if self.bias is None else self.bias.stride()
+        mask_strides = (0,) * 4 if self.mask is None else self.mask.stride()
+        with torch.cuda.device_of(self.query):  # a launch goes to the current device, whichever its tensors are on
+            kernel[(rows, batch.stop - batch.start)](
+                *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
+                self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.memory, _row_size(memory),
+                *bias_strides, *mask_strides, **self.constants, **settings,
+            )  # fmt: skip
+
+
+def _row_size(memory: int) -> int:
+    return -(-memory // 16) * 16  # rows that start at a multiple of 32 bytes
+
+
+def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, memory: int) -> torch.Tensor:
+    size = _row_size(memory)
+    return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+
+
+def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    # [b, h, r, x] by [b, k, m, x] into [b, h, r, >= m]: the rows of a group's heads stand below each other.
+    out = group(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
+
+
+def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    # [b, h, r, >= m] by [b, k, m, x] to [b, h, r, x]
+    rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    return rows.view(*weights.shape[:3], -1)
+
+
+def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, memory: int) -> torch.Tensor:
+    # [b, h, r, >= m] by [b, h, r, x] to [b, k, m, x], summed over the heads of a group
+    weights = group(weights, kv_heads)[..., :memory]
+    return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
+
+
+def _forward_settings(call: _TritonCall) -> dict:
+    # A row that fits the registers is read once; a longer one twice, in blocks. Loads run ahead of the
+    # arithmetic only where they are few: consumer cards have 99 KB of shared memory.
+    exact = call.query.dtype == torch.float32
+    many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
+    budget = 32768 // (2 if call.seed is not None or many_loads else 1) // (4 if exact else 1)
+    block = max(16, triton.next_power_of_2(call.memory))
+    one_block = block * call.widest() <= budget
+    block = block if one_block else max(16, budget // 2 // call.widest())
+    warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
+    if _spills(call):
+        block, warps = min(block, 32), 8
+        one_block = block >= call.memory
+    stages = 1 if exact or many_loads else 2
+    return {"BLOCK": block, "ONE_BLOCK": one_block, "num_warps": warps, "num_stages": stages}
+
+
+def _backward_settings(call: _TritonCall) -> dict:
+    exact = call.query.dtype == torch.float32
+    block = min(max(16, triton.next_power_of_2(call.memory)), max(16, (512 if exact else 2048) // call.widest()))
+    return {"BLOCK": block, "num_warps": 8 if _spills(call) else 4, "num_stages": 1 if exact else 2}
+
+
+def _spills(call: _TritonCall) -> bool:
+    # Exact float32 mixes of 64 heads unroll into more than a thread's registers: up to 7 KB of stack at four warps
+    # (benchmarks/triton_resources.py). Smaller blocks and eight warps hold them.
+    return call.query.dtype == torch.float32 and call.widest() > 32
+
+
+def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return talking-heads attention [b, n, h_v, d_v], and each row's softmax statistics [2, b, h, n]."""
+    call = _TritonCall(operands)
+    output = operands.new_output()
+    statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
+    workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
+    settings = _forward_settings(call)
+    for batch, row, memory in call.chunks():
+        sizes = batch.stop - batch.start, row.stop - row.start
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
+        _times_transposed(call.query[batch, :, row], call.key[batch, :, :memory], scores)
+        call.launch(forward_kernel, (scores, weights, *statistics), batch, row, memory, settings)
+        output[batch, row] = _times(weights, call.value[batch, :, :memory]).transpose(1, 2)
+    return output, statistics
+
+
+def triton_backward(
+    d_output: torch.Tensor, statistics: torch.Tensor, wants_bias: bool, operands: Operands
+) -> list[torch.Tensor]:
+    """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj; empty where none is due.
+
+    Arguments as for the blocked path, with this path's statistics.
+    """
+    call = _TritonCall(operands)
+    d_output = d_output.transpose(1, 2).contiguous()  # [b, h_v, n, d_v]
+    dtype, device = call.query.dtype, call.query.device
+    d_query = torch.empty_like(call.query)
+    d_key, d_value = (torch.zeros_like(t, dtype=torch.float32) for t in (call.key, call.value))
+    d_projs = [
+        torch.zeros(p.shape if p is not None else 0, dtype=torch.float32, device=device)
+        for p in (call.logits_proj, call.weights_proj)
+    ]
+    d_bias = torch.empty(0, device=device)
+    if wants_bias and operands.position_bias is not None:
+        d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
+        bias_workspace = call.workspace(call.heads, torch.float32)
+    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
+    settings = {**_backward_settings(call), "D_BIAS": wants_bias}
+    for batch, row, memory in call.chunks():
+        sizes = batch.stop - batch.start, row.stop - row.start
+        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], memory)
+        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], memory)
+        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], memory) if wants_bias else None
+        parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
+                 for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
+        query, key, value = call.query[batch, :, row], call.key[batch, :, :memory], call.value[batch, :, :memory]
+        _times_transposed(query, key, scores)
+        _times_transposed(d_output[batch, :, row], value, weights)
+        call.launch(backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, memory, settings)
+        d_query[batch, :, row] = _times(scores, key)
+        d_key[batch, :, :memory] += _transposed_times(scores, query, key.shape[1], memory)
+        d_value[batch, :, :memory] += _transposed_times(weights, d_output[batch, :, row], value.shape[1], memory)
+        for total, part in zip(d_projs, parts, strict=True):
+            if part is not None:
+                total += part.sum(0)
+        if d_logits is not None:
+            add_bias_gradient(d_bias, d_logits[..., :memory], batch, row)
+    if call.query_scaling != 1.0:
+        d_query *= call.query_scaling
+    return [d_query, d_key.to(dtype), d_value.to(dtype), d_bias, *d_projs]

@@ -1,0 +1,59 @@
+"""What our functions read of an attention: its heads, and what type checkers are to know of it."""
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = ["AttentionHeads", "VariantAttention", "implementation_of", "wants_weights"]
+
+
+class AttentionHeads(NamedTuple):
+    """The head counts of one attention, and the rank of its latent."""
+
+    query: int  # h_k
+    key: int  # k
+    value: int  # of the value projection: k, or h_v where each query head has a key head of its own
+    softmax: int  # h
+    output: int  # h_v, which the output projection reads
+    head_dim: int  # d
+    rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
+
+
+class VariantAttention(nn.Module):
+    """An attention of upstream's with `AttentionVariantMixin`; nothing is made of this class, which says types alone.
+
+    What upstream's constructors set is `Any`: each host's is another.
+    """
+
+    config: Any
+    dropout: Any
+    is_causal: Any
+    layer_idx: Any
+    num_key_value_groups: Any
+    scaling: Any
+    _is_hf_initialized: bool
+
+    heads: AttentionHeads
+    projection_names: tuple[str, ...]
+    dynamic_names: tuple[str, ...]
+    keeps_cache: bool
+    implementation: str
+    is_own: bool
+    kv_a_proj: nn.Module  # where the latent is smaller than the input
+    reach: Any  # a `Reach`, `BlockPattern` or `TransientGlobal`; None: all is read
+    score: Any  # an `AdditiveScore`; None: the dot product
+    compression: Any  # a `MemoryCompression`; None: keys and values are a token's
+    padding_rule: int
+    kernel: Any  # an `AttentionKernel`; None: a softmax
+
+
+def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
+    """Say whether a call of `module` asks for its attention weights, by itself or by the configuration."""
+    asked = kwargs.get("output_attentions")
+    # The field behind the property, here and below: properties of a configuration cost microseconds a layer and step.
+    return bool(module.config._output_attentions if asked is None else asked)
+
+
+def implementation_of(module: VariantAttention) -> str:
+    """Return the registered name of the attention implementation that `module` is configured for."""
+    return module.config._attn_implementation_internal
