@@ -1,8 +1,9 @@
 """Attention without a softmax, by its formulas: the executable specification of the kernels.
 
 Sources: linear attention 2006.16236 (its features elu + 1, and the recurrence), hedgehog 2402.04347, FAVOR+ 2009.14794
-(Performer), random feature attention 2103.02143, LoLCATs 2410.10254, Linformer 2006.04768. Letters as in `reference`:
-b batch, h heads, n query length, m memory length, k size of a head; r random vectors (of Linformer, rows), F features.
+(Performer), random feature attention 2103.02143, cosFormer 2202.08791 (its relu), LoLCATs 2410.10254, Linformer
+2006.04768. Letters as in `reference`: b batch, h heads, n query length, m memory length, k size of a head; r random
+vectors (of Linformer, rows), F features.
 Here weights are made, one query's at a time or all of them, so that nothing is shared with the package's sums.
 """
 
@@ -17,6 +18,7 @@ __all__ = [
     "kernel_attention",
     "kernel_attention_recurrent",
     "linformer_attention",
+    "relu_features",
     "rfa_features",
 ]
 
@@ -24,6 +26,11 @@ __all__ = [
 def elu_features(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1 (2006.16236, equation 7): x [..., k] -> [..., k]."""
     return torch.where(x > 0, x + 1, x.exp())
+
+
+def relu_features(x: Tensor) -> Tensor:
+    """phi(x) = max(x, 0) (2202.08791, section 3.2, without its weights by distance): x [..., k] -> [..., k]."""
+    return torch.where(x > 0, x, 0)
 
 
 def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The rooms of the package: who may import whom, what starts light, how long files and functions are."""
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -24,6 +25,8 @@ ORDER = (
     ("front doors",),
 )
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", "attn_variants")
+# The same of the rooms in modeling/; what stands beside them is below all.
+MODELING = ("beside", "ops", "mechanisms", "fields", "attention", "hosts")
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 # Triton kernels: parts of them would take 25 arguments each, and none has run on a GPU yet.
@@ -142,6 +145,47 @@ def test_no_module_imports_itself_through_others():
 
 def test_no_room_imports_one_above_it():
     assert not arrows_upward(IMPORTS), "\n".join(arrows_upward(IMPORTS))
+
+
+def test_the_rooms_of_modeling_import_downwards():
+    def level(name):
+        parts = name.split(".")
+        return MODELING.index(parts[2]) if len(parts) > 3 else 0
+
+    inside = {name for name in IMPORTS if name.startswith(f"{PACKAGE}.modeling.")}
+    pairs = [(name, other) for name in inside for other in IMPORTS[name] & inside]
+    assert not [f"{name} imports {other}" for name, other in pairs if level(other) > level(name)]
+    assert {level(name) for name in inside} == {*range(len(MODELING))}
+
+
+def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
+    """In a repository a room is one file."""
+    rooms = {}
+    for name in IMPORTS:
+        if name.startswith(f"{PACKAGE}.modeling.") and len(parts := name.split(".")) > 3 and parts[2] != "hosts":
+            rooms.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
+    found = []
+    for room, files in rooms.items():
+        for name in set().union(*files) - {"__all__", "logger"}:
+            meanings = {id(each[name]): each[name] for each in files if name in each}
+            if len(meanings) > 1 and not re.fullmatch(r"__\w+__", name):
+                found.append(f"{room}: {name}: {list(meanings.values())}")
+    assert not found, "\n".join(found)
+
+
+def test_kernels_are_named_in_their_file_and_the_table_alone():
+    """What else has to be known of a kernel, its class says."""
+    from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+
+    assert [kernel_class(name).name for name in KERNELS] == [*KERNELS]
+    found = []
+    for name, path in MODULES.items():
+        own = path.name == "kernel_table.py" or path.name.endswith("_kernel.py")
+        nodes = () if own or ".reference" in name else ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found += [
+            f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in KERNELS
+        ]
+    assert not found, "\n".join(found)
 
 
 def test_the_checks_find_what_is_wrong(tmp_path):

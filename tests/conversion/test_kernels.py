@@ -14,7 +14,7 @@ from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_
 
 pytestmark = pytest.mark.cross_product
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
+KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 
 def fields_of(kernel):

@@ -160,18 +160,8 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
 def test_travelling_files_import_only_torch_transformers_and_siblings(path):
     siblings = {each.stem for each in TRAVELLING}
     guarded = {"triton"}
-    standard = {
-        "abc",
-        "collections",
-        "contextlib",
-        "contextvars",
-        "copy",
-        "dataclasses",
-        "difflib",
-        "dis",
-        "functools",
-    }
-    standard |= {"inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
+    standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
+    standard |= {"functools", "inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]
@@ -207,15 +197,15 @@ def test_what_travels_stands_side_by_side(tmp_path):
 
     names = [path.name for path in TRAVELLING]
     assert len(names) == len(set(names))
-    reached = set()
+    travelled = ""
     for config_class in CONFIG_CLASSES:
         files = code_files("configuration_attn_variants", config_class.modeling_file)
         write_code(tmp_path, config_class.modeling_file)
-        reached |= files.keys()
+        travelled += "".join(files.values())
         for name, text in files.items():
             assert text == (tmp_path / name).read_text(encoding="utf-8")
             assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
-    assert reached == set(names)
+    assert not [path.name for path in TRAVELLING if path.read_text().partition("\n")[0] not in travelled]
     assert not code_files("a_file_of_somebody_elses")
 
 

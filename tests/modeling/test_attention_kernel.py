@@ -18,7 +18,7 @@ from hf_attn_variants.modeling.ops import causal_sums
 pytestmark = pytest.mark.cross_product
 
 LENGTH = 11
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
+KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
 BART = ENCODER_DECODERS[0]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cross_product
 HEADS, D, SCALING = 4, 6, 0.4
 # Of rfa sums of weights may be near zero, and what is divided by them far from rounding's usual size.
 TOLERANCE = {"rfa": 3e-4}
-KERNELS = ("elu", "hedgehog", "favor", "rfa")
+KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -68,8 +68,8 @@ def by_formula(module, states, padding, causal=False):
     exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *learned(module))]
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
-    if name == "elu":
-        phi_q, phi_k = reference_linear.elu_features(Q), reference_linear.elu_features(K)
+    if name in ("elu", "relu"):
+        phi_q, phi_k = map(getattr(reference_linear, f"{name}_features"), (Q, K))
     elif name == "hedgehog":
         phi_q, phi_k = (reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), parameters, strict=True))
     elif name == "favor":

@@ -32,7 +32,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head of each architecture stands for the others where only the attention matters.
 BASE = BASE_HEADS
 # Files that travel with an architecture, beside those of all.
-FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["encoder_decoder_mixins.py", "t5_family.py", "transient_global.py"]}
+FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["t5_family.py"]}
 
 
 def outputs(model, batch, **kwargs):

@@ -75,9 +75,9 @@ class AttnVariantModelMixin(_Model):
         # Saving needs to know which Auto class a class answers to, one that is derived from ours as well; the
         # configuration says so once.
         names = {base.__name__ for base in cls.__mro__}
-        for auto_class, name in getattr(cls.config_class, "auto_classes", {}).items():
-            if name in names:
-                cls.register_for_auto_class(auto_class)
+        auto_classes = getattr(cls.config_class, "auto_classes", {})
+        if (auto_class := next((each for each, name in auto_classes.items() if name in names), None)) is not None:
+            cls.register_for_auto_class(auto_class)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

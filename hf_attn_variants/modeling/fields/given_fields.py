@@ -28,7 +28,6 @@ __all__ = [
     "reading",
     "settled_format",
     "without_replaced",
-    "without_repository",
     "wrong_name",
 ]
 
@@ -233,8 +232,3 @@ def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str
     if "talking_heads_dynamic" not in fields or keeps_cache(values.get("talking_heads_dynamic")):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
-
-
-def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
-    """Return an `auto_map` without the repository that it was read from, which files saved anew are not in."""
-    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}

@@ -36,7 +36,7 @@ class KernelFields(_Config):
 
     Args:
         attention_kernel: what self-attention (of an encoder-decoder: the decoder's) has in the place of a softmax, so
-            that time and memory are linear in the length: None (a softmax), "elu", "hedgehog", "favor", "rfa",
+            that time and memory are linear in the length: None (a softmax), "elu", "relu", "hedgehog", "favor", "rfa",
             "hybrid", which has a softmax within `attention_window`, or, of encoders, "linformer". By layer None = the
             layer has a softmax.
         attention_kernel_features: the width of hedgehog's learned maps, the number of favor's and rfa's random

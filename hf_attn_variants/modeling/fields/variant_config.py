@@ -6,13 +6,11 @@ attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), slid
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
 from ..peft_tables import tell_peft
-from ..travel import lies_in_a_room, write_code
 from ..upstream_checks import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
 from .field_checks import (
@@ -39,12 +37,12 @@ from .given_fields import (
     reading,
     settled_format,
     without_replaced,
-    without_repository,
     wrong_name,
 )
 from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
+from .saved_config import SavedWithCode
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -53,7 +51,7 @@ check_configurations()
 
 # Without a __repr__ of its own, which would stand before upstream's and leave out upstream's fields.
 @dataclass(kw_only=True, repr=False)
-class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
+class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     """The fields of the attention variants; listed before an upstream configuration class among the bases.
 
     Args:
@@ -90,8 +88,6 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
     """
 
     upstream_model_types: ClassVar[tuple[str, ...]] = ()
-    modeling_file: ClassVar[str] = ""
-    auto_classes: ClassVar[dict[str, str]] = {}
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
     head_dim_field: ClassVar[str | None] = None
@@ -375,34 +371,6 @@ class AttnVariantConfigMixin(BlockPatternFields, KernelFields):
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
         tell_peft(type(self))
         return super().to_dict()
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class as upstream does, but one of ours: then upstream would copy its code, which we write."""
-        if not lies_in_a_room(cls):
-            super().register_for_auto_class(auto_class)
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """Save as upstream does, and beside it the code that `auto_map` points to.
-
-        A tokenizer's class is left to tokenizer_config.json: where no tokenizer is saved, `AutoTokenizer` would make
-        one of that class to which every word is unknown, and say nothing.
-        """
-        names = ("auto_map", "tokenizer_class")
-        kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
-        self.__dict__.pop("tokenizer_class", None)
-        try:
-            super().save_pretrained(save_directory)
-            write_code(save_directory, "configuration_attn_variants", self.modeling_file)
-        finally:
-            self.__dict__.update(kept)
-        if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
-
-    def _own_auto_map(self) -> dict[str, str]:
-        own = {"AutoConfig": f"configuration_attn_variants.{type(self).__name__}"}
-        return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
 
 
 def can_cache(config: Any) -> bool:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "PREFIXES", "drawn_names", "kernel_class", "kernel_of", "kernels_of", "learned_names"]
 
-KERNELS = ("elu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
+KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 # What the field's name has before it: of self-attention (an encoder-decoder's decoder), its encoder, cross-attention.
 PREFIXES = ("", "encoder_", "cross_")
 
@@ -21,9 +21,10 @@ def kernel_class(name: str) -> "type[AttentionKernel]":
     from .hedgehog_kernel import Hedgehog
     from .hybrid_kernel import Hybrid
     from .linformer_kernel import Linformer
+    from .relu_kernel import Relu
     from .rfa_kernel import Rfa
 
-    return {each.name: each for each in (Elu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
+    return {each.name: each for each in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
 
 
 def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
