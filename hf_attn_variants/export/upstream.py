@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from .. import modeling
 from ..files import CARD_NAME, GENERATED_CARD
 from ..inspection.costs import variant_config
+from ..modeling.travel import travelling_names
 from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OWN_CODE", "source_model", "travels_without_code", "upstream_architecture", "upstream_config"]
 
-OWN_CODE = {path.name for path in Path(modeling.__file__).parent.rglob("*.py")} - {"__init__.py"}
+OWN_CODE = travelling_names()
 # Beside the key/value heads and ranks of a variant's configuration, upstream's has none of these.
 NOT_UPSTREAMS = ("auto_map", "model_type", "transformers_version")
 

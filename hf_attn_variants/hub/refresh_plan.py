@@ -14,10 +14,9 @@ from typing import Any
 from huggingface_hub import HfApi
 from packaging.version import InvalidVersion, Version
 
-from .. import modeling
 from ..conversion.checkpoint.source import local_folder, read_config, resolve_source
 from ..files import CARD_NAME, CONFIG_NAME, PICKLE_SUFFIXES, REFRESH_PREFIX, load_json
-from ..modeling.travel import code_files
+from ..modeling.travel import code_files, travelling_names
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import variant_config_class
 from .card import refreshed_card
@@ -25,7 +24,6 @@ from .refresh_config import with_auto_map
 
 __all__ = ["KINDS", "FileChange", "RefreshPlan", "Repository", "make_plan", "read_repository", "what_changes_meaning"]
 
-MODELING = Path(modeling.__file__).parent
 VERSION_FILE = "variant_names.py"
 # Digests of the files that released versions wrote: {version: {file: the first 16 digits of its sha256}}.
 RELEASED = Path(__file__).with_name("released_code.json")
@@ -288,7 +286,7 @@ def _saved_before(config: Mapping[str, Any], version: Version) -> bool:
 def _known_names() -> set[str]:
     """Return the names of all files that today's code or a released version has."""
     released = (name for files in load_json(RELEASED).values() for name in files)
-    return {*released, *(path.name for path in MODELING.rglob("*.py"))} - {"__init__.py"}
+    return {*released, *travelling_names()}
 
 
 def _names_of(version: str | None) -> set[str]:

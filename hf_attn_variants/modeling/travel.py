@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["code_files", "lies_in_a_room", "write_code"]
+__all__ = ["code_files", "lies_in_a_room", "travelling_names", "write_code"]
 
 HERE = Path(__file__).parent
 # Hosts travel as they are: of each repository one.
@@ -73,11 +73,20 @@ def write_code(folder: str | Path, *modules: str) -> None:
         (Path(folder) / name).write_bytes(text.encode())
 
 
+def travelling_names() -> set[str]:
+    """Return the names of all files that some repository has."""
+    return {f"{_travels_in(path)}.py" for path in HERE.rglob("*.py")} - {"__init__.py"}
+
+
 def _read(path: Path) -> _File:
     text = path.read_bytes().decode()
+    return _File(text, list(_imports(ast.parse(text))), _travels_in(path))
+
+
+def _travels_in(path: Path) -> str:
     room = path.relative_to(HERE).parts[0]
-    is_joined = path.parent != HERE and room not in NOT_JOINED
-    return _File(text, list(_imports(ast.parse(text))), f"attn_variants_{room}" if is_joined else path.stem)
+    is_joined = path.parent != HERE and path.stem != "__init__" and room not in NOT_JOINED
+    return f"attn_variants_{room}" if is_joined else path.stem
 
 
 def _imports(tree: ast.AST, is_needed: bool = True) -> Iterator[_Import]:

@@ -220,7 +220,7 @@ def test_metadata_that_the_hub_refuses_stops_the_push(folder, hub, api):
             "safetensors",
         ),
         (lambda f: (f / "model.safetensors").unlink(), OSError, "holds neither"),
-        (lambda f: (f / "variant_mixins.py").unlink(), OSError, "has no variant_mixins.py"),
+        (lambda f: (f / "attn_variants_ops.py").unlink(), OSError, "has no attn_variants_ops.py"),
         (lambda f: (f / "config.json").unlink(), OSError, "config.json"),
     ],
 )

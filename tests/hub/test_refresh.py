@@ -63,7 +63,8 @@ def visible(folder):
 
 
 def of_today(files):
-    own = code_files(*(path.stem for path in MODELING.rglob("*.py")))
+    host = json.loads(files["config.json"])["model_type"].removeprefix("attn_variant_")
+    own = code_files("configuration_attn_variants", f"modeling_attn_variant_{host}")
     return all(content.decode() == own[name] for name, content in files.items() if name.endswith(".py"))
 
 
@@ -88,7 +89,8 @@ def test_in_place_the_code_is_todays_and_the_rest_is_as_it_was(old):
     kept = {name: content for name, content in contents(backup).items() if name != "refresh.json"}
     assert kept == {n: c for n, c in before.items() if n in kept} and "config.json" in kept
     changed = {each.name for each in result.changes if each.kind == "changed"}
-    assert {"variant_names.py", "README.md"} <= changed == kept.keys() - {"config.json"}
+    changed |= {each.name for each in result.changes if each.kind == "removed"}
+    assert {"variant_names.py", "README.md", "attention_variants.py"} <= changed == kept.keys() - {"config.json"}
     assert json.loads((backup / "refresh.json").read_text())["changed"] == [
         each.name for each in result.changes if each.kind == "changed"
     ]
@@ -152,7 +154,7 @@ def test_a_dry_run_lists_every_file_and_writes_nothing(old, capsys):
     assert run_script(lambda: main(parse_args([str(old), "--dry_run"]))) == 0
     printed = capsys.readouterr().out
     assert re.search(r"changed +\+\d+ +-\d+  variant_names.py", printed)
-    assert re.search(r"added +\+\d+ +-0  flex_windows.py", printed)
+    assert re.search(r"added +\+\d+ +-0  attn_variants_ops.py", printed)
     assert "Dry run: nothing was written." in printed
     assert {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in old.rglob("*")} == before
 
@@ -221,8 +223,8 @@ def test_files_of_former_versions_go_and_other_peoples_stay(old, monkeypatch):
 
 
 def test_a_file_of_somebody_elses_is_not_overwritten(old):
-    (old / "flex_windows.py").write_text("mine = 1\n")
-    refused(old, "flex_windows.py is not of the code of 0.1.0, which does not import it")
+    (old / "attn_variants_ops.py").write_text("mine = 1\n")
+    refused(old, "attn_variants_ops.py is not of the code of 0.1.0, which does not import it")
 
 
 def test_what_somebody_edited_in_our_code_is_said(old):

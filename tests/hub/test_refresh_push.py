@@ -33,7 +33,7 @@ def test_what_changed_is_one_commit_on_the_one_that_was_read(repository, hub, ap
     result = refresh_repository("me/t5", push_to_hub=True, api=api)
     after = hub.files("me/t5")
     assert len(repository.log) == 2 and result.pushed.commit == hub.head("me/t5")
-    assert of_today(after) and "flex_windows.py" in after
+    assert of_today(after) and "attn_variants_ops.py" in after
     assert {n: c for n, c in after.items() if not n.endswith(".py")} == {
         n: c for n, c in before.items() if not n.endswith(".py")
     }

@@ -37,7 +37,7 @@ DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w"
 MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
 # What names of one stack's fields, or of cross-attention's, begin with; and how many letters a name may be off.
-PREFIXES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
+STACK_NAMES, MOST_EDITS = ("encoder_", "decoder_", "cross_"), 2
 # How other configurations write the words of our fields; a number and T5's sides may be said or left out.
 OTHER_WORDS = {"kv": "key_value", "groups": "heads", "group": "heads"}
 FREE_WORDS = {"num", "n", "encoder", "decoder"}
@@ -48,12 +48,12 @@ ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
 def nearest(name: str, fields: Iterable[str]) -> str | None:
     """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none.
 
-    It may have a stack's name before it (`PREFIXES`), be one or two letters off, or be made of the same words. A word
+    It may have a stack's name before it (`STACK_NAMES`), be one or two letters off, or be made of the same words. A word
     that stands in no field makes it another name ("num_cls_heads").
     """
     fields = list(fields)
     _, bare = without_prefix(name.lower(), fields)
-    for prefixes in (("",), PREFIXES):  # a field first, then one with a stack's name before it
+    for prefixes in (("",), STACK_NAMES):  # a field first, then one with a stack's name before it
         pairs = [(each, prefix + field) for each in (name.lower(), bare) for prefix in prefixes for field in fields]
         edits = [_edits(*pair) for pair in pairs]
         if min(edits) <= MOST_EDITS:
@@ -77,7 +77,7 @@ def nearest(name: str, fields: Iterable[str]) -> str | None:
 def without_prefix(name: str, fields: Iterable[str]) -> tuple[str, str]:
     """Return the prefixes before a name, as many as it takes for one of `fields`, else all; and what is behind."""
     bare = name
-    while bare not in fields and (prefix := next((each for each in PREFIXES if bare.startswith(each)), None)):
+    while bare not in fields and (prefix := next((each for each in STACK_NAMES if bare.startswith(each)), None)):
         bare = bare.removeprefix(prefix)
     return name.removesuffix(bare), bare
 
