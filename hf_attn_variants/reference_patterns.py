@@ -18,6 +18,7 @@ from .reference import attention_core, masked_softmax
 
 __all__ = [
     "keys_by_stride",
+    "keys_in_dilated_block",
     "keys_in_local_block",
     "keys_in_random_blocks",
     "keys_in_window",
@@ -125,6 +126,11 @@ def keys_of_fixed_pattern(
 def keys_in_local_block(i: int, n: int, *, block: int, causal: bool = False) -> list[int]:
     """The positions that position i of n reads where the text is cut into blocks (1801.10198, 4.2.4)."""
     return _read(i, {j for j in range(n) if j // block == i // block}, set(), None, causal)
+
+
+def keys_in_dilated_block(i: int, n: int, *, block: int, step: int, causal: bool = False) -> list[int]:
+    """The positions that position i of n reads: of its block those a multiple of `step` away (2307.02486, 3.1)."""
+    return _read(i, {j for j in range(n) if j // block == i // block and (j - i) % step == 0}, set(), None, causal)
 
 
 def keys_in_random_blocks(

@@ -173,18 +173,17 @@ def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
     assert not found, "\n".join(found)
 
 
-def test_kernels_are_named_in_their_file_and_the_table_alone():
-    """What else has to be known of a kernel, its class says."""
-    from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
-
-    assert [kernel_class(name).name for name in KERNELS] == [*KERNELS]
+@pytest.mark.parametrize("kind", ["kernel", "pattern"])
+def test_mechanisms_are_named_in_their_file_and_the_table_alone(kind):
+    """What else has to be known of one, its class says."""
+    table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
+    names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
+    assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
     found = []
     for name, path in MODULES.items():
-        own = path.name == "kernel_table.py" or path.name.endswith("_kernel.py")
+        own = path.name == f"{kind}_table.py" or path.name.endswith(f"_{kind}.py")
         nodes = () if own or ".reference" in name else ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        found += [
-            f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in KERNELS
-        ]
+        found += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
     assert not found, "\n".join(found)
 
 

@@ -16,7 +16,7 @@ from ..modeling.fields.field_checks import nearest
 from ..modeling.fields.given_fields import quietly, wrong_name
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
-from ..modeling.mechanisms.patterns.pattern_table import LEARNED_PATTERNS
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.mechanisms.talking_heads import projection_std
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules
@@ -272,7 +272,7 @@ def _check_fields(
         names = ", ".join(f"`{name}`" for name in _key_value_fields(config_class))
         raise ValueError(f"nothing to convert: give {names} or `talking_heads`.")
     asked = [each.get(f"{prefix}attention_pattern") for each in (config, given) for prefix in ("", "encoder_")]
-    if learned := [pattern for pattern in asked if pattern in LEARNED_PATTERNS]:
+    if learned := [pattern for pattern in asked if pattern in PATTERNS and pattern_class(pattern).learned]:
         raise ValueError(
             f"`attention_pattern` {learned[0]!r} has parameters that no conversion makes: load the checkpoint with "
             "it (`from_pretrained`), and train."

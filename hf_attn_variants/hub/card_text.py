@@ -7,6 +7,7 @@ from typing import Any
 from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
 from ..registration import supported_model_types, variant_config_class
 from .card_escapes import code, plain
@@ -49,16 +50,7 @@ PAPERS = {
     "latent": ("Multi-head latent attention (DeepSeek-V2)", "2405.04434"),
     "exact": ("Slim attention: keys and values from what they are made of", "2503.05840"),
     "talking": ("Talking-heads attention", "2003.02436"),
-    "sliding_window": ("Longformer: sliding windows and global tokens", "2004.05150"),
-    "random_blocks": ("BigBird: random blocks", "2007.14062"),
-    "strided": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
-    "fixed": ("Sparse Transformers: strided and fixed patterns", "1904.10509"),
-    "transient_global": ("LongT5: transient global tokens", "2112.07916"),
-    "memory_compressed": (
-        "Generating Wikipedia by summarizing long sequences: memory-compressed attention",
-        "1801.10198",
-    ),
-    "local_blocks": ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198"),
+    **{name: pattern_class(name).paper for name in PATTERNS},
     **{name: kernel_class(name).paper for name in KERNELS},
 }
 

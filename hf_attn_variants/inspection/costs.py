@@ -15,7 +15,7 @@ from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..modeling.mechanisms.patterns.pattern_table import LEARNED_PATTERNS
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
 
@@ -149,7 +149,7 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
         parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
-    if pattern not in (None, "sliding_window"):
+    if pattern is not None and "attention_block_size" in pattern_class(pattern).needed:
         parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
     elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
@@ -332,7 +332,8 @@ def _learns_by_head(config: Any) -> bool:
     """Say whether its heads have parameters of their own beside their maps, which no conversion merges or drops."""
     values = {getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())}
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
-    return config.score_function is not None or not values.isdisjoint({*by_head, *LEARNED_PATTERNS})
+    by_head += [name for name in PATTERNS if pattern_class(name).learned]
+    return config.score_function is not None or not values.isdisjoint(by_head)
 
 
 def _itemsize(dtype: str) -> int:

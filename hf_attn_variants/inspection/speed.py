@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
+from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
 from .agreement import check_cache, check_upstream
@@ -314,7 +315,7 @@ def _windows_and_kernels(field: str, windows: Sequence[int], kernels: Sequence[s
         if kernel_class(kernel).reads_window and not windows:
             raise ValueError(f"a {kernel} reads a window by a softmax: give `attention_window` too.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
-    found = [{f"{prefix}attention_pattern": "sliding_window", **size} for size in sizes]
+    found = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
         by_size = sizes if kernel_class(kernel).reads_window else [{}]
         found += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]

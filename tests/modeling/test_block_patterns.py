@@ -12,6 +12,8 @@ from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 from hf_attn_variants import convert, reference, reference_patterns
 from hf_attn_variants.modeling.mechanisms.patterns import scattered_attention
 from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern
+from hf_attn_variants.modeling.mechanisms.patterns.local_blocks_pattern import LocalBlocks
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import pattern_class
 from hf_attn_variants.modeling.mechanisms.patterns.scattered_attention import attend_in_blocks
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from hf_attn_variants.modeling.ops.window_blocks import as_full_attention
@@ -41,6 +43,10 @@ PATTERNS = {
     "local_blocks": (
         {"attention_block_size": 5},
         [partial(reference_patterns.keys_in_local_block, block=5)],
+    ),
+    "dilated_blocks": (
+        {"attention_block_size": 7, "attention_dilation": 3},
+        [partial(reference_patterns.keys_in_dilated_block, block=7, step=3)],
     ),
 }
 EVERY_PATTERN = pytest.mark.parametrize("name", PATTERNS)
@@ -73,7 +79,7 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
 
 def pattern_of(name, causal, layer=0, **fields):
     config = BERT.config("mha", **fields_of(name), **fields)
-    return BlockPattern.of(config, "", HEADS, layer, causal)
+    return pattern_class(config.attention_pattern).reach(config, "", HEADS, layer, causal)
 
 
 @EVERY_PATTERN
@@ -171,7 +177,7 @@ def test_no_tensor_of_the_blocks_grows_with_the_square_of_the_length():
         leaves, padding = make_call(n)
         attend = partial(fused_attention, scaling=0.4)
         with LargestTensor() as largest:
-            pattern = BlockPattern("local_blocks", 32)
+            pattern = BlockPattern(LocalBlocks, 32)
             attend_in_blocks(attend, pattern, leaves[:3], padding[:, None, None], leaves[3]).sum().backward()
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0] and sizes[1] < 2048 * 2048 / 8

@@ -7,7 +7,7 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import reference_patterns
-from hf_attn_variants.modeling.mechanisms.patterns.memory_compression import MemoryCompression
+from hf_attn_variants.modeling.mechanisms.patterns.compressed_pattern import MemoryCompression
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 
 pytestmark = pytest.mark.cross_product

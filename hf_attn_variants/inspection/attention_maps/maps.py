@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from ...modeling.attention.attention_interface import OWN_FUNCTIONS, eager_attention_forward
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.patterns.memory_compression import compressing
+from ...modeling.mechanisms.patterns.compressed_pattern import compressing
 from ...modeling.ops.reach import TransientGlobal
 from ...modeling.ops.softmax_attention import attention_with_weights
 from ...modeling.ops.variant_attention import VariantAttention

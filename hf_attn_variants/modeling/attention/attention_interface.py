@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..mechanisms.patterns.compressed_pattern import compressing
 from ..mechanisms.patterns.global_tokens import global_tokens_of, with_global_tokens_first
-from ..mechanisms.patterns.memory_compression import compressing
 from ..mechanisms.patterns.scattered_attention import attend_in_blocks, gathers
 from ..ops.flex_windows import attention_in_windows
 from ..ops.memory_efficient_attention import talking_heads_attention

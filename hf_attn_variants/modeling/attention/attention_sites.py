@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.kernel_table import kernel_of
-from ..mechanisms.patterns.block_patterns import BlockPattern
-from ..ops.reach import MAX_SIZE, Reach, TransientGlobal
+from ..mechanisms.patterns.pattern_table import pattern_class
+from ..ops.reach import Reach
 from ..ops.variant_attention import AttentionHeads
 
 __all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
@@ -85,7 +85,7 @@ class AttentionSite:
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
 
-    def reach(self, config: Any, path: str, is_causal: bool) -> Reach | BlockPattern | TransientGlobal | None:
+    def reach(self, config: Any, path: str, is_causal: bool) -> Any:
         """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
 
         Args:
@@ -98,18 +98,9 @@ class AttentionSite:
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
             # A softmax between kernels: its mask is of padding alone, as theirs are, so it knows what is later.
             return None if self.kernel(config, path, is_causal) is not None else Reach.of(None, 1, 0, is_causal)
-        if self.is_cross_attention or pattern in (None, "memory_compressed"):  # which are fewer keys, all read
+        if self.is_cross_attention or pattern is None:
             return None
-        if pattern == "transient_global":
-            window = config.layer_value(f"{prefix}attention_window", layer)
-            block = getattr(config, f"{prefix}attention_block_size")
-            return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
-        if pattern != "sliding_window":
-            return BlockPattern.of(config, prefix, self.heads(config, path).softmax, layer, is_causal)
-        window = config.layer_value(f"{prefix}attention_window", layer)
-        dilation = getattr(config, f"{prefix}attention_dilation")
-        global_tokens = getattr(config, f"{prefix}num_global_tokens")
-        return Reach.of(window, dilation, global_tokens, is_causal)
+        return pattern_class(pattern).reach(config, prefix, self.heads(config, path).softmax, layer, is_causal)
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""

@@ -21,7 +21,7 @@ from ..host_trial import try_host
 from ..mechanisms.additive_score import score_of
 from ..mechanisms.kernels.kernel_parameters import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import drawn_names
-from ..mechanisms.patterns.memory_compression import compression_of
+from ..mechanisms.patterns.compressed_pattern import compression_of
 from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
 from ..mechanisms.talking_heads import PROJECTION_KEYS
 from ..ops.padded_rows import settle_padding

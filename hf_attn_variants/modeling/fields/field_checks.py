@@ -48,8 +48,8 @@ ALIKE_WORD, ALIKE_NAME, SHARED_WORDS = 0.75, 0.92, 0.75
 def nearest(name: str, fields: Iterable[str]) -> str | None:
     """Return the one of `fields` that `name` nearly is ("num_kv_heads", "talking_head"); None if it is like none.
 
-    It may have a stack's name before it (`STACK_NAMES`), be one or two letters off, or be made of the same words. A word
-    that stands in no field makes it another name ("num_cls_heads").
+    It may have a stack's name before it (`STACK_NAMES`), be one or two letters off, or be made of the same words. A
+    word that stands in no field makes it another name ("num_cls_heads").
     """
     fields = list(fields)
     _, bare = without_prefix(name.lower(), fields)

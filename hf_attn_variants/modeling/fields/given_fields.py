@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
+from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..ops.reach import MAX_SIZE
 from ..variant_names import CONFIG_FORMAT
 from .field_checks import nearest, without_prefix
@@ -208,7 +209,7 @@ def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 def _counts_tokens(values: Mapping[str, Any]) -> bool:
     """Say whether a configuration has what counted from a padded row's beginning in format 1."""
-    counting = ("random_blocks", "fixed", "local_blocks", "memory_compressed", "transient_global")
+    counting = [name for name in PATTERNS if pattern_class(name).counts_tokens]
     kernels = [name for name in KERNELS if kernel_class(name).counts_tokens]
     if any(values.get(f"{prefix}num_global_tokens") for prefix in PREFIXES):
         return True

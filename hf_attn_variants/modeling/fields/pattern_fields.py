@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..mechanisms.patterns.pattern_table import PATTERN_FIELDS, PATTERNS, pattern_prefixes
+from ..mechanisms.patterns.pattern_table import PATTERN_FIELDS, PATTERNS, pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
@@ -58,7 +58,7 @@ def check_patterns(config: Any) -> None:
         if pattern is not None and (not isinstance(pattern, str) or pattern not in PATTERNS):
             names = ", ".join(f'"{name}"' for name in PATTERNS)
             raise ValueError(f"`{prefix}attention_pattern` must be None or one of {names}; got {pattern!r}.")
-        needed, _ = PATTERNS.get(pattern or "", ((), ()))
+        needed = () if pattern is None else pattern_class(pattern).needed
         for name, default in PATTERN_FIELDS.items():
             value = getattr(config, prefix + name)
             if name != "attention_pattern":
@@ -77,10 +77,7 @@ def check_patterns(config: Any) -> None:
                 f"and {block}."
             )
         _check_decoder(config, prefix)
-        if pattern == "memory_compressed":
-            _check_compression(config, prefix)
-        if pattern == "transient_global":
-            _check_summaries(config, prefix)
+        pattern_class(pattern).check(config, prefix)
         if config.talking_heads_dynamic:
             raise ValueError(
                 f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
@@ -95,13 +92,17 @@ def _is_kernels(config: Any, prefix: str) -> bool:
 
 
 def _check_fits(prefix: str, name: str, value: Any, default: Any, pattern: str | None) -> None:
-    if value == default or name in sum(PATTERNS.get(pattern or "", ((), ())), ()):
+    if value == default or (pattern is not None and name in _fields(pattern)):
         return
-    having = [f'"{each}"' for each, fields in PATTERNS.items() if name in sum(fields, ())]
+    having = [f'"{each}"' for each in PATTERNS if name in _fields(each)]
     raise ValueError(
         f"`{prefix}{name}` is of `{prefix}attention_pattern` {' or '.join(having)}; got {value!r} with "
         f"{prefix}attention_pattern={pattern!r}."
     )
+
+
+def _fields(pattern: str) -> tuple[str, ...]:
+    return (*pattern_class(pattern).needed, *pattern_class(pattern).optional)
 
 
 def checked_pattern_size(field: str, value: Any) -> Any:
@@ -134,34 +135,4 @@ def _check_decoder(config: Any, prefix: str) -> None:
         raise ValueError(
             "`num_global_tokens` is of encoders: a decoder's tokens read no later ones; got "
             f"{config.num_global_tokens}."
-        )
-
-
-def _check_compression(config: Any, prefix: str) -> None:
-    is_decoder = not prefix and (getattr(config, "is_decoder", False) or len(pattern_prefixes(config)) > 1)
-    has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
-    rank = getattr(config, f"{prefix}kv_lora_rank")
-    reason = None
-    if is_decoder:
-        reason = "a decoder, whose tokens read no later ones, and several are read as one"
-    elif has_bias:
-        reason = (
-            'a bias by distance, which one of several tokens has not (`position_embedding_type="sinusoidal"` has none)'
-        )
-    elif rank is not None:
-        reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
-    if reason is not None:
-        raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
-
-
-def _check_summaries(config: Any, prefix: str) -> None:
-    if not (prefix and config.makes_summaries):
-        raise ValueError(
-            f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
-            f"{config.model_type!r}."
-        )
-    if (rank := config.encoder_kv_lora_rank) is not None:
-        raise ValueError(
-            '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
-            f"{rank}."
         )

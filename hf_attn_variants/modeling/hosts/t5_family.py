@@ -15,6 +15,7 @@ from ..mechanisms.patterns.transient_global import (
     attend_with_summaries,
     summary_table,
 )
+from ..mechanisms.patterns.transient_pattern import TransientPattern
 from ..mechanisms.sinusoidal_positions import has_sinusoids
 from ..ops.reach import TransientGlobal
 from ..ops.variant_attention import AttentionHeads
@@ -104,7 +105,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         if self.has_relative_attention_bias and has_sinusoids(config):
             self.has_relative_attention_bias = False
             del self.relative_attention_bias
-        if config.encoder_attention_pattern == "transient_global" and not self.is_decoder:
+        if config.encoder_attention_pattern == TransientPattern.name and not self.is_decoder:
             add_summary_parameters(self, config, heads.softmax)
         if self.has_relative_attention_bias and heads.softmax != heads.query:
             like = self.relative_attention_bias.weight

@@ -171,7 +171,7 @@ def as_full_attention(
     bias = None if table is None else relative_bias(table, queries, keys)
     if not is_exporting() and memory > MOST_IN_A_MASK and not isinstance(reach, Reach):
         logger.warning_once(
-            f'attention_pattern={reach.kind!r} as a mask of {length} x {memory} numbers: "sdpa" without '
+            f'attention_pattern={reach.kind.name!r} as a mask of {length} x {memory} numbers: "sdpa" without '
             "`output_attentions` goes by blocks."
         )
     # Left to the function's own `is_causal`, or to a single query that reads all there is.

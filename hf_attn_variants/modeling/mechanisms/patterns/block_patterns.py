@@ -1,35 +1,27 @@
 """Patterns whose keys are too scattered for one slice: which keys a query reads, by positions.
 
-`random_blocks` (BigBird, arXiv 2007.14062, section 2): a block reads itself, its two neighbours and a few others that
-are drawn once a layer. `strided` and `fixed` (Sparse Transformer, 1904.10509, section 4.3): the last tokens and every
-l-th before them; or the own block and the last tokens of each block. `local_blocks` (1801.10198, section 4.2.4): the
-own block. Letters as in `softmax_attention`.
+Each is a `ScatteredPattern` in a file of its own. Letters as in `softmax_attention`.
 """
 
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ...ops.padded_rows import text_places
 from ...ops.query_folding import is_traced
 from ...ops.reach import MAX_SIZE
+from .attention_pattern import AttentionPattern
 
-__all__ = ["BlockPattern"]
-
-# Draws are numbers of 32 bits, made from positions alone: a text has the same ones on every device.
-BITS = 0xFFFFFFFF
-MAX_BLOCKS = 2**20
-NEVER = 2**62
+__all__ = ["BlockPattern", "ScatteredPattern"]
 
 
 class BlockPattern(NamedTuple):
     """The keys that one attention's queries read, as `Reach` says it for windows; queries are the last of the keys."""
 
-    kind: str
-    block: int  # tokens of a block; strided: the stride
-    random: int = 0  # blocks that are drawn
-    seed: int = 0  # of this layer
-    summary: int = 0  # the last tokens of each block, which all later ones read
+    kind: "type[ScatteredPattern]"
+    block: int  # tokens of a block, or a stride
+    sizes: tuple[int, ...] = ()  # what else its kind has (`ScatteredPattern.sizes`)
     heads: int = 0  # where the heads share a pattern's two parts out; 0: each has both
     global_tokens: int = 0
     is_causal: bool = False
@@ -44,34 +36,12 @@ class BlockPattern(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether blocks are drawn among all of a text's, and not among those before alone."""
-        return self.kind == "random_blocks" and not self.is_causal
+        return self.kind.is_drawn and not self.is_causal
 
     @property
     def counts_tokens(self) -> bool:
         """Whether a token's place in the text counts, and not distances alone."""
-        return self.kind != "strided" or self.global_tokens > 0
-
-    @classmethod
-    def of(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> "BlockPattern":
-        """Return the pattern of one attention.
-
-        Args:
-            config: a configuration with an `attention_pattern` of blocks.
-            prefix: of the fields of the attention's stack.
-            heads: of its softmax.
-            layer: its layer in the stack.
-            is_causal: whether a query reads no later key.
-        """
-        return cls(
-            getattr(config, f"{prefix}attention_pattern"),
-            getattr(config, f"{prefix}attention_block_size"),
-            getattr(config, f"{prefix}num_random_blocks"),
-            _mixed(_mixed(getattr(config, f"{prefix}attention_seed")) + layer),
-            getattr(config, f"{prefix}num_summary_tokens"),
-            heads if getattr(config, f"{prefix}split_attention_heads") else 0,
-            0 if is_causal else getattr(config, f"{prefix}num_global_tokens"),
-            is_causal,
-        )
+        return self.kind.counts_tokens or self.global_tokens > 0
 
     def of_rows(self, mask: torch.Tensor) -> "BlockPattern":
         """Return the pattern of rows that may be padded.
@@ -86,19 +56,13 @@ class BlockPattern(NamedTuple):
 
     def keys_read(self, memory: int) -> int:
         """Return about how many of `memory` keys a query reads, but for those of global tokens, which read all."""
-        blocks = -(-memory // self.block)
-        parts = {
-            "random_blocks": (((2 if self.is_causal else 3) + self.random) * self.block, 0),
-            "strided": (self.block * (1 if self.is_causal else 2) + 1, blocks),
-            "fixed": (self.block, blocks * self.summary),
-            "local_blocks": (self.block, 0),
-        }[self.kind]
-        read = -(-sum(parts) // 2) if self.heads else sum(parts)  # on the mean of the heads
+        near, far = self.kind.counted(self, memory)
+        read = -(-(near + far) // 2) if self.heads else near + far  # on the mean of the heads
         return min(memory, read + self.global_tokens)
 
     def covers(self, length: int, memory: int) -> bool:
         """Say whether the last `length` of `memory` positions read all of these (causal: all before them)."""
-        return memory <= self.block and not self.heads
+        return self.kind.covers(self, memory) and not self.heads
 
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which of the keys 0 .. m - 1 the queries at positions [n] read, [n, m] or, by head, [h, n, m].
@@ -109,7 +73,7 @@ class BlockPattern(NamedTuple):
             queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
         queries, keys = queries[..., None], keys[..., None, :]
         distance = queries - keys
-        near, far = getattr(self, f"_{self.kind}")(distance, queries, keys)
+        near, far = self.kind.near_and_far(self, distance, queries, keys)
         if self.heads:
             parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
             allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
@@ -118,35 +82,52 @@ class BlockPattern(NamedTuple):
         allowed = allowed | (keys < self.global_tokens) | (queries < self.global_tokens)
         return allowed & (distance >= 0) if self.is_causal else allowed
 
-    def _strided(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        return distance.abs() <= self.block, distance % self.block == 0
 
-    def _fixed(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        is_summary = (keys % self.block >= self.block - self.summary).expand_as(distance)
-        return queries // self.block == keys // self.block, is_summary
+class ScatteredPattern(AttentionPattern):
+    """A pattern that has one or two parts: near keys and far ones.
 
-    def _local_blocks(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        return queries // self.block == keys // self.block, None
+    Class attributes:
+        is_drawn: whether anything of it is drawn for each text.
+    """
 
-    def _random_blocks(self, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        block, blocks = queries // self.block, torch.arange(-(-keys.shape[-1] // self.block), device=keys.device)
-        apart = block - blocks  # [n, blocks]
-        others = apart > 1 if self.is_causal else apart.abs() > 1
-        if self.blocks is not None:
-            others = others & (blocks < self.blocks[:, None, None, None])
-        # A draw for each pair of blocks; the smallest are read. So texts of any length have those of a longer one
-        # among as many blocks, and where causal the same.
-        draws = _mixed((_mixed((self.seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
-        draws = torch.where(others, draws, NEVER)
-        last = draws.sort(-1).values[..., : self.random].amax(-1, keepdim=True)
-        drawn = others & (draws <= last)
-        of_keys = keys // self.block
-        index = of_keys.clamp(0, blocks.shape[0] - 1).expand_as(distance)
-        return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
+    is_drawn: ClassVar[bool] = False
 
+    @classmethod
+    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
+        """Return the pattern of one attention; see `AttentionPattern.reach`."""
+        return BlockPattern(
+            cls,
+            getattr(config, f"{prefix}attention_block_size"),
+            cls.sizes(config, prefix, layer),
+            heads if getattr(config, f"{prefix}split_attention_heads") else 0,
+            0 if is_causal else getattr(config, f"{prefix}num_global_tokens"),
+            is_causal,
+        )
 
-def _mixed(number: Any) -> Any:
-    """Return a number below 2^32, or a tensor of such, as one that looks drawn."""
-    for _ in range(2):
-        number = (((number >> 16) ^ number) * 0x45D9F3B) & BITS
-    return (number >> 16) ^ number
+    @classmethod
+    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return what the pattern has beside its block; arguments as for `reach`."""
+        return ()
+
+    @staticmethod
+    @abstractmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return which keys are read, [.., n, m]: near ones, and far ones if there is such a part.
+
+        Args:
+            pattern: of the attention.
+            distance: from a key to a query, [.., n, m].
+            queries, keys: their places in the text, [.., n, 1] and [.., 1, m].
+        """
+
+    @staticmethod
+    @abstractmethod
+    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+        """Return about how many of `memory` keys a query reads, near and far."""
+
+    @staticmethod
+    def covers(pattern: BlockPattern, memory: int) -> bool:
+        """Say whether each of so many positions reads all of them (causal: all before it)."""
+        return memory <= pattern.block

@@ -1,10 +1,24 @@
-"""The patterns there are: a row each, with the fields that it needs and those that it may have."""
+"""The patterns there are: a row each. Their names are known without torch, for the flags of commands."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LEARNED_PATTERNS", "PATTERNS", "PATTERN_FIELDS", "has_pattern", "pattern_prefixes", "takes_global_mask"]
+if TYPE_CHECKING:
+    from .attention_pattern import AttentionPattern
 
+__all__ = ["PATTERNS", "PATTERN_FIELDS", "has_pattern", "pattern_class", "pattern_prefixes", "takes_global_mask"]
+
+PATTERNS = (
+    "sliding_window",
+    "random_blocks",
+    "strided",
+    "fixed",
+    "local_blocks",
+    "dilated_blocks",
+    "memory_compressed",
+    "transient_global",
+)
 # The fields of a pattern without their prefix, with what they are where nothing is given.
 PATTERN_FIELDS: Mapping[str, Any] = {
     "attention_pattern": None,
@@ -17,24 +31,30 @@ PATTERN_FIELDS: Mapping[str, Any] = {
     "num_summary_tokens": 0,
     "split_attention_heads": False,
 }
-# Of each pattern the fields that it needs, and those that it may have.
-PATTERNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "sliding_window": (("attention_window",), ("attention_dilation", "num_global_tokens")),
-    "random_blocks": (("attention_block_size", "num_random_blocks"), ("attention_seed", "num_global_tokens")),
-    "strided": (("attention_block_size",), ("split_attention_heads", "num_global_tokens")),
-    "fixed": (("attention_block_size", "num_summary_tokens"), ("split_attention_heads", "num_global_tokens")),
-    "local_blocks": (("attention_block_size",), ("num_global_tokens",)),
-    "memory_compressed": (("attention_block_size",), ()),
-    "transient_global": (("attention_window", "attention_block_size"), ()),
-}
-# Those with parameters, which no conversion makes.
-LEARNED_PATTERNS = ("memory_compressed", "transient_global")
+
+
+@cache
+def pattern_class(name: str) -> "type[AttentionPattern]":
+    """Return the class of a pattern."""
+    from .compressed_pattern import MemoryCompressed
+    from .dilated_blocks_pattern import DilatedBlocks
+    from .fixed_pattern import Fixed
+    from .local_blocks_pattern import LocalBlocks
+    from .random_blocks_pattern import RandomBlocks
+    from .strided_pattern import Strided
+    from .transient_pattern import TransientPattern
+    from .window_pattern import SlidingWindow
+
+    classes: tuple[type[AttentionPattern], ...] = (SlidingWindow, RandomBlocks, Strided, Fixed, LocalBlocks)
+    classes += (DilatedBlocks, MemoryCompressed, TransientPattern)
+    return {each.name: each for each in classes}[name]
 
 
 def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
     """Say whether an attention of this configuration has a pattern.
 
     Args:
+        config: any.
         is_causal: of a decoder's self-attention alone; None = any.
     """
     names = [f"{prefix}attention_pattern" for prefix in pattern_prefixes(config)]
@@ -44,9 +64,9 @@ def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
 def takes_global_mask(config: Any) -> bool:
     """Say whether a model of this configuration is an encoder that takes a `global_attention_mask`."""
     pattern = getattr(config, "attention_pattern", None)
-    has_bias = hasattr(config, "relative_attention_num_buckets")
-    _, optional = PATTERNS.get(pattern or "", ((), ()))
-    return not (config.is_encoder_decoder or has_bias) and "num_global_tokens" in optional
+    if pattern is None or config.is_encoder_decoder or hasattr(config, "relative_attention_num_buckets"):
+        return False
+    return "num_global_tokens" in pattern_class(pattern).optional
 
 
 def pattern_prefixes(config: Any) -> tuple[str, ...]:

@@ -13,11 +13,49 @@ import torch
 from torch import nn
 
 from ...upstream import known_imports
+from .attention_pattern import AttentionPattern
 
 with known_imports():
     from transformers import initialization as init
 
-__all__ = ["MemoryCompression", "compressing", "compression_of"]
+__all__ = ["MemoryCompressed", "MemoryCompression", "compressing", "compression_of"]
+
+
+class MemoryCompressed(AttentionPattern):
+    """All keys, a convolution of several tokens each."""
+
+    name = "memory_compressed"
+    paper = ("Generating Wikipedia by summarizing long sequences: memory-compressed attention", "1801.10198")
+    needed = ("attention_block_size",)
+    learned = True
+
+    @classmethod
+    def check(cls, config: Any, prefix: str) -> None:
+        """Check that one of several tokens can be a key.
+
+        Raises:
+            ValueError: in a decoder, and beside a bias by distance or a latent.
+        """
+        is_decoder = getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_pattern")
+        has_bias = "absolute" not in config.position_types and config.position_embedding_type != "sinusoidal"
+        rank = getattr(config, f"{prefix}kv_lora_rank")
+        reason = None
+        if is_decoder and not prefix:
+            reason = "a decoder, whose tokens read no later ones, and several are read as one"
+        elif has_bias:
+            reason = (
+                "a bias by distance, which one of several tokens has not "
+                '(`position_embedding_type="sinusoidal"` has none)'
+            )
+        elif rank is not None:
+            reason = f"a latent, whose keys are not made; got {prefix}kv_lora_rank={rank}"
+        if reason is not None:
+            raise ValueError(f'`{prefix}attention_pattern="memory_compressed"` cannot stand beside {reason}.')
+
+    @classmethod
+    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
+        """Return None: all of the fewer keys are read."""
+        return None
 
 
 class MemoryCompression(nn.Module):
@@ -77,7 +115,7 @@ class MemoryCompression(nn.Module):
 def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
     """Return the compression of an attention with these `AttentionHeads`, in its weights' dtype; None: it has none."""
     prefix = site.stack_prefix
-    if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != "memory_compressed":
+    if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None
     stride = getattr(config, f"{prefix}attention_block_size")
     return MemoryCompression(heads.key, heads.value, heads.head_dim, stride, next(module.parameters()))

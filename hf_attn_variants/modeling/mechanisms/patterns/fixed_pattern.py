@@ -1,0 +1,37 @@
+"""The own block, and the last tokens of each block (Sparse Transformer, arXiv 1904.10509, section 4.3)."""
+
+from typing import Any
+
+import torch
+
+from .block_patterns import BlockPattern, ScatteredPattern
+
+__all__ = ["Fixed"]
+
+
+class Fixed(ScatteredPattern):
+    """Size: how many tokens at a block's end all others read. The two parts may be of half of the heads each."""
+
+    name = "fixed"
+    paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
+    needed = ("attention_block_size", "num_summary_tokens")
+    optional = ("split_attention_heads", "num_global_tokens")
+
+    @classmethod
+    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the tokens at a block's end that all read."""
+        return (getattr(config, f"{prefix}num_summary_tokens"),)
+
+    @staticmethod
+    def near_and_far(
+        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the own block, and the ends of all blocks; see `ScatteredPattern.near_and_far`."""
+        (summary,) = pattern.sizes
+        is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
+        return queries // pattern.block == keys // pattern.block, is_summary
+
+    @staticmethod
+    def counted(pattern: BlockPattern, memory: int) -> tuple[int, int]:
+        """Return the tokens of a block, and of the ends of all."""
+        return pattern.block, -(-memory // pattern.block) * pattern.sizes[0]

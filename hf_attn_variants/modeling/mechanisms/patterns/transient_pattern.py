@@ -1,0 +1,42 @@
+"""Transient-global attention of T5's encoder: fields and checks (arXiv 2112.07916); `transient_global` computes it."""
+
+from typing import Any
+
+from ...ops.reach import MAX_SIZE, TransientGlobal
+from .attention_pattern import AttentionPattern
+
+__all__ = ["TransientPattern"]
+
+
+class TransientPattern(AttentionPattern):
+    """Near tokens and a summary of each block."""
+
+    name = "transient_global"
+    paper = ("LongT5: transient global tokens", "2112.07916")
+    needed = ("attention_window", "attention_block_size")
+    learned = True
+
+    @classmethod
+    def check(cls, config: Any, prefix: str) -> None:
+        """Check that the stack is T5's encoder, whose keys are made.
+
+        Raises:
+            ValueError: if it is another, or has a latent.
+        """
+        if not (prefix and config.makes_summaries):
+            raise ValueError(
+                f'`{prefix}attention_pattern="transient_global"` is of the encoder of T5; got model_type '
+                f"{config.model_type!r}."
+            )
+        if (rank := config.encoder_kv_lora_rank) is not None:
+            raise ValueError(
+                '`encoder_attention_pattern="transient_global"` and `encoder_kv_lora_rank` cannot stand together; got '
+                f"{rank}."
+            )
+
+    @classmethod
+    def reach(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block; see `AttentionPattern.reach`."""
+        window = config.layer_value(f"{prefix}attention_window", layer)
+        block = getattr(config, f"{prefix}attention_block_size")
+        return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
