@@ -15,8 +15,7 @@ from ..conversion.calibration_settings import (
     PASSAGE_LENGTH,
     Calibration,
 )
-from ..modeling.mechanisms.kernels.kernel_table import KERNELS
-from ..modeling.mechanisms.patterns.pattern_table import PATTERNS
+from ..modeling.fields.field_table import FIELDS
 
 __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
 
@@ -24,14 +23,6 @@ __all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_ar
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-# Fields of patterns of blocks.
-BLOCK_FIELDS = {
-    "attention_block_size": "tokens of a block; strided: the stride",
-    "num_random_blocks": "random_blocks: how many a block reads by chance",
-    "attention_seed": "random_blocks: what they are drawn from",
-    "num_summary_tokens": "fixed: tokens at each block's end that all read",
-}
 
 EXAMPLE = """\
 examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
@@ -79,8 +70,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     _add_variant_arguments(parser)
-    _add_pattern_arguments(parser.add_argument_group("windows", "which tokens a token reads, and how many there are"))
-    _add_kernel_arguments(parser.add_argument_group("kernels", "linear attention; fitted with --calibration_file"))
+    patterns = parser.add_argument_group("windows", "which tokens a token reads, and how many there are")
+    _add_field_arguments(patterns, "pattern")
+    _add_position_arguments(patterns)
+    kernels = parser.add_argument_group("kernels", "linear attention; fitted with --calibration_file")
+    _add_field_arguments(kernels, "kernel")
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -106,26 +100,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num_key_value_heads", type=int, help="key/value heads afterwards; 1 = multi-query")
-    parser.add_argument("--encoder_num_key_value_heads", type=int, help="encoder-decoders: the same for the encoder")
-    parser.add_argument(
-        "--kv_lora_rank",
-        type=int,
-        help="numbers a token that self-attention (encoder-decoders: the decoder's) makes its keys and values from; "
-        "as many as the input has: the input itself, without loss",
-    )
-    parser.add_argument("--encoder_kv_lora_rank", type=int, help="encoder-decoders: the same for the encoder")
-    parser.add_argument(
-        "--cross_kv_lora_rank",
-        type=int,
-        help="encoder-decoders: the same for cross-attention: one latent of the encoder's outputs for all layers of "
-        "the decoder",
-    )
-    parser.add_argument(
-        "--per_layer_values",
-        type=_json,
-        help="values that differ by layer, as JSON: '{\"kv_lora_rank\": [64, 32]}'",
-    )
+    _add_field_arguments(parser, None)
     parser.add_argument(
         "--kv_cache_bytes",
         type=int,
@@ -141,53 +116,34 @@ def _add_variant_arguments(parser: argparse.ArgumentParser) -> None:
         help="encoders: leave N layers as they are, those whose heads look most for the same word elsewhere, by which "
         "texts are compared; for models that are fine-tuned on pairs",
     )
-    parser.add_argument(
-        "--talking_heads",
-        choices=["logits", "weights", "both"],
-        help="add projections across heads to a plain source",
-    )
-    parser.add_argument("--num_softmax_heads", type=int, help="talking heads: heads of the softmax")
-    parser.add_argument("--num_value_heads", type=int, help="talking heads: heads of the values")
-    parser.add_argument(
-        "--talking_heads_dynamic",
-        nargs="+",
-        choices=["x2l", "m2l", "x2w", "m2w"],
-        help="talking heads: input-dependent terms to add",
-    )
-    parser.add_argument(
-        "--talking_heads_init",
-        choices=["identity", "random"],
-        help="what new projections hold (default: identity, which changes no output)",
-    )
 
 
-def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
-    for prefix, whose in (("", "encoder-decoders: the decoder's"), ("encoder_", "encoder-decoders: the encoder's")):
-        group.add_argument(
-            f"--{prefix}attention_pattern", choices=list(PATTERNS), help=f"what self-attention reads ({whose})"
-        )
-        group.add_argument(
-            f"--{prefix}attention_window",
-            type=int,
-            help=f"tokens in a window, of a pattern or a hybrid kernel, half on each side; a decoder's: the last ones "
-            f"({whose})",
-        )
-        group.add_argument(
-            f"--{prefix}attention_dilation", type=int, help=f"step from a token of a window to the next ({whose})"
-        )
-        group.add_argument(
-            f"--{prefix}num_global_tokens",
-            type=int,
-            help="first tokens, of encoders, that read all and are read by all",
-        )
-        for name, what in BLOCK_FIELDS.items():
-            group.add_argument(f"--{prefix}{name}", type=int, help=f"{what} ({whose})")
-        group.add_argument(
-            f"--{prefix}split_attention_heads",
-            action="store_true",
-            default=None,
-            help=f"strided, fixed: half of the heads read near, the others far tokens ({whose})",
-        )
+def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) -> None:
+    """Add the flags of the fields that a conversion gives a checkpoint, as the table has them.
+
+    Args:
+        group: of the flags.
+        kind: "pattern" or "kernel"; None = the others.
+    """
+    for row in FIELDS:
+        own = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
+        if own != kind or "from_scratch" in row.facts:
+            continue
+        default = f" (default: {row.default})" if row.default not in (None, (), False) else ""
+        for prefix in row.prefixes:
+            options: dict[str, Any] = {"help": row.described(prefix) + default}
+            if row.choices:
+                options["choices"] = list(row.choices)
+            if row.kind is bool:
+                options |= {"action": "store_true", "default": None}
+            elif row.kind is list:
+                options["nargs"] = "+"
+            else:
+                options["type"] = _json if row.kind is dict else row.kind
+            group.add_argument(f"--{prefix}{row.name}", **options)
+
+
+def _add_position_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--max_position_embeddings",
         type=int,
@@ -199,24 +155,6 @@ def _add_pattern_arguments(group: argparse._ActionsContainer) -> None:
         help="how the learned positions become more: repeated, which leaves short texts as they are, or stretched "
         "(default: tiled)",
     )
-
-
-def _add_kernel_arguments(group: argparse._ActionsContainer) -> None:
-    stacks = {
-        "": "self-attention (encoder-decoders: the decoder's)",
-        "encoder_": "the encoder of an encoder-decoder",
-        "cross_": "cross-attention of an encoder-decoder",
-    }
-    for prefix, whose in stacks.items():
-        group.add_argument(
-            f"--{prefix}attention_kernel", choices=KERNELS, help=f"linear attention in the place of {whose}'s softmax"
-        )
-    group.add_argument(
-        "--attention_kernel_features",
-        type=int,
-        help="width of hedgehog's and hybrid's maps, number of favor's and rfa's vectors",
-    )
-    group.add_argument("--attention_kernel_seed", type=int, help="of random vectors (default: 0)")
 
 
 def _json(text: str) -> Any:

@@ -4,12 +4,13 @@
 self-attention, `encoder_attention_kernel` the encoder's and `cross_attention_kernel` that of cross-attention.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
 from ..mechanisms.patterns.pattern_table import has_pattern
 from .field_checks import check_size
+from .field_table import variant_field
 
 __all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "checked_kernel", "has_kernel"]
 
@@ -44,18 +45,9 @@ class KernelFields(_Config):
         attention_kernel_seed: of the random vectors.
     """
 
-    attention_kernel: str | None = field(
-        default=None,
-        metadata={
-            "variant": "what self-attention (encoder-decoders: a decoder's) has for a softmax",
-            "kernel": True,
-            "by_layer": True,
-        },
-    )
-    attention_kernel_features: int | None = field(
-        default=None, metadata={"variant": "width of learned maps, number of random vectors or rows", "kernel": True}
-    )
-    attention_kernel_seed: int = field(default=0, metadata={"variant": "of random vectors", "kernel": True})
+    attention_kernel: str | None = variant_field("attention_kernel")
+    attention_kernel_features: int | None = variant_field("attention_kernel_features")
+    attention_kernel_seed: int = variant_field("attention_kernel_seed")
 
     @classmethod
     def kernel_fields(cls) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ patterns are those of `pattern_table`. Of an encoder-decoder the fields without 
 self-attention, those with `encoder_` the encoder's; cross-attention reads the whole source.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..mechanisms.patterns.pattern_table import PATTERN_FIELDS, PATTERNS, pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
+from .field_table import variant_field
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
 
@@ -30,19 +31,11 @@ class BlockPatternFields:
             and not each head both.
     """
 
-    attention_block_size: int | None = field(
-        default=None, metadata={"variant": "tokens in a block of the pattern", "pattern": True}
-    )
-    num_random_blocks: int = field(
-        default=0, metadata={"variant": "blocks that a block reads by chance", "pattern": True}
-    )
-    attention_seed: int = field(default=0, metadata={"variant": "what these are drawn from", "pattern": True})
-    num_summary_tokens: int = field(
-        default=0, metadata={"variant": "tokens at the end of a block that all read", "pattern": True}
-    )
-    split_attention_heads: bool = field(
-        default=False, metadata={"variant": "half of the heads read near, the others far tokens", "pattern": True}
-    )
+    attention_block_size: int | None = variant_field("attention_block_size")
+    num_random_blocks: int = variant_field("num_random_blocks")
+    attention_seed: int = variant_field("attention_seed")
+    num_summary_tokens: int = variant_field("num_summary_tokens")
+    split_attention_heads: bool = variant_field("split_attention_heads")
 
 
 def check_patterns(config: Any) -> None:

@@ -5,7 +5,7 @@ attention 2405.04434 (MLA), whose full rank is 2503.05840 (slim attention), slid
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
@@ -29,6 +29,7 @@ from .field_checks import (
     checked_talking_heads,
     wrong_kinds_explained,
 )
+from .field_table import variant_field
 from .given_fields import (
     UNSAID,
     check_idle,
@@ -97,55 +98,20 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     # What `position_embedding_type` may be; None = the host's own.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
-    # "variant" describes a field in a line; "query_heads" names the field of the heads that share these; "latent"
-    # marks the rank of a latent; "pattern" what says which tokens are read; "by_layer" what may differ by layer;
-    # "from_scratch" what no conversion gives a checkpoint.
-    num_key_value_heads: int | None = field(
-        default=None,
-        metadata={
-            "variant": "key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query",
-            "query_heads": "num_attention_heads",
-            "by_layer": True,
-        },
-    )
-    kv_lora_rank: int | None = field(
-        default=None,
-        metadata={
-            "variant": "numbers a token that self-attention (encoder-decoders: a decoder's) makes its keys and values "
-            "from",
-            "latent": True,
-            "by_layer": True,
-        },
-    )
-    per_layer_values: dict[str, list[LayerValue]] | None = field(
-        default=None, metadata={"variant": "key/value heads, ranks, windows or kernels that differ by layer"}
-    )
-    talking_heads: str | None = field(default=None, metadata={"variant": "projections across heads"})
-    num_softmax_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the softmax"})
-    num_value_heads: int | None = field(default=None, metadata={"variant": "talking heads: heads of the values"})
-    talking_heads_init: str = field(default="identity", metadata={"variant": "what new projections hold"})
-    talking_heads_dynamic: list[str] | tuple[str, ...] = field(
-        default=(), metadata={"variant": "talking heads: input-dependent terms to add"}
-    )
-    attention_pattern: str | None = field(
-        default=None,
-        metadata={"variant": "which tokens self-attention (encoder-decoders: a decoder's) reads", "pattern": True},
-    )
-    attention_window: int | None = field(
-        default=None, metadata={"variant": "tokens in a window", "pattern": True, "by_layer": True}
-    )
-    attention_dilation: int = field(
-        default=1, metadata={"variant": "step between the tokens of a window", "pattern": True}
-    )
-    num_global_tokens: int = field(
-        default=0, metadata={"variant": "first tokens that read all and are read by all", "pattern": True}
-    )
-    position_embedding_type: str | None = field(
-        default=None, metadata={"variant": "positions, where they are not the host's own", "from_scratch": True}
-    )
-    score_function: str | None = field(
-        default=None, metadata={"variant": "scores, where they are no dot products", "from_scratch": True}
-    )
+    num_key_value_heads: int | None = variant_field("num_key_value_heads")
+    kv_lora_rank: int | None = variant_field("kv_lora_rank")
+    per_layer_values: dict[str, list[LayerValue]] | None = variant_field("per_layer_values")
+    talking_heads: str | None = variant_field("talking_heads")
+    num_softmax_heads: int | None = variant_field("num_softmax_heads")
+    num_value_heads: int | None = variant_field("num_value_heads")
+    talking_heads_init: str = variant_field("talking_heads_init")
+    talking_heads_dynamic: list[str] | tuple[str, ...] = variant_field("talking_heads_dynamic")
+    attention_pattern: str | None = variant_field("attention_pattern")
+    attention_window: int | None = variant_field("attention_window")
+    attention_dilation: int = variant_field("attention_dilation")
+    num_global_tokens: int = variant_field("num_global_tokens")
+    position_embedding_type: str | None = variant_field("position_embedding_type")
+    score_function: str | None = variant_field("score_function")
 
     attn_variants_format: int = UNSAID
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...modeling.mechanisms.patterns.pattern_table import PATTERNS
+from ...modeling.fields.field_table import row_of
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -71,6 +71,13 @@ class ModelSettings(Settings):
             raise ValueError("--model_name_or_path must be given: the folder or Hub id of a checkpoint")
 
 
+def _field(name: str, note: str = "") -> Any:
+    """Return the option of a configuration's field, as the table of the fields describes it."""
+    prefix, row = row_of(name)
+    text = row.described(prefix)
+    return option(f"{text[0].upper()}{text[1:]}{note}.", None, resume=ALWAYS, choices=row.choices or None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewModelSettings(ModelSettings):
     """What a model from scratch is like; see `new_model.new_config`."""
@@ -81,29 +88,16 @@ class NewModelSettings(ModelSettings):
     config_overrides: str | None = option(
         "Config fields that differ from the architecture's defaults.", None, resume=ALWAYS, metavar="FIELD=VALUE,..."
     )
-    num_key_value_heads: int | None = option(
-        "Key/value heads of a layer (encoder-decoders: a decoder's); 1: multi-query.", None, resume=ALWAYS
+    num_key_value_heads: int | None = _field("num_key_value_heads")
+    talking_heads: str | None = _field("talking_heads")
+    position_embedding_type: str | None = _field("position_embedding_type")
+    score_function: str | None = _field("score_function")
+    attention_pattern: str | None = _field(
+        "attention_pattern",
+        "; sizes without a flag, and an encoder's pattern beside a decoder, are fields for --config_overrides",
     )
-    talking_heads: str | None = option(
-        "Projections across heads.", None, resume=ALWAYS, choices=("logits", "weights", "both")
-    )
-    position_embedding_type: str | None = option(
-        "Positions in place of the architecture's own.", None, resume=ALWAYS, choices=("sinusoidal",)
-    )
-    score_function: str | None = option("Scores in place of dot products.", None, resume=ALWAYS, choices=("additive",))
-    attention_pattern: str | None = option(
-        "Which tokens self-attention reads (encoder-decoders: the decoder's); sizes without a flag, and an encoder's "
-        "pattern beside a decoder, are fields for --config_overrides.",
-        None,
-        resume=ALWAYS,
-        choices=tuple(PATTERNS),
-    )
-    attention_window: int | None = option(
-        "Tokens of its window, half on each side; a decoder's: the last ones.", None, resume=ALWAYS
-    )
-    num_global_tokens: int | None = option(
-        "First tokens, of encoders, that read all and are read by all.", None, resume=ALWAYS
-    )
+    attention_window: int | None = _field("attention_window")
+    num_global_tokens: int | None = _field("num_global_tokens")
 
     def check(self) -> None:
         super().check()
