@@ -3,11 +3,11 @@
 import ast
 import importlib
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import house_tree
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,45 +259,32 @@ def test_no_file_and_no_function_is_too_long():
     assert not long, "\n".join(long)
 
 
-def tree_files(markdown):
-    """The files of the package that the first tree of a page names.
-
-    A line is two spaces a level, a name (a folder's ends with "/") and, after two more, what it is; a line that begins
-    further to the right goes on with the text above it.
-    """
-    [block] = re.findall(rf"^```\n({PACKAGE}/\n.*?)^```", markdown, re.MULTILINE | re.DOTALL)[:1] or [""]
-    found, folders = set(), []
-    for line in block.splitlines():
-        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
-        if depth > len(folders):
-            continue
-        folders = folders[:depth]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            found.add("".join(folders) + name)
-    return {name for name in found if name.startswith(f"{PACKAGE}/")}
-
-
 def test_the_tree_of_the_architecture_is_the_packages():
-    """Of `__init__.py` only the first one is named, and what is no Python is not."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("needs a clone and git")
-    listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {name for name in listed.stdout.split() if re.search(r"(?<!/__init__)\.py$", name)}
-    files |= {f"{PACKAGE}/__init__.py"}
-    named = tree_files((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
-    assert sorted(files - named) == [] and sorted(named - files) == []
+    assert house_tree.tree_in(house_tree.PAGE.read_text(encoding="utf-8")) == house_tree.tree_of(), "run `make tree`"
 
 
-def test_a_tree_is_read():
-    lines = [
-        f"{PACKAGE}/",
-        "  cli.py  the command",
-        "          and more",
-        "  hub/  cards",
-        "    card.py  one",
+def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
+    files = {
+        "__init__.py": '"""A house. Of stone."""',
+        "b.py": '"""Two\nlines of v1.1: one.\n\nMore."""',
+        "a.py": "",
+        "modeling/core/c.py": '"""Inner."""',
+        "modeling/core/__init__.py": '"""The core."""',
+        "modeling/d.py": '"""D"""',
+        "commands/a_name_that_is_longer_than_others.py": '"""E."""',
+    }
+    for name, text in files.items():
+        (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "house" / name).write_text(text)
+    assert house_tree.tree_of(tmp_path / "house").splitlines() == [
+        "house/",
+        "  __init__.py                  A house",
         "  a.py",
+        "  b.py                         Two lines of v1.1: one",
+        "  modeling/",
+        "    d.py                         D",
+        "    core/                        The core",
+        "      c.py                         Inner",
+        "  commands/",
+        "    a_name_that_is_longer_than_others.py  E",
     ]
-    text = "\n".join(["# Rooms", "", "```", *lines, "data/", "  b.py", "```", ""])
-    assert tree_files(text) == {f"{PACKAGE}/{name}" for name in ("cli.py", "hub/card.py", "a.py")}

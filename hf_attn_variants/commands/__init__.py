@@ -1,0 +1,1 @@
+"""One file a subcommand: light at its top, all rooms in its `main`; commands join rooms."""

@@ -1,4 +1,4 @@
-"""The command behind `attn-variants benchmark`."""
+"""The command `attn-variants benchmark`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The command `attn-variants convert`, which `scripts/convert_checkpoint.py` is too."""
+"""The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
 
 import argparse
 import json

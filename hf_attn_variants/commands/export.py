@@ -1,4 +1,4 @@
-"""The command `attn-variants export`, which `scripts/export_checkpoint.py` is too."""
+"""The command `attn-variants export`, and `scripts/export_checkpoint.py`."""
 
 import argparse
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The command behind `attn-variants frontier`."""
+"""The command `attn-variants frontier`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The command behind `attn-variants inspect`."""
+"""The command `attn-variants inspect`."""
 
 import argparse
 import json

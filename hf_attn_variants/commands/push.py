@@ -1,4 +1,4 @@
-"""The command behind `scripts/push_to_hub.py` and `attn-variants push`."""
+"""The command `attn-variants push`, and `scripts/push_to_hub.py`."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command behind `scripts/visualize_attention.py`."""
+"""The command `attn-variants visualize`, and `scripts/visualize_attention.py`."""
 
 from __future__ import annotations
 

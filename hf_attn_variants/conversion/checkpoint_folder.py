@@ -1,7 +1,7 @@
 """A checkpoint's folder made from another: what lies in it beside the weights, and how it comes about, all or none."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from .checkpoint.reading import CheckpointReader
 from .checkpoint.source import copy_side_files, side_files
 from .converted_tensors import planned_entries, write_weights
 from .plan import ConversionPlan
+from .projections import AttentionTensors
 from .report import LayerReport
 
 __all__ = ["CheckpointFolder", "generation_config", "plan_folder"]
@@ -56,17 +57,18 @@ class CheckpointFolder:
         return sum(entry.nbytes for entry in self.entries.values())
 
     @contextmanager
-    def written(self) -> Iterator[tuple[Path, list[LayerReport]]]:
+    def written(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
         """Write weights, tokenizer, generation settings and the files beside them; give the place for what is left.
 
-        What the caller adds to that place, config.json at least, is in the folder too when it appears.
+        What the caller adds to that place, config.json at least, is in the folder too when it appears. `calibrated` is
+        what `calibrate` made, by attention.
 
         Raises:
             OSError: if something cannot be written; nothing is left then.
         """
         with staged_folder(self.output) as stage:
             copy_side_files(self.source, stage, self.copied)
-            layers = write_weights(self.plan, self.reader, self.entries, stage, self.weight_bytes)
+            layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
             if any(name.startswith(TOKENIZER_FILES) for name in self.copied):
                 _name_tokenizer_class(stage, self.config)
             generation = generation_config(self.plan, self.source)

@@ -3,8 +3,6 @@
 import logging
 import os
 import time
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,24 +14,21 @@ from transformers import PreTrainedModel
 
 from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
-from .calibration.calibrate import calibrate, forms_on_text, method_to_calibrate, why_not_calibrated
+from .calibration.calibrate import calibrate, calibration_settings, forms_on_text, is_calibrated, why_not_calibrated
 from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
-from .calibration.passages import reads_passages
-from .calibration.processors import check_has_processor, load_processor
+from .calibration.source_models import SourceModel, check_has_processor, source_in_memory, source_of_folder
 from .calibration.texts import CalibrationLike, as_calibration
-from .calibration_settings import Calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
 from .checkpoint.loading import model_of_tensors
-from .checkpoint.reading import CheckpointReader, open_checkpoint
+from .checkpoint.reading import open_checkpoint
 from .checkpoint.source import read_config, resolve_source
 from .checkpoint_folder import generation_config, plan_folder
 from .converted_tensors import converted_tensors
 from .latents import lost_by_rank, weight_forms
 from .methods import resolve_method
-from .methods.base import CalibratedMethod, ConversionMethod
+from .methods.base import ConversionMethod
 from .plan import ConversionPlan, make_plan
 from .positions import FIELDS, lengthen_tokenizer, with_positions
 from .report import ConversionReport, conversion_report
@@ -62,8 +57,6 @@ REPLACED = (
     'If weights alone are meant, say method="mean" (--method mean).',
 )
 HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
-# Loads a plan's source, in float32, with the tokenizer or feature extractor beside it.
-SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -172,15 +165,10 @@ def convert_model(
     if calibration is not None:
         check_has_processor(calibration)
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
-
-    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
-        tensors = {name: reader.read(name).float() for name in reader.entries}
-        return assemble(plan.model_class, plan.source_config, tensors, model), None
-
+    source = source_in_memory(reader, model)
     plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    if to_calibrate := method_to_calibrate(plan, calibration):
-        calibrate(plan, to_calibrate, reader, *source(plan), calibration)
-    return assemble(plan.model_class, plan.config, converted_tensors(plan, reader), model, copy)
+    tensors = converted_tensors(plan, reader, calibrate(plan, reader, source, calibration))
+    return assemble(plan.model_class, plan.config, tensors, model, copy)
 
 
 def load_converted(
@@ -206,10 +194,9 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = with_positions(config, stored, fields)
-        source = _source_of_folder(reader, folder, request.calibration)
+        source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        _calibrate_from_folder(plan, reader, source, request.calibration)
-        tensors = converted_tensors(plan, reader)
+        tensors = converted_tensors(plan, reader, calibrate(plan, reader, source, request.calibration))
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
@@ -249,11 +236,11 @@ def convert_checkpoint(
         logger.warning("the history of the model is not whole: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = with_positions(config, stored, fields)
-        source = _source_of_folder(reader, folder, request.calibration)
+        source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         new = plan_folder(plan, reader, folder, config, output, allow_pickle)
-        calibrated = _calibrate_from_folder(plan, reader, source, request.calibration)
-        with new.written() as (stage, layers):
+        calibrated = calibrate(plan, reader, source, request.calibration)
+        with new.written(calibrated) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -266,7 +253,7 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=calibrated,
+                calibration=calibration_settings(plan, request.calibration),
                 matching_shares=request.matching_shares,
                 seconds=round(time.perf_counter() - started, 3),
             )
@@ -314,7 +301,7 @@ class _Request:
             probe = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
             fields = self._keeping_matching_layers(probe, fields, source)
         plan = make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-        if self.asked_method is None and plan.reduced and not isinstance(plan.method, CalibratedMethod):
+        if self.asked_method is None and plan.reduced and self.calibration is None:
             pools = any(module.heads.relation == "pool" for module in plan.reduced)
             lost, kept, meant = POOLED if pools else COMPRESSED
             if any(module.gets_kernel for module in plan.reduced):
@@ -331,9 +318,9 @@ class _Request:
     ) -> dict[str, Any]:
         """Return the fields of a conversion that leaves layers as they are; `probe` is that of all layers."""
         check_matching_layers(probe, fields, self.matching_layers, self.calibration)
-        method_to_calibrate(probe, self.calibration)  # refuses what cannot be calibrated
-        model, tokenizer = source(probe)
         calibration: Any = self.calibration  # there is one, or `check_matching_layers` had refused
+        is_calibrated(probe, calibration)  # refuses what cannot be
+        model, tokenizer = source(probe)
         tokenizer = calibration.processor or tokenizer
         self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
         return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
@@ -342,12 +329,11 @@ class _Request:
         self, plan: ConversionPlan, reader: TensorSource, source: SourceModel, modules: list[AttentionModule]
     ) -> list[torch.Tensor]:
         """Return what latents of these attentions lose by rank, on the text where the method looks at it."""
-        method = method_to_calibrate(plan, self.calibration)
-        if method is None:
+        if self.calibration is None or not is_calibrated(plan, self.calibration):
             tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
             forms = [weight_forms(each, module.heads) for each, module in zip(tensors, modules, strict=True)]
         else:
-            forms = forms_on_text(plan, method, modules, reader, *source(plan), self.calibration)
+            forms = forms_on_text(plan, modules, reader, source, self.calibration)
         return [lost_by_rank([each.key, each.value]) for each in forms]
 
 
@@ -357,38 +343,7 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         ValueError: for another one.
     """
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if found is not None and found not in DTYPES.values():
+    torch_dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if torch_dtype is not None and torch_dtype not in DTYPES.values():
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return found
-
-
-def _source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
-    """Return the function that loads the model in a folder, in float32, and what makes its inputs, where needed."""
-
-    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
-        tensors = {name: reader.read(name) for name in reader.entries}
-        tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
-        # Whatever config.json says: in half precision second moments overflow and the fit finds no numbers.
-        config = deepcopy(plan.source_config)
-        model = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-        if (generation := generation_config(plan, folder)) is not None:
-            model.generation_config = generation
-        is_given = calibration is not None and calibration.processor is not None
-        return model, None if is_given else load_processor(folder, calibration)
-
-    return source
-
-
-def _calibrate_from_folder(
-    plan: ConversionPlan, reader: CheckpointReader, source: SourceModel, calibration: Calibration | None
-) -> dict[str, Any] | None:
-    """Calibrate on the model in a folder, where the method needs it; return what the report says of that."""
-    method = method_to_calibrate(plan, calibration)
-    if method is None:
-        return None
-    calibrate(plan, method, reader, *source(plan), calibration)
-    if calibration is None:
-        return None
-    are_passages = reads_passages(plan.model_class, plan.config, calibration)
-    return calibration.settings(method, calibration.passage_length if are_passages else None)
+    return torch_dtype

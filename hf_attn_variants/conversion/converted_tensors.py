@@ -1,6 +1,6 @@
 """The tensors of a converted model, one attention at a time: all of them, or written into files as they are made."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from .checkpoint.in_memory import TensorSource
 from .checkpoint.reading import CheckpointReader
 from .checkpoint.writing import SafetensorsWriter, write_index
 from .latents import LatentForm, best_latent, weight_forms
-from .methods.base import CalibratedMethod
 from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .report import LayerReport, layer_report
@@ -24,14 +23,17 @@ from .report import LayerReport, layer_report
 __all__ = ["converted_tensors", "planned_entries", "write_weights"]
 
 
-def converted_tensors(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
-    """Return every tensor of the converted model by name."""
+def converted_tensors(
+    plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
+) -> dict[str, torch.Tensor]:
+    """Return every tensor of the converted model by name; `calibrated` is what `calibrate` made, by attention."""
     tensors: dict[str, torch.Tensor] = {}
     with _one_thread():
-        latents = _shared_latents(plan, reader)
+        latents = {} if calibrated else _shared_latents(plan, reader)
         for module in plan.modules:
             before = module.read(reader.read)
-            tensors |= _new_tensors(plan, module, before, plan.convert(module, before, latents))
+            after = plan.convert(module, before, latents, calibrated.get(module.name))
+            tensors |= _new_tensors(plan, module, before, after)
         for name in reader.entries:
             if name not in plan.converted_names:
                 tensor = reader.read(name)
@@ -59,7 +61,12 @@ def planned_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str,
 
 
 def write_weights(
-    plan: ConversionPlan, reader: CheckpointReader, entries: dict[str, TensorEntry], stage: Path, size: int
+    plan: ConversionPlan,
+    reader: CheckpointReader,
+    calibrated: Mapping[str, AttentionTensors],
+    entries: dict[str, TensorEntry],
+    stage: Path,
+    size: int,
 ) -> list[LayerReport]:
     """Write all tensors, `size` bytes, into the planned files in `stage`, with an index if they are several."""
     layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -72,10 +79,10 @@ def write_weights(
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
         }
-        latents, written = _shared_latents(plan, reader), set()
+        latents, written = {} if calibrated else _shared_latents(plan, reader), set()
         for module in plan.modules:
             before = module.read(reader.read)
-            after = plan.convert(module, before, latents)
+            after = plan.convert(module, before, latents, calibrated.get(module.name))
             tensors = _new_tensors(plan, module, before, after)
             for name, tensor in tensors.items():
                 if name in written:
@@ -99,8 +106,6 @@ def _shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, tor
 
     One attention is read at a time; of each a quadratic form is kept, added to those before it.
     """
-    if isinstance(plan.method, CalibratedMethod):
-        return {}
     grams: dict[str, torch.Tensor] = {}
     ranks = {}
     for module in plan.modules:

@@ -23,7 +23,7 @@ from .attention_modules import AttentionModule, attention_modules
 from .checkpoint.entries import TensorEntry
 from .grouping import repeat_heads
 from .latents import best_latent, on_latent, weight_forms
-from .methods.base import CalibratedMethod, ConversionMethod, LayerContext
+from .methods.base import ConversionMethod, LayerContext
 from .other_tensors import check_nothing_missing, check_other_shapes
 from .positions import FIELDS as POSITION_FIELDS
 from .projections import AttentionTensors, pool_key_value
@@ -92,13 +92,18 @@ class ConversionPlan:
         return [module for module in self.modules if module.reduced]
 
     def convert(
-        self, module: AttentionModule, tensors: AttentionTensors, latents: Mapping[str, torch.Tensor] | None = None
+        self,
+        module: AttentionModule,
+        tensors: AttentionTensors,
+        latents: Mapping[str, torch.Tensor],
+        calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
         """Return one module's projections with its new heads and latent, in the plan's dtype or those they came in.
 
         Args:
             module, tensors: the attention and what it has.
             latents: new latents that several attentions share, by their names in the checkpoint.
+            calibrated: what a calibration made of it; None = the method looks at weights alone.
 
         Raises:
             ValueError: if the method returns a tensor of another shape.
@@ -106,14 +111,13 @@ class ConversionPlan:
         if module.change == "same":
             return tensors
         # What reads a latent is an attention like any other, whose memory is the latent.
-        new = replace(tensors, latent_weight=None)
-        if isinstance(self.method, CalibratedMethod) and module.reduced:
-            new = self.method.pool(new, module.heads, self.layer(module))
+        if calibrated is not None:
+            new = calibrated
         else:
-            new = self.with_new_heads(module, new)
+            new = self.with_new_heads(module, replace(tensors, latent_weight=None))
             if module.heads.rank_relation == "compress":
                 forms = weight_forms(new, module.heads)
-                shared = (latents or {}).get(module.new_latent or "")
+                shared = latents.get(module.new_latent or "")
                 latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
                 new = on_latent(new, latent, forms)
             if module.gets_kernel:

@@ -106,7 +106,7 @@ def export_transformers(
         output_folder = plan_folder(
             plan, reader, folder, config, output, allow_pickle, partial(travels_without_code, folder)
         )
-        with output_folder.written() as (stage, _):
+        with output_folder.written({}) as (stage, _):
             upstream_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
         before, after = (

@@ -1,1 +1,1 @@
-"""The files that travel to the Hub with every checkpoint; each imports only torch, transformers and its siblings."""
+"""What travels to the Hub with every checkpoint, a file a room; it imports torch, transformers and itself alone."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
@@ -26,9 +26,11 @@ from .audio import audio_batches
 from .batches import Batch, check_targets, make_batches
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
+from .passages import reads_passages
 from .recording import AttentionInputs, attend, recorded_inputs
+from .source_models import SourceModel
 
-__all__ = ["calibrate", "forms_on_text", "method_to_calibrate", "why_not_calibrated"]
+__all__ = ["calibrate", "calibration_settings", "forms_on_text", "is_calibrated", "why_not_calibrated"]
 
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
@@ -50,31 +52,26 @@ def why_not_calibrated(plan: ConversionPlan) -> str | None:
     return None
 
 
-def method_to_calibrate(plan: ConversionPlan, calibration: Calibration | None) -> CalibratedMethod | None:
-    """Return the plan's method if it has attentions to fit: those it has not seen yet or, with a text, all anew.
+def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
+    """Return whether a plan has attentions to fit to the text or audio.
 
     Raises:
-        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there is a
-            text and only talking heads to add.
+        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there are only
+            talking heads to add.
     """
-    method = plan.method
-    if calibration is not None and not plan.reduced and any(module.projections for module in plan.modules):
-        raise ValueError(
-            "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: leave "
-            "it out."
-        )
-    if not isinstance(method, CalibratedMethod) or not plan.reduced:
-        return None
-    if calibration is not None:
-        _check_kind(plan, calibration)
-        method.converted.clear()  # of another model, or on another text
-    elif all(module.name in method.converted for module in plan.reduced):
-        return None
+    if not plan.reduced:
+        if any(module.projections for module in plan.modules):
+            raise ValueError(
+                "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: "
+                "leave it out."
+            )
+        return False
+    _check_kind(plan, calibration)
     if (reason := why_not_calibrated(plan)) is not None:
-        raise ValueError(f'method {method.name!r} cannot be used here: {reason}. Use method "mean".')
-    if calibration is not None and not plan.hears:
+        raise ValueError(f'method {plan.method.name!r} cannot be used here: {reason}. Use method "mean".')
+    if not plan.hears:
         check_targets(plan.model_class, plan.config, calibration)
-    return method
+    return True
 
 
 def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
@@ -86,42 +83,45 @@ def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
 
 
 def calibrate(
-    plan: ConversionPlan,
-    method: CalibratedMethod,
-    reader: TensorSource,
-    model: AttnVariantModelMixin,
-    processor: Any,
-    calibration: Calibration | None,
-) -> None:
-    """Give a method the new projections of every attention that the plan pools.
+    plan: ConversionPlan, reader: TensorSource, source: SourceModel, calibration: Calibration | None
+) -> dict[str, AttentionTensors]:
+    """Return the new projections, on the CPU, of every attention that the plan fits, by their modules' names.
 
     Args:
-        plan, method: the conversion and its method, as `method_to_calibrate` returned it.
+        plan: the conversion, by a method that looks at text where there is a calibration.
         reader: the source's tensors.
-        model: the source as this package's model with its own heads, in float32; only how it generates is changed.
-        processor: the tokenizer beside the checkpoint, for audio the feature extractor; None = none.
-        calibration: the text or audio.
+        source: loads the source as this package's model with its own heads; only how it generates is changed.
+        calibration: the text or audio; None = nothing is fitted.
 
     Raises:
-        ValueError: if there is too little text, no tokenizer, or an attention that text alone does not reach.
+        ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that text
+            alone does not reach.
     """
-    with _course(plan, method, reader, model, processor, calibration) as course, _finite(course):
+    if calibration is None or not is_calibrated(plan, calibration):
+        return {}
+    with _course(plan, reader, source, calibration) as course, _finite(course):
         course.find_shared_latents()
-        course.convert()
+        return course.converted()
 
 
 def forms_on_text(
     plan: ConversionPlan,
-    method: CalibratedMethod,
     modules: Sequence[AttentionModule],
     reader: TensorSource,
-    model: AttnVariantModelMixin,
-    processor: Any,
-    calibration: Calibration | None,
+    source: SourceModel,
+    calibration: Calibration,
 ) -> list[LatentForms]:
     """Return what latents of some of the source's attentions lose on text; arguments and errors as for `calibrate`."""
-    with _course(plan, method, reader, model, processor, calibration) as course, _finite(course):
+    with _course(plan, reader, source, calibration) as course, _finite(course):
         return course.forms(modules)
+
+
+def calibration_settings(plan: ConversionPlan, calibration: Calibration | None) -> dict[str, Any] | None:
+    """Return what a report says of the calibration; None where nothing was fitted."""
+    if calibration is None or not plan.reduced:
+        return None
+    are_passages = reads_passages(plan.model_class, plan.config, calibration)
+    return calibration.settings(plan.method, calibration.passage_length if are_passages else None)
 
 
 @contextmanager
@@ -137,16 +137,8 @@ def _finite(course: "_Course") -> Iterator[None]:
         ) from error
 
 
-def _course(
-    plan: ConversionPlan,
-    method: CalibratedMethod,
-    reader: TensorSource,
-    model: AttnVariantModelMixin,
-    processor: Any,
-    calibration: Calibration | None,
-) -> "_Course":
-    if calibration is None:
-        raise ValueError(f"method {method.name!r} has not seen this model yet: give `calibration=Calibration(texts)`.")
+def _course(plan: ConversionPlan, reader: TensorSource, source: SourceModel, calibration: Calibration) -> "_Course":
+    model, processor = source(plan)
     hears = calibration.audio is not None
     processor = calibration.processor or processor
     if processor is None:
@@ -164,7 +156,7 @@ def _course(
             start.give(model)
     batches = audio_batches if hears else make_batches
     used, held_out = batches(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
-    return _Course(plan, method, reader, model, calibration, used, held_out)
+    return _Course(plan, reader, model, calibration, used, held_out)
 
 
 @dataclass(frozen=True)
@@ -187,17 +179,17 @@ class _Course:
     def __init__(
         self,
         plan: ConversionPlan,
-        method: CalibratedMethod,
         reader: TensorSource,
         model: AttnVariantModelMixin,
         calibration: Calibration,
         used: Sequence[Batch],
         held_out: Sequence[Batch],
     ):
-        self._plan, self._method, self._reader, self._model = plan, method, reader, model
+        self._plan, self._reader, self._model = plan, reader, model
+        self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self._calibration, self._batches = calibration, (used, held_out)
         # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
-        self._steps = 1 + method.steps(calibration)
+        self._steps = 1 + self._method.steps(calibration)
         self.at = plan.reduced[0].name  # the attention that is worked on
         parts = [
             (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
@@ -235,8 +227,9 @@ class _Course:
         visits = self._visits(list(modules))
         return [latent_forms(each.tensors, each.heads, each.inputs, each.layer.generator) for each in visits]
 
-    def convert(self) -> None:
-        """Give the method the new projections of every attention."""
+    def converted(self) -> dict[str, AttentionTensors]:
+        """Return the new projections of every attention."""
+        converted = {}
         for visit in self._visits(self._plan.reduced):
             name = visit.module.name
             tensors = self._new_heads.pop(name, None)
@@ -246,12 +239,13 @@ class _Course:
             if visit.module.gets_kernel:
                 tensors = self._with_kernel(visit, tensors)
             details = _output_errors(visit.tensors, tensors, visit.heads, visit.layer)
-            self._method.remember(name, visit.tensors, replace(tensors, details=details))
+            converted[name] = replace(tensors, details=details).to("cpu")
             self._errors.append(details["output_relative_error"])
             known = [error for error in self._errors if error is not None]
             if len(known) == len(self._errors):
                 mean = sum(known) / len(known)
                 self._bar.set_postfix_str(f"outputs {mean:.1%} off on held-out text", refresh=is_watched())
+        return converted
 
     def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
         used, held_out = self._batches

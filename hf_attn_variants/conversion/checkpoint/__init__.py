@@ -1,0 +1,1 @@
+"""Tensors by name, from files or a model, and into files."""

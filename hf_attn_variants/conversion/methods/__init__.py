@@ -32,15 +32,15 @@ def resolve_method(method: str | ConversionMethod | None, calibration: Calibrati
         if method not in METHODS:
             raise ValueError(f"`method` must be one of {', '.join(METHODS)}; got {method!r}.")
         method = METHODS[method]()
-        if isinstance(method, CalibratedMethod) and calibration is None:
-            raise ValueError(
-                f"method {method.name!r} needs calibration text: give `calibration=texts`, on the command line "
-                "`--calibration_file`."
-            )
-    if calibration is None:
-        return method
     if not isinstance(method, CalibratedMethod):
-        raise ValueError(f"method {method.name!r} looks at no text: leave the calibration out.")
+        if calibration is not None:
+            raise ValueError(f"method {method.name!r} looks at no text: leave the calibration out.")
+        return method
+    if calibration is None:
+        raise ValueError(
+            f"method {method.name!r} needs calibration text: give `calibration=texts`, on the command line "
+            "`--calibration_file`."
+        )
     foreign = [name for name in FIT_DEFAULTS if getattr(calibration, name) is not None and name not in method.options]
     if foreign:
         raise ValueError(

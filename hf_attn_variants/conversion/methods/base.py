@@ -1,6 +1,5 @@
 """What a conversion method is: a map from one layer's attention projections to those with fewer key/value heads."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,21 +78,12 @@ class ConversionMethod(Protocol):
 class CalibratedMethod(ABC):
     """A `ConversionMethod` that looks at what each attention is called with on text, before the conversion.
 
-    `calibration.calibrate` fills `converted`, a module at a time, by `convert_module`; `pool` then hands it out.
-    `options` are the fields of `Calibration` that this method reads beside those that say what the text is: another
-    method's are refused.
+    `calibration.calibrate` converts a module at a time, by `convert_module`. `options` are the fields of `Calibration`
+    that this method reads beside those that say what the text is: another method's are refused.
     """
 
     name: str
     options: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self.converted: dict[str, AttentionTensors] = {}
-        self._sources: dict[str, str] = {}
-
-    def remember(self, module: str, source: AttentionTensors, converted: AttentionTensors) -> None:
-        """Keep what a calibration made of an attention, and of which one."""
-        self.converted[module], self._sources[module] = converted.to("cpu"), _digest(source)
 
     def steps(self, calibration: Calibration) -> int:
         """Return how many steps of one attention's work `LayerContext.on_step` tells of."""
@@ -148,22 +138,8 @@ class CalibratedMethod(ABC):
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return what the calibration made of this layer.
-
-        Raises:
-            ValueError: if it was not calibrated, or one of this name of another model was.
-        """
-        if layer.module not in self.converted or self._sources[layer.module] != _digest(tensors):
-            raise ValueError(
-                f"method {self.name!r} has not seen this model's {layer.module}: it needs calibration text "
-                "(`calibration=`)."
-            )
-        return self.converted[layer.module]
-
-
-def _digest(tensors: AttentionTensors) -> str:
-    # float32 holds every value of the dtypes that checkpoints have.
-    found = hashlib.sha256()
-    for tensor in (tensors.query_weight, tensors.key_weight):
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        """Raise ValueError: projections alone do not say how to merge these heads."""
+        raise ValueError(
+            f"method {self.name!r} has not seen this model's {layer.module}: it needs calibration text "
+            "(`calibration=`)."
+        )

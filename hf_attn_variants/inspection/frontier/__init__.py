@@ -1,0 +1,1 @@
+"""What variants of a checkpoint take and what they lose, in memory."""

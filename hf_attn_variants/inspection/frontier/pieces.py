@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from ...conversion.calibration.calibrate import calibrate
+from ...conversion.calibration.source_models import source_in_memory
 from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.in_memory import assemble
-from ...conversion.conversions import convert_model
+from ...conversion.checkpoint.in_memory import ModelReader, assemble
+from ...conversion.converted_tensors import converted_tensors
 from ...conversion.methods import METHODS
+from ...conversion.plan import make_plan
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 
@@ -57,12 +60,7 @@ class ConvertedAttentions:
         """
         config = self.config(fields)
         if missing := self._missing(config, fields):
-            method: Any = METHODS["calibrated"]()
-            converted: Any = convert_model(
-                self.source, method=method, calibration=self.calibration, seed=self.seed, **missing
-            )
-            details = {path: made.details for path, made in method.converted.items()}
-            self._keep(converted, {path: each.get("output_relative_error") for path, each in details.items()})
+            self._convert(missing)
         tensors = {name: each.detach() for name, each in self.source.named_parameters(remove_duplicate=False)}
         for key, own in self._keys(config):
             for name in self._tensors[own] if key != own else ():
@@ -71,6 +69,16 @@ class ConvertedAttentions:
             if key != own:
                 tensors |= {f"{self._prefix}{name}": each for name, each in self._tensors[key].items()}
         return assemble(type(self.source), config, tensors, self.source)
+
+    def _convert(self, fields: Mapping[str, Any]) -> None:
+        """Keep the attentions of a conversion to these fields, with their errors."""
+        reader = ModelReader(self.source)
+        config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
+        plan = make_plan(config, reader.entries, METHODS["calibrated"](), fields, self.seed)
+        fits = calibrate(plan, reader, source_in_memory(reader, self.source), self.calibration)
+        tensors = converted_tensors(plan, reader, fits)
+        converted = assemble(plan.model_class, plan.config, tensors, self.source)
+        self._keep(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative error of the outputs of the attentions that `model` changed, on held-out text."""
@@ -105,9 +113,9 @@ class ConvertedAttentions:
 
     def _key(self, config: Any, site: AttentionSite, path: str) -> Key:
         def heads(path: str) -> Any:
-            found = site.heads(config, path)
+            counts = site.heads(config, path)
             # The input itself takes no other tensors than none.
-            return found._replace(rank=None) if found.rank == config.hidden_size else found
+            return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
         if not site.shares_latent or heads(path).rank is None:
             return path, heads(path)

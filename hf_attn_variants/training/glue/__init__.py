@@ -1,0 +1,1 @@
+"""Sequence classification on GLUE: the shape of the tasks' folders."""

@@ -1,0 +1,1 @@
+"""Token classification: the shortest task."""

@@ -1,0 +1,1 @@
+"""Text to text: parallel text and tables, GLUE and SQuAD in words."""

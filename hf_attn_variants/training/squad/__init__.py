@@ -1,0 +1,1 @@
+"""Extractive question answering on SQuAD."""

@@ -1,0 +1,1 @@
+"""Training on of what was converted, by its task or towards a teacher."""

@@ -1,0 +1,59 @@
+"""The tree of `docs/architecture.md`: the package's folders and files, each with the first sentence of its docstring.
+
+`make tree` writes it into the page; `tests/test_rooms.py` compares the two.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_attn_variants"
+PAGE = ROOT / "docs/architecture.md"
+# Rooms in the order in which they build on each other; other folders stand by their names.
+ROOMS = ("modeling", "conversion", "inspection", "training", "hub", "export", "commands")
+# Where a sentence begins, from where its name does.
+SENTENCE_COLUMN = 29
+
+
+def tree_of(package: Path = PACKAGE) -> str:
+    """Return the tree. Of `__init__.py` only the package's own is named: the others say what their folders are."""
+    first = _line("  ", "__init__.py", package / "__init__.py")
+    return "\n".join([f"{package.name}/", first, *_inside(package, "  ")])
+
+
+def tree_in(page: str) -> str:
+    """Return the tree in the text of the page."""
+    return page[slice(*_place(page))]
+
+
+def _inside(folder: Path, indent: str) -> Iterator[str]:
+    for file in sorted(folder.glob("*.py")):
+        if file.name != "__init__.py":
+            yield _line(indent, file.name, file)
+    for inner in sorted({file.parent for file in folder.glob("*/*.py")}, key=_order):
+        yield _line(indent, f"{inner.name}/", inner / "__init__.py")
+        yield from _inside(inner, f"{indent}  ")
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    return (ROOMS.index(folder.name) if folder.name in ROOMS else len(ROOMS), folder.name)
+
+
+def _line(indent: str, name: str, file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) if file.exists() else None
+    paragraph = " ".join((docstring or "").partition("\n\n")[0].split())
+    sentence = re.split(r"\.(?: |$)", paragraph)[0]
+    return f"{indent}{name:{SENTENCE_COLUMN - 2}}  {sentence}".rstrip()
+
+
+def _place(page: str) -> tuple[int, int]:
+    start = page.index(f"```\n{PACKAGE.name}/\n") + len("```\n")
+    return start, page.index("\n```", start)
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    start, end = _place(text)
+    PAGE.write_text(text[:start] + tree_of() + text[end:], encoding="utf-8")
