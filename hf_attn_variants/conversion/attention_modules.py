@@ -75,13 +75,11 @@ class AttentionModule:
 
     def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections, each by the function that gives a tensor by its name in the checkpoint."""
-        tensors: dict[str, Any] = {part: read(name) for part, name in self.tensors.items()}
-        return AttentionTensors(**tensors, kernel=self.kernel[0])
+        return AttentionTensors.of({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
 
     def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return its projections after the conversion, from where these are."""
-        tensors: dict[str, Any] = {part: read(name) for part, name in self.new_tensors.items()}
-        return AttentionTensors(**tensors, kernel=self.kernel[1])
+        return AttentionTensors.of({part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1])
 
 
 def attention_modules(

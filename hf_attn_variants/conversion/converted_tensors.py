@@ -146,7 +146,7 @@ def _new_tensors(
     """Name one module's tensors as the checkpoint does, in the dtypes that they are stored in."""
     tensors = {}
     for part, name in module.new_tensors.items():
-        stored = getattr(before, part)
+        stored = getattr(before, part, None)
         stored = before.query_weight if stored is None else stored
         tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
     added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)

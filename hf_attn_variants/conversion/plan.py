@@ -248,7 +248,7 @@ def _talking_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
 
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
     for part, shape in module.shapes.items():
-        tensor = getattr(tensors, part)
+        tensor = getattr(tensors, part, None)
         found = None if tensor is None else list(tensor.shape)
         if found != list(shape):
             raise ValueError(

@@ -1,6 +1,6 @@
 """The projections of one attention: what a conversion changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ class AttentionTensors:
 
     `latent_weight` [r, D] makes the latent of the memory that keys and values are made from; None where they are made
     from the memory itself. It may be one for several attentions. `kernel` is what stands for a softmax, computed with
-    the tensors that `AttentionKernel.tensors` names. `details` holds what a method wants to say about this layer in
+    `kernel_tensors` (`AttentionKernel.tensors`). `details` holds what a method wants to say about this layer in
     the report (JSON values).
     """
 
@@ -39,13 +39,21 @@ class AttentionTensors:
     output_bias: torch.Tensor | None = None
     latent_weight: torch.Tensor | None = None
     kernel: AttentionKernel | None = None
-    query_kernel_proj: torch.Tensor | None = None
-    key_kernel_proj: torch.Tensor | None = None
-    kernel_scale: torch.Tensor | None = None
-    window_log_factor: torch.Tensor | None = None
-    length_proj: torch.Tensor | None = None
-    kernel_vectors: torch.Tensor | None = None
+    kernel_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Return a tensor of the kernel, for whose functions this stands in an attention's place."""
+        if name not in vars(self).get("kernel_tensors", ()):
+            raise AttributeError(f"there is no {name!r} among an attention's tensors")
+        return self.kernel_tensors[name]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> "AttentionTensors":
+        """Return the attention of these tensors, by name, some of which are its kernel's."""
+        names = () if kernel is None else (*kernel.learned, *kernel.drawn)
+        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in names}
+        return cls(**own, kernel=kernel, kernel_tensors={name: tensors[name] for name in names if name in tensors})
 
     def pair(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight and the bias of one of `ROLES`, or of the "latent", which has none."""
@@ -68,10 +76,8 @@ class AttentionTensors:
     def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
         """Return the same projections with a kernel in a softmax's place, as a new model has it."""
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, heads.head_dim)
-        added: dict[str, Any] = {
-            name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()
-        }
-        return replace(self, kernel=kernel, **added)
+        new = {name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()}
+        return replace(self, kernel=kernel, kernel_tensors=new)
 
     def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":
         """Return the same attention without a latent: W A in the place of W, in this dtype."""
@@ -86,7 +92,8 @@ class AttentionTensors:
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **tensors)
+        moved = {name: tensor.to(device) for name, tensor in self.kernel_tensors.items()}
+        return replace(self, **tensors, kernel_tensors=moved)
 
     def joined(self, role: str) -> torch.Tensor:
         """Return [W | b], [out, in + 1]: the bias is what an input of 1 is multiplied by. Without one, W."""

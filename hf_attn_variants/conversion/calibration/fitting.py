@@ -16,8 +16,6 @@ from .recording import AttentionInputs, attend
 __all__ = ["fit", "refit_output", "relative_error", "rounded"]
 
 RIDGE = 1e-6
-# Of the tensors of a kernel, those that are fitted.
-LEARNED_TENSORS = ("query_kernel_proj", "key_kernel_proj", "kernel_scale", "window_log_factor", "length_proj")
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
 
@@ -138,11 +136,8 @@ class _Whitened:
             role: (self._joined(role) @ self._maps[what][1]).requires_grad_() for role, what in self._reads.items()
         }
         # What a kernel has learned reads heads, not the text: it is fitted as it is.
-        self._learned = {
-            name: getattr(tensors, name).clone().requires_grad_()
-            for name in LEARNED_TENSORS
-            if getattr(tensors, name) is not None
-        }
+        names = () if tensors.kernel is None else tensors.kernel.learned
+        self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 
     def whitened(self, batch: AttentionInputs) -> AttentionInputs:
@@ -154,7 +149,7 @@ class _Whitened:
 
     def tensors(self) -> AttentionTensors:
         """Return the projections of `whitened` inputs, and plain ones of what is computed from them."""
-        changed: dict[str, Any] = dict(self._learned)
+        changed: dict[str, Any] = {"kernel_tensors": self._original.kernel_tensors | self._learned}
         for role, what in self._reads.items():
             if what in ("states", "memory"):
                 changed |= {name: None for name in self._plain_names(role)} | {f"{role}_weight": self._weights[role]}
@@ -166,9 +161,9 @@ class _Whitened:
     def unwhitened(self) -> AttentionTensors:
         """Return the projections of plain inputs."""
         plain = {name: tensor for role in self._reads for name, tensor in self._plain(role).items()}
-        plain |= {name: tensor.detach() for name, tensor in self._learned.items()}
         changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
-        return replace(self._original, **changed)
+        learned = {name: tensor.detach().contiguous() for name, tensor in self._learned.items()}
+        return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
     def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
         into = self._maps[what][0]

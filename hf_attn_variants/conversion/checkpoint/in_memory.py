@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...modeling.mechanisms.kernels.kernel_table import drawn_names
 from ...modeling.variant_names import EAGER, SDPA
 from .entries import TensorEntry, checked_finite, dtype_name
 from .reading import CheckpointReader
@@ -23,7 +24,8 @@ class ModelReader:
                 f"a {type(model).__name__} is no transformers model (of a wrapper like peft's give the model inside)."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".kernel_vectors")}
+        drawn = tuple(f".{name}" for name in drawn_names())
+        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
         self.entries = {}
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:
