@@ -1,7 +1,9 @@
 """Checkpoints read tensor by tensor: safetensors files, or pickles on request.
 
 No reader holds more than one tensor, or one chunk of it, in memory. The safetensors format: 8 bytes of header length
-(little-endian), a JSON header with each tensor's dtype, shape and byte range, then the bytes.
+(little-endian), a JSON header with each tensor's dtype, shape and byte range, then the bytes. `safetensors.safe_open`
+would do less here: it maps files, so a file cut while it is read ends the process (SIGBUS) and its pages count as
+memory; its errors do not tell a short file from a long one; and it slices rows, where packed dtypes need bytes.
 """
 
 import json
