@@ -81,7 +81,7 @@ def of_model(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, str]:
             [name for name, _ in gradients], *(each for _, each in gradients)
         )
     model.set_attn_implementation("sdpa")
-    decodes = model.config.is_encoder_decoder or model.config.is_decoder
+    decodes = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
     if model.can_generate() and decodes and model.main_input_name == "input_ids":
         inputs = {name: each for name, each in batch.items() if not name.startswith(("decoder_", "labels"))}
         options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
