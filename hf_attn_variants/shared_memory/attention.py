@@ -1,6 +1,6 @@
 """What a cross-attention of upstream's becomes: the same module, which chooses at each call what it reads."""
 
-from functools import lru_cache
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +35,9 @@ else:
 
 
 class SharesMemory(_Attention):
-    """A cross-attention that reads the encoder's outputs, or keys and values that beams share; before upstream's class.
+    """A cross-attention that reads the encoder's outputs, or keys and values that beams share.
 
-    Of a call upstream's own forward is all, wherever that serves: for keys and values with a row for each query row,
+    Listed before upstream's class. Upstream's own forward is called wherever it serves: for keys and values with a row for each query row,
     in training and where gradients are recorded.
 
     Class attributes:
@@ -200,7 +200,7 @@ def _fits(mask: Any, states: torch.Tensor) -> bool:
     return not isinstance(mask, torch.Tensor) or mask.shape[0] in (1, states.shape[0])
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def shared_class(plain: type) -> type:
     """Return the class, of the same name, that a cross-attention of an upstream class gets.
 
