@@ -37,8 +37,8 @@ else:
 class SharesMemory(_Attention):
     """A cross-attention that reads the encoder's outputs, or keys and values that beams share.
 
-    Listed before upstream's class. Upstream's own forward is called wherever it serves: for keys and values with a row for each query row,
-    in training and where gradients are recorded.
+    Listed before upstream's class. Upstream's own forward is called wherever it serves: for keys and values with a row
+    for each query row, in training and where gradients are recorded.
 
     Class attributes:
         plain: upstream's class, or a subclass of it, which the module had before.
