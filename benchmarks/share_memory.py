@@ -147,13 +147,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 def row_text(row: dict[str, Any]) -> str:
     """Return the line to print."""
-    times = row["milliseconds"]
-    ratios = ", ".join(
-        f"{name} {times[name]:.0f} ms ({times[UPSTREAM] / times[name]:.2f}x"
-        f"{'' if row['same_tokens'][name] else ', OTHER TOKENS'}{', outputs' if row['ended_with_outputs'][name] else ''})"
-        for name in times
-    )
-    return f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}: {ratios}"
+    times, ratios = row["milliseconds"], []
+    for name, time in times.items():
+        marks = "" if row["same_tokens"][name] else ", OTHER TOKENS"
+        marks += ", outputs" if row["ended_with_outputs"][name] else ""
+        ratios.append(f"{name} {time:.0f} ms ({times[UPSTREAM] / time:.2f}x{marks})")
+    size = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+    return f"{size}: {', '.join(ratios)}"
 
 
 if __name__ == "__main__":

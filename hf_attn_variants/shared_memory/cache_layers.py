@@ -190,11 +190,15 @@ def share_rows(cache: Any, index: int) -> bool:
         shared = _SHARED[type(layer)]
         cross.layers[index] = shared.__new__(shared)
         vars(cross.layers[index]).update(vars(layer))
-    return type(cross.layers[index]) in _SHARED.values() if layer is not None else False
+    return layer is not None and type(cross.layers[index]) in _SHARED.values()
 
 
 def _place(cross: Any, index: int) -> Any:
     layers = cross.layers
     if len(layers) <= index and getattr(cross, "layer_class_to_replicate", None) is DynamicLayer:
         layers.extend(DynamicLayer() for _ in range(index + 1 - len(layers)))
-    return layers[index] if index < len(layers) and not layers[index].is_initialized else None
+    if index >= len(layers) or layers[index].is_initialized:
+        return None
+    if isinstance(layers[index], SharedDynamicLayer):  # that was reset
+        layers[index] = DynamicLayer()
+    return layers[index]

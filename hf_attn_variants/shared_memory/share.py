@@ -43,6 +43,7 @@ def share_memory(model: Model, share: bool = True) -> Model:
     _check_kind(model)
     found = dict(cross_attentions(model))
     if not share:
+        _check_hooks(found)
         _give_back(model, found.values())
         return model
     _check(model, found)
@@ -71,6 +72,15 @@ def _give_back(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
         vars(model).pop(EXPANSION)
         if hook.former is not None:
             setattr(model, EXPANSION, hook.former)
+
+
+def _check_hooks(found: dict[str, nn.Module]) -> None:
+    for path, module in found.items():
+        if _is_shared(module) and "forward" in vars(module):
+            raise ValueError(
+                f"`{path}.forward` was replaced on this object after it shared memory (accelerate's offloading does "
+                "so), and calls what it replaced: take that back before."
+            )
 
 
 def _check_kind(model: Any) -> None:

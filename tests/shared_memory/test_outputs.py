@@ -203,6 +203,23 @@ def test_half_precision(dtype, form):
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_compiled(name, form):
+    """By a whole model, and by the steps of a search with a static cache."""
+    upstream, shared = pair(name)
+    batch, ids = source_batch(name), torch.full((3, 3), 3)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = upstream(**batch, decoder_input_ids=ids).logits
+        compiled = torch.compile(shared, backend="eager")
+        torch.testing.assert_close(compiled(**batch, decoder_input_ids=ids).logits, expected, **TOLERANCE)
+    for options in (WAYS["static"], WAYS["static by beams"], {"num_beams": 3}):
+        expected = generated(upstream, batch, **options)
+        steps = share_memory(tiny_model(name))
+        steps.forward = torch.compile(steps.forward, backend="eager")
+        assert_same(generated(steps, batch, **options), expected)
+
+
 def test_autocast(form):
     upstream, shared = pair("bart")
     batch, ids = source_batch("bart"), torch.full((3, 3), 3)

@@ -261,6 +261,18 @@ def test_what_cannot_share_is_refused_by_name():
     refused(decoder, "BartForCausalLM", "is_encoder_decoder")
 
 
+def test_what_was_put_over_it_is_taken_off_first():
+    model = share_memory(tiny_model("bart"))
+    attention = model.model.decoder.layers[0].encoder_attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.0\.encoder_attn\.forward"):
+        share_memory(model, False)
+    assert is_shared(model)
+    del attention.forward
+    share_memory(model, False)
+    assert not any(isinstance(module, SharesMemory) for module in model.modules())
+
+
 def test_another_implementation_set_later_is_upstreams_call(source_form):
     """Written after sharing: the call is upstream's, with inputs repeated as upstream has them."""
     model, batch = share_memory(tiny_model("bart")), source_batch("bart")
