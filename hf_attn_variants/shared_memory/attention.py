@@ -136,8 +136,8 @@ class SharesMemory(_Attention):
         options: dict[str, Any] = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         is_eager = self.config._attn_implementation_internal == "eager"
         # On a CPU the fused kernel has a thread for each memory and head of keys.
-        is_alone = key is value and key.device.type == "cpu" and key.shape[0] < torch.get_num_threads()
-        if is_eager or is_alone:
+        on_cpu = key.device.type == "cpu" and not is_traced()
+        if is_eager or (key is value and on_cpu and key.shape[0] < torch.get_num_threads()):
             output, weights = attention_with_weights(query, key, value, mask, position_bias, **options)
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
