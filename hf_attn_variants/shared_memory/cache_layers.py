@@ -105,7 +105,8 @@ class SourceLayer(SharedDynamicLayer):
     def _make(self) -> None:
         if self.source is not None:
             source, self.source = self.source, None
-            self._keys, self._values = keys_and_values(source, self.maps, self.head_dim)
+            with torch.no_grad():  # as they would have been made when the outputs came
+                self._keys, self._values = keys_and_values(source, self.maps, self.head_dim)
             self.maps = None
 
     def _change(self, rows: Any) -> None:
