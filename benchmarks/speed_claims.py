@@ -148,6 +148,14 @@ def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
             yield from _pair(row, "milliseconds", theirs, ours, f"{ours} / {theirs}, {row['tokens']} tokens")
 
 
+def _sharing(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["runs"]:
+        where = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+        for name in row["milliseconds"]:
+            if name != "upstream":
+                yield from _pair(row, "milliseconds", "upstream", name, f"{name} / upstream, {where}")
+
+
 def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
     for mode in MODES:
         for row in report["times"]:
@@ -190,6 +198,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "hybrid_attention_": _kernels,
     "decoder_state_": _states,
     "long_t5_passes": _passes,
+    "share_memory_": _sharing,
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,
     "loop_overhead": _loops,

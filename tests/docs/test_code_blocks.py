@@ -47,7 +47,14 @@ SHOWN = {
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
-QUICK = {"README.md", "docs/fields.md", "docs/linear.md", "docs/uptraining.md", "docs/sparse.md"}
+QUICK = {
+    "README.md",
+    "docs/fields.md",
+    "docs/linear.md",
+    "docs/uptraining.md",
+    "docs/sparse.md",
+    "docs/share_memory.md",
+}
 # Commands that are not run, by their first words; their arguments and files are still checked.
 NOT_RUN = {
     "accelerate config": "asks questions",

@@ -35,7 +35,9 @@ __all__ = [
     "LatentProjection",
     "absorbs",
     "attend_to_latent",
+    "by_head",
     "holds_latent",
+    "is_plain",
     "is_short",
     "shared_latent",
 ]
@@ -204,7 +206,7 @@ def absorbs(
     if module.score is not None:  # of keys, which are no latents
         return False
     # With m2l a key's bias counts. Maps that a quantiser, LoRA or an offloader has taken over are more than a weight.
-    if "m2l" in module.dynamic_names or not all(_is_plain(each, latent) for each in maps):
+    if "m2l" in module.dynamic_names or not all(is_plain(each, latent) for each in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
@@ -221,7 +223,8 @@ def absorbs(
     return absorbed < expanded
 
 
-def _is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
+def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
+    """Say whether a map is no more than its weight and bias, which may be read beside a latent in place of a call."""
     if type(linear) is not nn.Linear:
         return False
     weight = linear.weight
@@ -238,12 +241,12 @@ def _absorbed(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     head_dim, (_, value_map) = query.shape[-1], maps
-    query = _by_head(query, maps[0].weight, head_dim)
+    query = by_head(query, maps[0].weight, head_dim)
     bias: torch.Tensor | None = value_map.bias
     sums_weights = _sums_weights(module, value_map, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = _by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
+    output = by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, head_dim).repeat_interleave(output.shape[2] * head_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
@@ -265,11 +268,11 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
     return reads if reads.shape[0] in (1, batch) else reads.repeat_interleave(batch // reads.shape[0], dim=0)
 
 
-def _by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
+def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
     """Multiply each head of states [b, k g, n, x] by its group's part of a map [k d, r]: x = d to r, or r to d."""
     weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
     weight = weight.mT if transposed else weight
     batch, heads, length, size = states.shape
     rows = states.reshape(batch, weight.shape[0], -1, size).transpose(0, 1).reshape(weight.shape[0], -1, size)
-    by_head = torch.bmm(rows, weight).view(weight.shape[0], batch, -1, weight.shape[2])  # [k, b, g n, y]
-    return by_head.transpose(0, 1).reshape(batch, heads, length, -1)
+    products = torch.bmm(rows, weight).view(weight.shape[0], batch, -1, weight.shape[2])  # [k, b, g n, y]
+    return products.transpose(0, 1).reshape(batch, heads, length, -1)

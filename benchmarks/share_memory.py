@@ -1,0 +1,160 @@
+"""`generate` of transformers' own models, encoder included: as they are, beside `share_memory`, in turn in one run.
+
+Random weights: speed does not depend on them. The contestants are one model and a copy of it that shares its memory,
+with the form chosen as ever and, with --forms, held to one of the two. Before anything is timed they generate the same
+tokens. A time is the median over rounds.
+
+Example:
+    python benchmarks/share_memory.py --shape t5-small --batch_size 1 8 32 --source_length 64 512 --num_beams 1 4
+    python benchmarks/share_memory.py --shape opus-mt --batch_size 8 --source_length 512 --num_beams 4 --forms
+"""
+
+import argparse
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from decode import MARIANS, SHAPES
+from kept_memory import NOT_SHOWN, add_memory_argument, run
+from machine import machine
+from talking_heads_peers import interleaved
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from hf_attn_variants import share_memory
+from hf_attn_variants.files import atomic_write
+from hf_attn_variants.inspection.page_faults import memory_now
+from hf_attn_variants.modeling.upstream import cache_of
+from hf_attn_variants.shared_memory import attention
+from hf_attn_variants.shared_memory.cache_layers import holds_anything
+
+UPSTREAM, SHARED = "upstream", "shared"
+# What stands in the place of the choice.
+FORMS: dict[str, Any] = {"keys and values": lambda *args, **kwargs: None, "outputs": lambda *args, **kwargs: 0.0}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--max_new_tokens", type=int, default=32)
+    parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--forms", action="store_true", help="each form by itself, too")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add_memory_argument(parser)
+    parser.add_argument("--run_name", help="the file's name; default: made of shape and type")
+    args = parser.parse_args(arguments)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+    return args
+
+
+def make_models(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the model as it is and a copy that shares its memory."""
+    kind, fields = "marian" if args.shape in MARIANS else "t5", SHAPES[args.shape] | {"decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields))
+    model.eval().to(getattr(torch, args.dtype))
+    # Random weights may end a sentence at any step: let none end.
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return {UPSTREAM: model, SHARED: share_memory(copy.deepcopy(model))}
+
+
+@contextmanager
+def held_to(form: str | None) -> Iterator[None]:
+    """Within it, each call takes one form; None: the one that it chooses."""
+    choice = attention.spent_on_source
+    attention.spent_on_source = FORMS.get(form, choice)
+    try:
+        yield
+    finally:
+        attention.spent_on_source = choice
+
+
+@torch.no_grad()
+def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, length: int, beams: int) -> dict:
+    """Return the times of one size in milliseconds, and what each contestant has kept of the source, in bytes."""
+    torch.manual_seed(0)
+    ids = torch.randint(2, models[UPSTREAM].config.vocab_size, (batch_size, length))
+    mask = torch.ones_like(ids)
+    if args.padded:
+        mask[::2, length - length // 4 :] = 0
+
+    def decoding(name: str) -> Any:
+        form = name if name in FORMS else None
+        model = models[UPSTREAM if name == UPSTREAM else SHARED]
+        options = {"max_new_tokens": args.max_new_tokens, "num_beams": beams, "do_sample": False}
+
+        def work(**more: Any) -> Any:
+            with held_to(form):
+                return model.generate(input_ids=ids, attention_mask=mask, **options, **more)
+
+        return work
+
+    names = [UPSTREAM, SHARED, *(FORMS if args.forms else ())]
+    works = {name: decoding(name) for name in names}
+    first = {name: work(return_dict_in_generate=True) for name, work in works.items()}
+    same = {name: torch.equal(each.sequences, first[UPSTREAM].sequences) for name, each in first.items()}
+    kept = {name: kept_of(cache_of(each)) for name, each in first.items()}
+    del first
+    times, usage = interleaved(works, "cpu", args.rounds)
+    size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}
+    return size | {"milliseconds": times, "same_tokens": same, **joined(kept), "usage": {"milliseconds": usage}}
+
+
+def kept_of(cache: Any) -> tuple[int, bool]:
+    """Return the bytes that a cache holds of a source, and whether they are the encoder's outputs."""
+    layers = cache.cross_attention_cache.layers
+    if all(holds_anything(layer) for layer in layers):
+        return layers[0].source.nbytes, True
+    return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values)), False
+
+
+def joined(kept: dict[str, tuple[int, bool]]) -> dict[str, Any]:
+    return {
+        "cross_cache_bytes": {name: size for name, (size, _) in kept.items()},
+        "ended_with_outputs": {name: outputs for name, (_, outputs) in kept.items()},
+    }
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write the JSON after each size, print the figures; returns the report."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.num_threads)
+    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
+    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "runs": []}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"{args.run_name or f'share_memory_{args.shape}_{args.dtype}_cpu'}.json"
+    models = make_models(args)
+    for batch_size, length, beams in itertools.product(args.batch_size, args.source_length, args.num_beams):
+        row = measure(models, args, batch_size, length, beams)
+        report["runs"].append(row)
+        atomic_write(path, json.dumps(report, indent=1) + "\n")
+        print(row_text(row), flush=True)
+    return report
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return the line to print."""
+    times, ratios = row["milliseconds"], []
+    for name, time in times.items():
+        marks = "" if row["same_tokens"][name] else ", OTHER TOKENS"
+        marks += ", outputs" if row["ended_with_outputs"][name] else ""
+        ratios.append(f"{name} {time:.0f} ms ({times[UPSTREAM] / time:.2f}x{marks})")
+    size = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+    return f"{size}: {', '.join(ratios)}"
+
+
+if __name__ == "__main__":
+    run(main, parse_args)

@@ -1,0 +1,139 @@
+"""`share_memory`: the cross-attentions of a live model of upstream's read the encoder's outputs once."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..modeling.attention.attention_mixin import AttentionVariantMixin
+from ..modeling.upstream import check_attributes
+from .attention import IMPLEMENTATIONS, SharesMemory, shared_class
+from .expansion import EXPANSION, SharedExpansion
+from .known_attentions import KNOWN, cross_attentions, kind_of
+
+__all__ = ["share_memory"]
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def share_memory(model: Model, share: bool = True) -> Model:
+    """Let the cross-attentions of an encoder-decoder read the encoder's outputs, once for all layers and beams.
+
+    In place, from the next call on: the model keeps its class, its weights and its `generate`. Each call takes the
+    form that costs less. In one all layers read the encoder's outputs [b, m, D] themselves, no key or value is made
+    and the cache holds that one tensor: with W_k,i, W_v,i the maps of head i, logits are (q_i W_k,i) y^T and outputs
+    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; MLA's absorbed form, 2405.04434, appendix C). In the other,
+    keys and values are made once for each sentence. In both the beams, or samples, of a sentence share its memory.
+    Training, and calls that record gradients, are upstream's own.
+
+    Args:
+        model: a live model of upstream's own, or of a subclass (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100,
+            PEGASUS, Whisper and relatives), with `attn_implementation` "sdpa" or "eager".
+        share: False gives the model back as it was: its classes, and its own attributes.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: for a model that cannot, before anything of it is changed; the message says what it has.
+        UpstreamChanged: under a transformers whose attentions are not as they are known.
+    """
+    _check_kind(model)
+    found = dict(cross_attentions(model))
+    if not share:
+        _check_hooks(found)
+        _give_back(model, found.values())
+        return model
+    _check(model, found)
+    classes = {path: shared_class(type(module)) for path, module in found.items() if not _is_shared(module)}
+    try:
+        for path, cls in classes.items():
+            found[path].__class__ = cls
+        if hasattr(type(model), EXPANSION) and not isinstance(vars(model).get(EXPANSION), SharedExpansion):
+            setattr(model, EXPANSION, SharedExpansion(model))
+    except BaseException:
+        _give_back(model, (found[path] for path in classes))
+        raise
+    return model
+
+
+def _is_shared(module: nn.Module) -> bool:
+    return isinstance(module, SharesMemory)
+
+
+def _give_back(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, SharesMemory):
+            module.__class__ = module.plain
+    hook = vars(model).get(EXPANSION)
+    if isinstance(hook, SharedExpansion):
+        vars(model).pop(EXPANSION)
+        if hook.former is not None:
+            setattr(model, EXPANSION, hook.former)
+
+
+def _check_hooks(found: dict[str, nn.Module]) -> None:
+    for path, module in found.items():
+        if _is_shared(module) and "forward" in vars(module):
+            raise ValueError(
+                f"`{path}.forward` was replaced on this object after it shared memory (accelerate's offloading does "
+                "so), and calls what it replaced: take that back before."
+            )
+
+
+def _check_kind(model: Any) -> None:
+    if isinstance(model, PreTrainedModel):
+        return
+    advice = ""
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        advice = " Share first and compile then: `torch.compile(share_memory(model))`."
+    elif hasattr(model, "get_base_model"):
+        advice = " Of a peft model give the model inside: `share_memory(peft_model.get_base_model())`."
+    raise ValueError(f"`share_memory` takes a model of transformers; got a {type(model).__name__}.{advice}")
+
+
+def _check(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
+    """Check that a model can share, before anything of it is changed.
+
+    Raises:
+        ValueError: with what it has and what is asked.
+    """
+    name, config = type(model).__name__, model.config
+    if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
+        raise ValueError(
+            f"{name} is a variant of this package, whose field `cross_kv_lora_rank` does this: with "
+            f"`cross_kv_lora_rank={getattr(config, 'd_model', 'd_model')}` (d_model) its cross-attentions read the "
+            "encoder's outputs, and its beams share their memory with any value."
+        )
+    if not getattr(config, "is_encoder_decoder", False) or not found:
+        raise ValueError(
+            f"{name} has no cross-attention that is known here (`is_encoder_decoder` is "
+            f"{getattr(config, 'is_encoder_decoder', None)}); known are {', '.join(sorted(KNOWN))}."
+        )
+    implementation = config._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f'`share_memory` computes by "sdpa" or "eager"; this model has attn_implementation="{implementation}": '
+            'call `model.set_attn_implementation("sdpa")` before.'
+        )
+    for path, module in found.items():
+        if not _is_shared(module):
+            _check_attention(path, module)
+
+
+def _check_attention(path: str, module: nn.Module) -> None:
+    kind = kind_of(type(module))
+    if kind is None:
+        raise ValueError(
+            f"`{path}` is a {type(module).__name__} whose forward is not known here; known are those of "
+            f"{', '.join(sorted(KNOWN))}, and of subclasses that leave `forward` as it is."
+        )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"`{path}.forward` was replaced on this object (accelerate's offloading does so): share memory before."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"`{path}` is a scripted module: share memory before.")
+    check_attributes(module, kind.attributes)

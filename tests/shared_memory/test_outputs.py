@@ -1,0 +1,269 @@
+"""A model that shares its memory puts out what upstream's own does, in every family, form and way to generate."""
+
+import pytest
+import torch
+import transformers
+from fixtures.caches import cache_of, with_cache
+from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+
+from hf_attn_variants import share_memory
+from hf_attn_variants.shared_memory.attention import SharesMemory
+from hf_attn_variants.shared_memory.cache_layers import SourceLayer
+from hf_attn_variants.shared_memory.known_attentions import cross_attentions
+
+pytestmark = pytest.mark.cross_product
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "eight beams": {"num_beams": 8, "length_penalty": 0.3},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "sampling beams": {"do_sample": True, "num_beams": 3},
+    "static": {"cache_implementation": "static"},
+    "static by beams": {"cache_implementation": "static", "num_beams": 3},
+    "no cache": {"use_cache": False, "num_beams": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+}
+# Rounding decides between beams that are nearly as good, so searches run in float64.
+TOLERANCE = {"atol": 1e-7, "rtol": 1e-7}
+FLOAT32 = {"atol": 1e-3, "rtol": 1e-3}
+
+
+def pair(name, dtype=torch.float64, **fields):
+    return tiny_model(name, **fields).to(dtype), share_memory(tiny_model(name, **fields)).to(dtype)
+
+
+def batch_of(name, *args, dtype=torch.float64, **options):
+    return {
+        key: value.to(dtype) if value.is_floating_point() else value
+        for key, value in source_batch(name, *args, **options).items()
+    }
+
+
+def generated(model, batch, **options):
+    torch.manual_seed(5)
+    if model.config.model_type == "whisper":  # or a time would begin a segment anew
+        options = {"return_timestamps": False} | options
+    return model.generate(
+        **batch, max_new_tokens=9, min_new_tokens=4, return_dict_in_generate=True, output_scores=True, **options
+    )
+
+
+def assert_same(ours, theirs):
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.scores) == len(theirs.scores)
+    for mine, expected in zip(ours.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(mine, expected, **TOLERANCE)
+    if "sequences_scores" in theirs:
+        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_generated_is_upstreams(name, way, form):
+    upstream, shared = pair(name)
+    rows = 1 if way == "prompt lookup" else 3
+    batch = batch_of(name, rows)
+    assert_same(generated(shared, batch, **WAYS[way]), generated(upstream, batch, **WAYS[way]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logits_step_by_step_are_upstreams(name, implementation, padded, rows, dtype, form):
+    if FAMILIES[name].implementation == "eager" and implementation == "sdpa":
+        pytest.skip("upstream's knows eager alone")
+    upstream, shared = pair(name, dtype, attn_implementation=implementation)
+    batch, tolerance = (
+        batch_of(name, rows, padded=padded, dtype=dtype),
+        FLOAT32 if dtype == torch.float32 else TOLERANCE,
+    )
+    targets = torch.randint(4, 60, (rows, 6), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = upstream(**batch, decoder_input_ids=targets).logits
+        torch.testing.assert_close(shared(**batch, decoder_input_ids=targets).logits, expected, **tolerance)
+        outputs, cache, pieces = None, None, []
+        for ids in targets.split([2, 1, 1, 2], dim=1):
+            given = batch if outputs is None else batch | {"encoder_outputs": outputs}
+            if outputs is not None and "input_features" in given:
+                given.pop("input_features")
+            piece = shared(**given, decoder_input_ids=ids, use_cache=True, **with_cache(cache))
+            outputs, cache = (piece.encoder_last_hidden_state,), cache_of(piece)
+            pieces.append(piece.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, **tolerance)
+
+
+def test_a_row_of_padding_alone(form):
+    """Reads all alike in upstream's T5, and nothing in its BART, whose values' bias counts then."""
+    for name in ("t5", "umt5", "bart"):
+        for implementation in ("sdpa", "eager"):
+            upstream, shared = pair(name, attn_implementation=implementation)
+            batch = batch_of(name)
+            batch["attention_mask"][1] = 0
+            outputs = upstream.get_encoder()(**batch_of(name))
+            options = {"encoder_outputs": outputs, "attention_mask": batch["attention_mask"]}
+            ids = torch.full((3, 2), 3)
+            with torch.no_grad():
+                expected, mine = (model(decoder_input_ids=ids, **options).logits for model in (upstream, shared))
+            torch.testing.assert_close(mine, expected, **TOLERANCE)
+            for number in (1, 3):
+                theirs, ours = (
+                    generated(
+                        model,
+                        {**options, "encoder_outputs": transformers.modeling_outputs.BaseModelOutput(outputs[0])},
+                        num_beams=number,
+                    )
+                    for model in (upstream, shared)
+                )
+                assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_beams_read_one_memory(name, form):
+    """The cache has a row for each sentence, and in the form that reads it one tensor for all layers."""
+    (_, shared), kept = pair(name), []
+    decoder = shared.get_decoder()
+    decoder.register_forward_hook(lambda module, args, output: kept.append((args, cache_of(output))))
+    shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
+    layers = kept[-1][1].cross_attention_cache.layers
+    if form == "source":
+        assert all(type(layer) is SourceLayer and layer.source.shape[0] == 3 for layer in layers)
+        assert len({layer.source.data_ptr() for layer in layers}) == 1
+    else:
+        assert {layer.keys.shape[:2] for layer in layers} == {(3, 4)}
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_weights_of_attention_are_upstreams(name, num_beams, form):
+    upstream, shared = pair(name, attn_implementation="eager")
+    batch = batch_of(name)
+    options = {"output_attentions": True, "num_beams": num_beams}
+    theirs, ours = (generated(model, batch, **options) for model in (upstream, shared))
+    assert_same(ours, theirs)
+    for mine, expected in zip(ours.cross_attentions, theirs.cross_attentions, strict=True):
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
+@pytest.mark.parametrize("train", [False, True])
+def test_gradients_are_upstreams(name, train, form):
+    dropout = {"dropout_rate": 0.0} if "t5" in name else {"dropout": 0.0, "attention_dropout": 0.0}
+    models = pair(name, **dropout)
+    batch = batch_of(name) | {"labels": torch.randint(4, 60, (3, 5), generator=torch.Generator().manual_seed(2))}
+    for model in models:
+        model.train(train)
+        model(**batch).loss.backward()
+    for (path, theirs), ours in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (theirs.grad is None) == (ours.grad is None), path
+        if theirs.grad is not None:
+            assert torch.equal(theirs.grad, ours.grad), path
+
+
+def test_training_with_dropout_and_checkpointing_is_upstreams():
+    for name in ("t5", "bart"):
+        models = pair(name)
+        batch = batch_of(name) | {"labels": torch.full((3, 5), 9)}
+        losses = []
+        for model in models:
+            model.train()
+            model.gradient_checkpointing_enable()
+            torch.manual_seed(3)
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss)
+        assert torch.equal(*losses)
+
+
+def test_the_gradient_of_one_map_alone(source_form):
+    """Everything else is frozen: the call is upstream's all the same."""
+    models = pair("bart")
+    batch = batch_of("bart") | {"labels": torch.full((3, 5), 9)}
+    gradients = []
+    for model in models:
+        model.requires_grad_(False)
+        weight = model.model.decoder.layers[0].encoder_attn.k_proj.weight.requires_grad_()
+        model(**batch).loss.backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients) and gradients[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+def test_an_assistant_shares_too(name, form):
+    upstream, shared = pair(name)
+    helper = tiny_model(name, seed=1).double()
+    helped = share_memory(tiny_model(name, seed=1).double())
+    batch = batch_of(name, 1)
+    expected = generated(upstream, batch, assistant_model=helper)
+    assert_same(generated(shared, batch, assistant_model=helped), expected)
+    assert_same(generated(shared, batch, assistant_model=helper), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, form):
+    for name in ("t5", "bart"):
+        upstream, shared = pair(name, dtype)
+        batch = batch_of(name)
+        ids = torch.full((3, 3), 3)
+        exact = tiny_model(name)
+        with torch.no_grad():
+            theirs, ours, right = (model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact))
+        # Both round; ours is no further off than upstream's.
+        assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-3
+        assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_compiled(name, form):
+    """By a whole model, and by the steps of a search with a static cache."""
+    upstream, shared = pair(name)
+    batch, ids = batch_of(name), torch.full((3, 3), 3)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = upstream(**batch, decoder_input_ids=ids).logits
+        compiled = torch.compile(shared, backend="eager")
+        torch.testing.assert_close(compiled(**batch, decoder_input_ids=ids).logits, expected, **TOLERANCE)
+    for options in (WAYS["static"], WAYS["static by beams"], {"num_beams": 3}):
+        expected = generated(upstream, batch, **options)
+        _, steps = pair(name)
+        steps.forward = torch.compile(steps.forward, backend="eager")
+        assert_same(generated(steps, batch, **options), expected)
+
+
+def test_autocast(form):
+    upstream, shared = pair("bart", torch.float32)
+    batch, ids = batch_of("bart"), torch.full((3, 3), 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = upstream(**batch, decoder_input_ids=ids).logits
+        assert torch.equal(shared(**batch, decoder_input_ids=ids).logits, expected)
+
+
+def test_a_cache_goes_from_one_model_to_the_other(form):
+    """A prompt's cache of upstream's serves the model that shares, and the other way round."""
+    for name in ("t5", "bart"):
+        upstream, shared = pair(name)
+        batch, ids = batch_of(name), torch.full((3, 2), 3)
+        with torch.no_grad():
+            full = upstream(**batch, decoder_input_ids=ids.repeat(1, 2)).logits[:, 2:]
+            for first, second in ((upstream, shared), (shared, upstream), (shared, shared)):
+                begun = first(**batch, decoder_input_ids=ids, use_cache=True)
+                outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(cache_of(begun))}
+                given = {"attention_mask": batch["attention_mask"], **outputs}
+                torch.testing.assert_close(second(**given, decoder_input_ids=ids).logits, full, **TOLERANCE)
+
+
+def test_base_models_and_other_heads(form):
+    for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
+        made = getattr(transformers, cls)
+        upstream, shared = tiny_model(name, made).double(), share_memory(tiny_model(name, made).double())
+        assert any(isinstance(module, SharesMemory) for _, module in cross_attentions(shared))
+        batch = batch_of(name)
+        if "Sequence" in cls:
+            batch["input_ids"][:, 1] = 2
+        else:
+            batch["decoder_input_ids"] = torch.full((3, 4), 3)
+        with torch.no_grad():
+            torch.testing.assert_close(shared(**batch)[0], upstream(**batch)[0], **TOLERANCE)

@@ -1,0 +1,296 @@
+"""`share_memory` in place and back: what the object keeps, what goes with copies, what is refused."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from fixtures.caches import cache_of, with_cache
+from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+
+import hf_attn_variants
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, share_memory
+from hf_attn_variants.shared_memory.attention import SharesMemory
+from hf_attn_variants.shared_memory.cache_layers import SharedDynamicLayer
+from hf_attn_variants.shared_memory.expansion import EXPANSION
+from hf_attn_variants.shared_memory.known_attentions import cross_attentions
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
+
+
+def states_of(model):
+    """What an object is made of: for each module its class and the names and identities of its attributes."""
+    return {
+        path: (type(module), {name: id(value) for name, value in vars(module).items()})
+        for path, module in model.named_modules()
+    }
+
+
+def is_shared(model):
+    return all(isinstance(module, SharesMemory) for _, module in cross_attentions(model))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_undone_to_the_bit(name):
+    model, batch = tiny_model(name), source_batch(name)
+    expected = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
+    before = states_of(model)  # with what a first call of upstream's leaves
+    cls, weights = type(model), model.state_dict()
+    assert share_memory(model) is model and is_shared(model)
+    assert type(model) is cls and isinstance(model, getattr(transformers, FAMILIES[name].model))
+    for name_now, weight in model.state_dict().items():
+        assert weight.data_ptr() == weights[name_now].data_ptr()
+    for _, module in cross_attentions(model):
+        assert type(module).__name__ == type(module).plain.__name__ and isinstance(module, type(module).plain)
+    model.generate(**batch, **BEAMS)
+    assert share_memory(model) is model  # a second time changes nothing
+    assert share_memory(model, False) is model
+    assert states_of(model) == before
+    again = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(again.sequences, expected.sequences)
+    for mine, other in zip(again.scores, expected.scores, strict=True):
+        assert torch.equal(mine, other)
+    assert share_memory(model, False) is model
+
+
+def test_an_attribute_of_ones_own_is_called_and_comes_back():
+    model, calls = tiny_model("bart"), []
+    upstreams = model._expand_inputs_for_generation
+
+    def own(*args, **kwargs):
+        calls.append(kwargs)
+        return upstreams(*args, **kwargs)
+
+    setattr(model, EXPANSION, own)
+    expected = tiny_model("bart").generate(**source_batch("bart"), **BEAMS)
+    share_memory(model)
+    assert torch.equal(model.generate(**source_batch("bart"), **BEAMS), expected)
+    assert calls and "encoder_outputs" not in calls[0]
+    share_memory(model, False)
+    assert vars(model)[EXPANSION] is own
+
+
+def test_after_an_exception_in_the_middle_of_a_search(source_form):
+    model, batch = tiny_model("t5"), source_batch("t5")
+    expected = tiny_model("t5").generate(**batch, **BEAMS)
+    before = states_of(model)
+
+    class Stops(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] > 3:
+                raise KeyError("in the middle")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    share_memory(model)
+    with pytest.raises(KeyError, match="in the middle"):
+        model.generate(**batch, **BEAMS, stopping_criteria=[Stops()])
+    assert torch.equal(model.generate(**batch, **BEAMS), expected)
+    share_memory(model, False)
+    after = states_of(model)
+    assert {path: kind for path, (kind, _) in after.items()} == {path: kind for path, (kind, _) in before.items()}
+    assert EXPANSION not in vars(model)
+    assert torch.equal(model.generate(**batch, **BEAMS), expected)
+
+
+def test_an_exception_while_it_is_made_leaves_nothing(monkeypatch):
+    from hf_attn_variants.shared_memory import share
+
+    model = tiny_model("bart")
+    before = states_of(model)
+    monkeypatch.setattr(share.SharedExpansion, "__init__", lambda self, model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        share_memory(model)
+    monkeypatch.undo()
+    assert states_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["t5", "marian", "whisper"])
+def test_copies_and_pickles_share_and_are_undone_alone(name, form):
+    batch = source_batch(name)
+    expected = tiny_model(name).generate(**batch, **BEAMS)
+    model = share_memory(tiny_model(name))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    for each in copies:
+        assert type(each) is type(model) and is_shared(each) and vars(each)[EXPANSION].model is each
+        assert torch.equal(each.generate(**batch, **BEAMS), expected)
+        share_memory(each, False)
+        assert not any(isinstance(module, SharesMemory) for module in each.modules()) and EXPANSION not in vars(each)
+        assert torch.equal(each.generate(**batch, **BEAMS), expected)
+    assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_what_is_saved_is_upstreams(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path / "plain")
+    share_memory(tiny_model(name)).save_pretrained(tmp_path / "shared")
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
+    for each in names:
+        assert (tmp_path / "plain" / each).read_bytes() == (tmp_path / "shared" / each).read_bytes()
+
+
+class OwnModel(transformers.T5ForConditionalGeneration):
+    """A user's class, with something of its own."""
+
+    def forward(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(*args, **kwargs)
+
+
+def test_subclasses(form):
+    model = share_memory(tiny_model("t5", OwnModel))
+    assert type(model) is OwnModel
+    model.load_state_dict(tiny_model("t5").state_dict())  # transformers draws the weights of a user's class otherwise
+    expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
+    assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected) and model.calls > 1
+    share_memory(model, False)
+    for _, module in cross_attentions(model):  # of an attention's subclass that leaves its forward
+        module.__class__ = OwnAttention
+    share_memory(model)
+    assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
+    share_memory(model, False)
+    assert all(type(module) is OwnAttention for _, module in cross_attentions(model))
+
+
+class OwnAttention(transformers.models.t5.modeling_t5.T5Attention):
+    """One that leaves `forward` as it is."""
+
+
+class OtherAttention(transformers.models.t5.modeling_t5.T5Attention):
+    """One whose forward is its own."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_the_cache_that_is_returned(source_form):
+    """It can be copied and pickled without the model's weights, and has upstream's keys and values."""
+    upstream, shared = tiny_model("bart"), share_memory(tiny_model("bart"))
+    batch, ids = source_batch("bart"), torch.full((3, 2), 3)
+    with torch.no_grad():
+        theirs, ours = (
+            cache_of(model(**batch, decoder_input_ids=ids, use_cache=True)).cross_attention_cache
+            for model in (upstream, shared)
+        )
+    assert [layer.get_seq_length() for layer in ours.layers] == [11] * 3
+    assert all(layer.source is not None for layer in ours.layers)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
+        for mine, other in zip(copied.layers, theirs.layers, strict=True):
+            torch.testing.assert_close(mine.keys, other.keys)
+            torch.testing.assert_close(mine.values, other.values)
+    assert all(layer.source is None for layer in ours.layers)
+    copied = copy.deepcopy(ours)
+    assert all(type(layer) is SharedDynamicLayer for layer in copied.layers)
+
+
+def test_rows_of_a_cache_are_chosen_repeated_and_forgotten(source_form):
+    shared = share_memory(tiny_model("bart"))
+    with torch.no_grad():
+        made = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
+    cache = cache_of(made)
+    layers, states = cache.cross_attention_cache.layers, made.encoder_last_hidden_state
+    for change, rows in (
+        (lambda: cache.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
+        (lambda: cache.batch_repeat_interleave(2), [2, 2, 0, 0, 1, 1]),
+        (lambda: cache.batch_select_indices(torch.tensor([0, 5])), [2, 1]),
+    ):
+        change()
+        assert all(torch.equal(layer.source, states[rows]) for layer in layers)
+    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 0, 0]))  # beams of two sentences
+    assert all(torch.equal(layer.source, states[[2, 1]]) for layer in layers)
+    keys = layers[0].keys
+    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 1, 0, 0]))
+    assert layers[0].keys is keys
+    cache.cross_attention_cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layers[0].keys, keys[[1, 0]])
+    cache.reset()
+    assert [layer.get_seq_length() for layer in layers] == [0] * 3
+    with torch.no_grad():
+        again = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), **with_cache(cache)).logits
+    torch.testing.assert_close(again, made.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_maps_that_are_more_than_a_weight_are_called(source_form):
+    """LoRA's, a quantiser's, one with a hook: keys and values, once for all beams."""
+    calls = []
+    for model in (tiny_model("t5"), share_memory(tiny_model("t5"))):
+        for _, module in cross_attentions(model):
+            module.k = torch.nn.Sequential(module.k)
+        module.v.register_forward_hook(lambda *given: calls.append(given))
+        made = model.generate(**source_batch("t5"), **BEAMS)
+        if not isinstance(module, SharesMemory):
+            expected = made
+    assert torch.equal(made, expected) and len(calls) == 2
+    assert calls[0][2].shape[0] == 9 and calls[1][2].shape[0] == 3
+
+
+def refused(model, *words):
+    before = states_of(model) if isinstance(model, transformers.PreTrainedModel) else None
+    with pytest.raises(ValueError) as told:
+        share_memory(model)
+    for word in words:
+        assert word in str(told.value), told.value
+    if before is not None:
+        assert states_of(model) == before
+
+
+def test_what_cannot_share_is_refused_by_name():
+    bert = transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=20
+        )
+    )
+    refused(bert, "BertModel", "T5Attention")
+    variant = AttnVariantT5ForConditionalGeneration(AttnVariantT5Config(**FAMILIES["t5"].fields))
+    refused(variant, "cross_kv_lora_rank=32")
+    refused(torch.nn.Linear(2, 2), "Linear")
+    refused(torch.compile(tiny_model("t5")), "torch.compile(share_memory(model))")
+    flash = tiny_model("t5")
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    refused(flash, "flash_attention_2", "sdpa")
+    other = tiny_model("t5")
+    other.decoder.block[1].layer[1].EncDecAttention.__class__ = OtherAttention
+    refused(other, "decoder.block.1.layer.1.EncDecAttention", "OtherAttention")
+    hooked = tiny_model("bart")
+    hooked.model.decoder.layers[0].encoder_attn.forward = print
+    refused(hooked, "model.decoder.layers.0.encoder_attn", "accelerate")
+    decoder = transformers.BartForCausalLM(tiny_model("bart").config)
+    refused(decoder, "BartForCausalLM", "is_encoder_decoder")
+
+
+def test_what_was_put_over_it_is_taken_off_first():
+    model = share_memory(tiny_model("bart"))
+    attention = model.model.decoder.layers[0].encoder_attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=r"model\.decoder\.layers\.0\.encoder_attn\.forward"):
+        share_memory(model, False)
+    assert is_shared(model)
+    del attention.forward
+    share_memory(model, False)
+    assert not any(isinstance(module, SharesMemory) for module in model.modules())
+
+
+def test_another_implementation_set_later_is_upstreams_call(source_form):
+    """Written after sharing: the call is upstream's, with inputs repeated as upstream has them."""
+    model, batch = share_memory(tiny_model("bart")), source_batch("bart")
+    expected = tiny_model("bart").generate(**batch, **BEAMS)
+    seen = []
+
+    def spying(module, *args, **kwargs):
+        seen.append(args[0].shape[0])
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(module, *args, **kwargs)
+
+    transformers.AttentionInterface.register("spying", spying)
+    transformers.AttentionMaskInterface.register("spying", transformers.masking_utils.sdpa_mask)
+    model.set_attn_implementation("spying")
+    assert torch.equal(model.generate(**batch, **BEAMS), expected) and 9 in seen
+
+
+def test_it_is_public():
+    assert "share_memory" in hf_attn_variants.__all__ and "share_memory" in dir(hf_attn_variants)
+    assert hf_attn_variants.share_memory is share_memory

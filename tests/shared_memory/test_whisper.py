@@ -1,0 +1,104 @@
+"""Whisper's own generation over a memory that is shared: segments, times of words, returned caches, pipelines."""
+
+import pytest
+import torch
+import transformers
+from fixtures.caches import cache_of
+from fixtures.speech import TIMES, WINDOW, whisper_checkpoint
+
+from hf_attn_variants import share_memory
+
+FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2},
+    "static": {"cache_implementation": "static", "num_beams": 2},
+    "prompt": {"prompt_ids": torch.tensor([38, 11, 12])},
+    "times": {"return_timestamps": True},
+    "long": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 0.9},
+    "long by beams": {"long": True, "return_timestamps": True, "num_beams": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
+
+
+def loaded(folder, **options):
+    return transformers.WhisperForConditionalGeneration.from_pretrained(folder, **options).eval()
+
+
+def transcribed(model, long=False, **options):
+    torch.manual_seed(1)
+    frames = 3 * WINDOW - 7 if long else WINDOW
+    batch = {"input_features": torch.randn(2, 8, frames)}
+    if long:
+        batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, WINDOW + 9])[:, None]).long()
+    if not options.get("return_timestamps"):
+        options["suppress_tokens"] = list(range(TIMES["no_timestamps_token_id"], 60))
+    return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
+
+
+def same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name in theirs.keys() - {"result"}:
+            same(ours[name], theirs[name])
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            same(*pair)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transcripts_are_upstreams(checkpoint, way, form):
+    expected = transcribed(loaded(checkpoint), **WAYS[way])
+    same(transcribed(share_memory(loaded(checkpoint)), **WAYS[way]), expected)
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
+def test_times_of_words_are_upstreams(checkpoint, way, form):
+    options = way | {"return_token_timestamps": True, "return_timestamps": True}
+    models = (loaded(checkpoint, attn_implementation="eager") for _ in range(2))
+    expected = transcribed(next(models), **options)
+    same(transcribed(share_memory(next(models)), **options), expected)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "samples"])
+def test_a_returned_dictionary_has_the_cache(checkpoint, way, form):
+    """Whisper takes it apart by batch row and layer, and puts it together again."""
+    options = WAYS[way] | {"return_dict_in_generate": True, "output_scores": True, "force_unique_generate_call": True}
+    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    same(ours["sequences"], theirs["sequences"])
+    options.pop("force_unique_generate_call")
+    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    if not isinstance(theirs, torch.Tensor):
+        same(ours["sequences"], theirs["sequences"])
+        mine, other = (cache_of(each).cross_attention_cache.layers for each in (ours, theirs))
+        for one, two in zip(mine, other, strict=True):
+            assert one.keys.shape == two.keys.shape
+            if way != "beams":  # of beams upstream's has rows of the first sentence alone
+                torch.testing.assert_close(one.keys, two.keys, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pipeline(checkpoint):
+    import numpy as np
+
+    made = []
+    for share in (False, True):
+        model = loaded(checkpoint)
+        transcribe = transformers.pipeline(
+            "automatic-speech-recognition",
+            model=share_memory(model) if share else model,
+            tokenizer=transformers.AutoTokenizer.from_pretrained(checkpoint),
+            feature_extractor=transformers.AutoFeatureExtractor.from_pretrained(checkpoint),
+        )
+        sound = np.random.default_rng(0).normal(size=16000).astype(np.float32)
+        made.append(transcribe(sound, generate_kwargs={"max_new_tokens": 8, "num_beams": 2})["text"])
+    assert made[0] == made[1]
