@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -42,7 +43,7 @@ class CrossAttention:
         )
 
 
-_Q_K_V_O = {"query": "q", "key": "k", "value": "v", "output": "o", "head_dim": "key_value_proj_dim"}
+_Q_K_V_O: Any = {"query": "q", "key": "k", "value": "v", "output": "o", "head_dim": "key_value_proj_dim"}
 T5 = CrossAttention(**_Q_K_V_O, roles=("states", "memory", "cache", "mask", "bias"), returns=3, has_finite_masks=True)
 UMT5 = CrossAttention(**_Q_K_V_O, has_finite_masks=True)
 BART = CrossAttention(query="q_proj", key="k_proj", value="v_proj", output="out_proj", head_dim="head_dim")

@@ -47,7 +47,8 @@ def share_memory(model: Model, share: bool = True) -> Model:
         _give_back(model, found.values())
         return model
     _check(model, found)
-    classes = {path: shared_class(type(module)) for path, module in found.items() if not _is_shared(module)}
+    kinds: dict[str, Any] = {path: type(module) for path, module in found.items() if not _is_shared(module)}
+    classes = {path: shared_class(kind) for path, kind in kinds.items()}
     try:
         for path, cls in classes.items():
             found[path].__class__ = cls

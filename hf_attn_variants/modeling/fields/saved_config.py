@@ -43,7 +43,7 @@ class SavedWithCode(_Saved):
         """
         names = ("auto_map", "tokenizer_class")
         kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self._own_auto_map() | without_repository(self.auto_map)
+        self.auto_map = self._own_auto_map() | without_repository(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)

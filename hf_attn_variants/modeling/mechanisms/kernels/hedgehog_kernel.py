@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ class Hedgehog(FeatureKernel):
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
     features_a_number = 1
-    learned = ("query_kernel_proj", "key_kernel_proj")
+    learned: ClassVar[tuple[str, ...]] = ("query_kernel_proj", "key_kernel_proj")
     of_key_heads = ("key_kernel_proj",)
 
     @classmethod

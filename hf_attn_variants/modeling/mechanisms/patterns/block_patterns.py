@@ -74,7 +74,7 @@ class BlockPattern(NamedTuple):
         queries, keys = queries[..., None], keys[..., None, :]
         distance = queries - keys
         near, far = self.kind.near_and_far(self, distance, queries, keys)
-        if self.heads:
+        if self.heads and far is not None:
             parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
             allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
         else:
