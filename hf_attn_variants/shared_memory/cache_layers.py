@@ -39,7 +39,7 @@ class SharedDynamicLayer(DynamicLayer):
     They stay where they are when the beams of the sentence move.
     """
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Take the rows of other beams, where each has its own."""
         if _has_rows_for(self, beam_idx):
             super().reorder_cache(beam_idx)
@@ -48,7 +48,7 @@ class SharedDynamicLayer(DynamicLayer):
 class SharedStaticLayer(StaticLayer):
     """The same of a static cache."""
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Take the rows of other beams, where each has its own."""
         if _has_rows_for(self, beam_idx):
             super().reorder_cache(beam_idx)
@@ -80,7 +80,8 @@ class SourceLayer(SharedDynamicLayer):
         self.spent = 0.0
         self.is_initialized = True
         self.dtype, self.device = source.dtype, source.device
-        self._keys = self._values = None
+        self._keys: Any = None
+        self._values: Any = None
 
     @property
     def keys(self) -> Any:
@@ -122,7 +123,7 @@ class SourceLayer(SharedDynamicLayer):
         self.source = self.maps = self._keys = self._values = None
         self.is_initialized = False
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Take the rows of other beams, where each has its own."""
         if self.source is None:
             super().reorder_cache(beam_idx)
@@ -188,7 +189,7 @@ def share_rows(cache: Any, index: int) -> bool:
     cross = cache.cross_attention_cache
     layer = _place(cross, index)
     if type(layer) in _SHARED:
-        shared = _SHARED[type(layer)]
+        shared: Any = _SHARED[type(layer)]
         cross.layers[index] = shared.__new__(shared)
         vars(cross.layers[index]).update(vars(layer))
     return layer is not None and type(cross.layers[index]) in _SHARED.values()
