@@ -80,7 +80,8 @@ class SourceLayer(SharedDynamicLayer):
         self.spent = 0.0
         self.is_initialized = True
         self.dtype, self.device = source.dtype, source.device
-        self._keys = self._values = None
+        self._keys: Any = None
+        self._values: Any = None
 
     @property
     def keys(self) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -43,10 +42,10 @@ class CrossAttention:
         )
 
 
-_Q_K_V_O: Any = {"query": "q", "key": "k", "value": "v", "output": "o", "head_dim": "key_value_proj_dim"}
-T5 = CrossAttention(**_Q_K_V_O, roles=("states", "memory", "cache", "mask", "bias"), returns=3, has_finite_masks=True)
-UMT5 = CrossAttention(**_Q_K_V_O, has_finite_masks=True)
-BART = CrossAttention(query="q_proj", key="k_proj", value="v_proj", output="out_proj", head_dim="head_dim")
+T5_ROLES = ("states", "memory", "cache", "mask", "bias")
+T5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
+UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
+BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
 # By the name of the class that has the forward: of one kind all are the same code under transformers 5.15 and 5.24.
 KNOWN: dict[str, CrossAttention] = {

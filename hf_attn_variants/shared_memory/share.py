@@ -47,8 +47,7 @@ def share_memory(model: Model, share: bool = True) -> Model:
         _give_back(model, found.values())
         return model
     _check(model, found)
-    kinds: dict[str, Any] = {path: type(module) for path, module in found.items() if not _is_shared(module)}
-    classes = {path: shared_class(kind) for path, kind in kinds.items()}
+    classes = {path: _class_for(module) for path, module in found.items() if not _is_shared(module)}
     try:
         for path, cls in classes.items():
             found[path].__class__ = cls
@@ -58,6 +57,11 @@ def share_memory(model: Model, share: bool = True) -> Model:
         _give_back(model, (found[path] for path in classes))
         raise
     return model
+
+
+def _class_for(module: nn.Module) -> type:
+    plain: Any = type(module)
+    return shared_class(plain)
 
 
 def _is_shared(module: nn.Module) -> bool:

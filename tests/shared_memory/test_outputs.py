@@ -84,15 +84,21 @@ def test_logits_step_by_step_are_upstreams(name, implementation, padded, rows, d
     with torch.no_grad():
         expected = upstream(**batch, decoder_input_ids=targets).logits
         torch.testing.assert_close(shared(**batch, decoder_input_ids=targets).logits, expected, **tolerance)
-        outputs, cache, pieces = None, None, []
-        for ids in targets.split([2, 1, 1, 2], dim=1):
-            given = batch if outputs is None else batch | {"encoder_outputs": outputs}
-            if outputs is not None and "input_features" in given:
-                given.pop("input_features")
-            piece = shared(**given, decoder_input_ids=ids, use_cache=True, **with_cache(cache))
-            outputs, cache = (piece.encoder_last_hidden_state,), cache_of(piece)
-            pieces.append(piece.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), expected, **tolerance)
+        theirs, ours = (steps_of(model, batch, targets.split([2, 1, 1, 2], dim=1)) for model in (upstream, shared))
+    torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def steps_of(model, batch, pieces):
+    """The logits of a text that comes piece by piece."""
+    outputs, cache, logits = None, None, []
+    for ids in pieces:
+        given = batch
+        if outputs is not None:
+            given = {"encoder_outputs": outputs} | {k: v for k, v in batch.items() if k != "input_features"}
+        piece = model(**given, decoder_input_ids=ids, use_cache=True, **with_cache(cache))
+        outputs, cache = (piece.encoder_last_hidden_state,), cache_of(piece)
+        logits.append(piece.logits)
+    return torch.cat(logits, 1)
 
 
 def test_a_row_of_padding_alone(form):
