@@ -9,25 +9,31 @@ layer's call takes, in multiplications and in numbers read:
 Reading and multiplying overlap in part, so that the time is near the root of the sum of their squares. The absorbed
 form multiplies h times as much and reads, where h d = D, half as much; what it saves for certain is to make keys and
 values at all. Upstream makes them for each beam.
+
+How many multiplications take the time in which a byte is read differs between processors, and decides much. So it is
+measured, once a process and number of threads, in some 50 ms.
 """
 
+import functools
 import math
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Sizes", "call_costs", "making_cost", "spent_on_source"]
+__all__ = ["Sizes", "call_costs", "making_cost", "measure_rate", "multiplications_a_byte", "spent_on_source"]
 
-# Multiplications in the time in which a processor reads a byte of a large tensor, by device: 16 floating-point
-# operations (380e9 a second beside 24e9 bytes, two cores of an x86 server). A device that nobody has timed is not
-# there: it keeps keys and values.
-MULTIPLICATIONS_A_BYTE = {"cpu": 8.0}
-# Half precision has not been timed on a CPU.
-TIMED_DTYPES = (torch.float32,)
+# Half precision has not been timed on a CPU, nor anything on a GPU: they keep keys and values.
+TIMED_DEVICES, TIMED_DTYPES = ("cpu",), (torch.float32,)
+# So many times as fast are the large products that make keys and values as those of the few rows of a step.
+LARGE_PRODUCTS = 3.0
+# What is timed: one step of so many sentences a thread, in both forms, with T5-small's heads.
+TIMED_SENTENCES, TIMED_LENGTH, TIMED_HEADS, TIMED_HEAD_DIM, TIMES = 2, 1024, 8, 64, 5
 # By how much the absorbed form must be the cheaper one by this estimate.
-MARGIN = 1.1
+MARGIN = 1.25
 # What a single beam may lose in a call of several tokens (a prompt), as a share of what it saves by making nothing.
-SHARE_OF_PROMPT = 0.1
+SHARE_OF_PROMPT = 0.15
 
 
 class Sizes(NamedTuple):
@@ -58,7 +64,7 @@ def call_costs(sizes: Sizes, numbers_read: float) -> tuple[float, float]:
 
 def making_cost(sizes: Sizes) -> float:
     """Return the cost of making keys and values once for each sentence."""
-    return 2.0 * sizes.memories * sizes.length * sizes.heads * sizes.head_dim * sizes.width
+    return 2.0 * sizes.memories * sizes.length * sizes.heads * sizes.head_dim * sizes.width / LARGE_PRODUCTS
 
 
 def spent_on_source(
@@ -76,10 +82,9 @@ def spent_on_source(
         spent: what the calls before have cost more; None at the first one.
         is_kept: whether keys and values would be kept for later calls.
     """
-    rate = MULTIPLICATIONS_A_BYTE.get(states.device.type)
-    if rate is None or states.dtype not in TIMED_DTYPES:
+    if states.device.type not in TIMED_DEVICES or states.dtype not in TIMED_DTYPES:
         return None
-    numbers_read, making = rate * states.element_size(), making_cost(sizes)
+    numbers_read, making = multiplications_a_byte() * states.element_size(), making_cost(sizes)
     source, keys = call_costs(sizes, numbers_read)
     if not is_kept:
         return 0.0 if source < keys + making else None
@@ -90,3 +95,38 @@ def spent_on_source(
             return None
     spent = (spent or 0.0) + max(source - keys, 0.0)
     return spent if spent <= (making if beams > 1 else SHARE_OF_PROMPT * making) else None
+
+
+def multiplications_a_byte() -> float:
+    """Return the multiplications in the time in which attention reads a byte, on the CPU with its threads as now."""
+    return measure_rate(torch.get_num_threads())
+
+
+@functools.cache
+def measure_rate(threads: int) -> float:
+    """Measure `multiplications_a_byte`; nothing is drawn at random.
+
+    Args:
+        threads: which torch has now.
+    """
+    sentences, width = TIMED_SENTENCES * threads, TIMED_HEADS * TIMED_HEAD_DIM
+    source = torch.full((sentences, 1, TIMED_LENGTH, width), 0.01)
+    key, value = (torch.full((sentences, TIMED_HEADS, TIMED_LENGTH, TIMED_HEAD_DIM), 0.01) for _ in range(2))
+    rows = torch.full((sentences, 1, TIMED_HEADS, width), 0.01)
+    queries = torch.full((sentences, TIMED_HEADS, 1, TIMED_HEAD_DIM), 0.01)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        by_source, by_keys = _least_seconds(lambda: attend(rows, source, source), lambda: attend(queries, key, value))
+    multiplications = sentences * TIMED_HEADS * 2 * TIMED_LENGTH * width
+    bytes_read = key.nbytes + value.nbytes
+    return (multiplications / by_source) / (bytes_read / by_keys)
+
+
+def _least_seconds(*works: Callable[[], Any]) -> list[float]:
+    least = [math.inf] * len(works)
+    for _ in range(TIMES + 1):  # in turn; the first time is among them, and is never the least
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work()
+            least[number] = min(least[number], time.perf_counter() - start)
+    return least

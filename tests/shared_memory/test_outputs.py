@@ -90,13 +90,12 @@ def test_logits_step_by_step_are_upstreams(name, implementation, padded, rows, d
 
 def steps_of(model, batch, pieces):
     """The logits of a text that comes piece by piece."""
-    outputs, cache, logits = None, None, []
+    outputs, cache, logits = model.get_encoder()(**batch), None, []
+    mask = {name: value for name, value in batch.items() if name == "attention_mask"}
     for ids in pieces:
-        given = batch
-        if outputs is not None:
-            given = {"encoder_outputs": outputs} | {k: v for k, v in batch.items() if k != "input_features"}
-        piece = model(**given, decoder_input_ids=ids, use_cache=True, **with_cache(cache))
-        outputs, cache = (piece.encoder_last_hidden_state,), cache_of(piece)
+        given = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
+        piece = model(**given, use_cache=True, **with_cache(cache))
+        cache = cache_of(piece)
         logits.append(piece.logits)
     return torch.cat(logits, 1)
 
