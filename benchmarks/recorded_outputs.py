@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 # What is another for each run, or each version.
-VOLATILE = re.compile(rb'"(seconds|minutes|created|date|time[a-z_]*)": [0-9.]+|\d+(\.\d+)? s\b|/tmp/[\w./-]+')
+TEMPORARY = re.escape(tempfile.gettempdir()).encode() + rb"/[\w./-]+"
+VOLATILE = re.compile(rb'"(seconds|minutes|created|date|time[a-z_]*)": [0-9.]+|\d+(\.\d+)? s\b|' + TEMPORARY)
 
 
 def parse_args() -> argparse.Namespace:

@@ -153,7 +153,9 @@ def make_plan(repository: Repository) -> RefreshPlan:
         for name in repository.code_files
         if name in known and name not in code and name not in needed
     ]
-    configuration, own_entries = with_auto_map(_read(repository, CONFIG_NAME), own_auto_map(repository.config), known)
+    configuration, own_entries = with_auto_map(
+        _read(repository, CONFIG_NAME), variant_config_class(repository.config["model_type"]).own_auto_map(), known
+    )
     changes.append(_change(repository, CONFIG_NAME, configuration))
     notes = [f"{name} is not of this package and stays as it is." for name in others]
     notes += [f"`auto_map` keeps its entry {key}: it names code that is not of this package." for key in own_entries]
@@ -186,16 +188,8 @@ def what_changes_meaning(config: Mapping[str, Any]) -> list[str]:
 
 def travelling_code(config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files that a model of this configuration takes along when it is saved, by name."""
-    modeling_file = variant_config_class(config["model_type"]).modeling_file
-    files = code_files("configuration_attn_variants", modeling_file)
+    files = code_files(*variant_config_class(config["model_type"]).code_modules())
     return {name: text.encode() for name, text in files.items()}
-
-
-def own_auto_map(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `auto_map` that today's configuration of a model saves."""
-    config_class = variant_config_class(config["model_type"])
-    own = {"AutoConfig": f"configuration_attn_variants.{config_class.__name__}"}
-    return own | {auto: f"{config_class.modeling_file}.{name}" for auto, name in config_class.auto_classes.items()}
 
 
 def _regular_files(folder: Path, is_cached: bool) -> dict[str, int]:

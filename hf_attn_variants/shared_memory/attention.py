@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import by_head, is_plain
+from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
 from ..modeling.ops.query_folding import is_traced
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.upstream import Arguments, known_imports, refuse_unknown
-from .cache_layers import SourceLayer, held_layer, hold_source, holds_anything, keys_and_values, share_rows
+from .cache_layers import SourceLayer, held_layer, hold_source, holds_anything, share_rows
 from .form_costs import Sizes, spent_on_source
 from .known_attentions import CrossAttention, forward_owner, kind_of
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modeling.attention.latent_attention import keys_and_values
 from ..modeling.upstream import known_imports
 from ..modeling.upstream_checks import check_caches
 
@@ -20,17 +21,8 @@ __all__ = [
     "held_layer",
     "hold_source",
     "holds_anything",
-    "keys_and_values",
     "share_rows",
 ]
-
-
-def keys_and_values(
-    source: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values [b, h, m, d] of the encoder's outputs [b, m, D]."""
-    key, value = (states(source).unflatten(-1, (-1, head_dim)).transpose(1, 2) for states in maps)
-    return key, value
 
 
 class SharedDynamicLayer(DynamicLayer):

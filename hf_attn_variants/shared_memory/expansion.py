@@ -2,22 +2,14 @@
 
 from typing import Any
 
-from ..modeling.upstream import check_called, check_method, known_imports
+from ..modeling.attention.encoder_decoder_mixins import expand_all_but_memory
 from .attention import IMPLEMENTATIONS, SharesMemory
 from .known_attentions import cross_attentions
-
-with known_imports():
-    from transformers import GenerationMixin
-
-check_method(GenerationMixin, "_expand_inputs_for_generation", ("expand_size", "is_encoder_decoder", "input_ids"))
-check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
 
 __all__ = ["EXPANSION", "SharedExpansion"]
 
 # The method of upstream's that it stands for.
 EXPANSION = "_expand_inputs_for_generation"
-# What has a row for each sentence, and keeps it.
-ONCE = ("encoder_outputs", "attention_mask")
 
 
 class SharedExpansion:
@@ -38,14 +30,8 @@ class SharedExpansion:
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Repeat as upstream does, for each beam or sample, what is no memory."""
-        kept = {}
-        if is_encoder_decoder and expand_size > 1 and kwargs.get("encoder_outputs") is not None and self._can_share():
-            kept = {name: kwargs.pop(name) for name in ONCE if name in kwargs}
-            is_encoder_decoder = False  # else upstream asks for the outputs
-        input_ids, kwargs = self._upstreams()(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
-        )
-        return input_ids, kwargs | kept
+        shares = expand_size > 1 and self._can_share()
+        return expand_all_but_memory(self._upstreams(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
         found = [module for _, module in cross_attentions(self.model)]

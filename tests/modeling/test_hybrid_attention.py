@@ -31,9 +31,8 @@ def short_blocks(monkeypatch):
 def attention(window, groups=2, causal=False):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
-    install_kernel(
-        module, hybrid_kernel.Hybrid(9, causal, 3, window), AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
-    )
+    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D)
+    install_kernel(module, hybrid_kernel.Hybrid(9, causal, 3, window))
     init_kernel(module)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -24,7 +24,8 @@ ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for 
 def test_rows_are_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
-    install_kernel(module, Linformer(7, False, 0, length=20), AttentionHeads(4, groups, groups, 4, 4, 6))
+    module.heads = AttentionHeads(4, groups, groups, 4, 4, 6)
+    install_kernel(module, Linformer(7, False, 0, length=20))
     init_kernel(module)
     assert module.length_proj.equal(segment_means(7, 20))
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
@@ -85,7 +86,8 @@ def test_it_is_saved_trained_and_exported(tmp_path):
 
 def test_longer_texts_are_refused():
     module = nn.Linear(1, 1)
-    install_kernel(module, Linformer(2, False, 0, length=4), AttentionHeads(1, 1, 1, 1, 1, 2))
+    module.heads = AttentionHeads(1, 1, 1, 1, 1, 2)
+    install_kernel(module, Linformer(2, False, 0, length=4))
     states = torch.randn(1, 1, 5, 2)
     with pytest.raises(ValueError, match="reads 4 tokens at most, for which it has learned projections; got 5"):
         attend_by_kernel(module, states, states, states, None, 1.0)

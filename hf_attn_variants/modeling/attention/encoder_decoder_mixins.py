@@ -12,7 +12,10 @@ from .latent_attention import holds_latent
 with known_imports():
     from transformers import GenerationMixin
 
-__all__ = ["BeamsShareMemory", "MakesCrossLatent"]
+__all__ = ["BeamsShareMemory", "MakesCrossLatent", "expand_all_but_memory"]
+
+# What has a row for each sentence, and keeps it where beams share the memory.
+ONCE = ("encoder_outputs", "attention_mask")
 
 
 # A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
@@ -48,26 +51,43 @@ check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
 check_called(GenerationMixin, "_beam_search", "_reorder_cache")
 
 
+def expand_all_but_memory(
+    expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Repeat the inputs of `generate` for each beam or sample, and leave the encoder's outputs out.
+
+    Upstream repeats these too, and with them the cache that is made from them.
+
+    Args:
+        expand: upstream's `_expand_inputs_for_generation`, whose arguments follow.
+        shares: whether the model's attention reads one memory for all beams of a sentence; else all is repeated.
+        expand_size: beams or samples of a sentence.
+        is_encoder_decoder: as upstream says.
+        input_ids: the decoder's.
+        kwargs: the model's other inputs.
+    """
+    kept = {}
+    if shares and is_encoder_decoder and kwargs.get("encoder_outputs") is not None:
+        kept = {name: kwargs.pop(name) for name in ONCE if name in kwargs}
+        is_encoder_decoder = False  # else upstream asks for the outputs
+    input_ids, kwargs = expand(
+        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+    )
+    return input_ids, kwargs | kept
+
+
 class BeamsShareMemory(_Generation):
     """What generation of an encoder-decoder adds: the beams (or samples) of a sentence read one encoder output."""
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        # Upstream repeats the encoder's outputs for each beam, and with them the cache that is made from them. Our
-        # attention functions read them once; those of others do not know how, and heads that talk do not fold.
+        # Our attention functions read a memory once; those of others do not know how, and heads that talk do not fold.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and self.config.talking_heads is None
-        kept = {}
-        if is_encoder_decoder and folds and kwargs.get("encoder_outputs") is not None:
-            names = ("encoder_outputs", "attention_mask")
-            kept = {name: kwargs.pop(name) for name in names if name in kwargs}
-            is_encoder_decoder = False  # else upstream asks for the outputs
         upstreams: Any = super()
-        input_ids, kwargs = upstreams._expand_inputs_for_generation(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
-        )
-        return input_ids, kwargs | kept
+        expand = upstreams._expand_inputs_for_generation
+        return expand_all_but_memory(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
         # The beams of a sentence share its memory: only what they generated themselves moves with them.

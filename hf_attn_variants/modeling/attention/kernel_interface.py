@@ -97,7 +97,7 @@ def kernel_attention_forward(
             "`output_attentions=True` needs the keys of all tokens, of which `attention_kernel` keeps sums alone: "
             "pass `use_cache=False`."
         )
-    kernel: AttentionKernel = module.kernel
+    kernel: Any = module.kernel
     if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
         weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
         values = value.repeat_interleave(query.shape[0] // value.shape[0], dim=0)[:, :, None]
@@ -107,14 +107,15 @@ def kernel_attention_forward(
     if cache is None:
         return attend_by_kernel(*call)[0], None
     layer = cache.layers[module.layer_idx]
-    if module.kernel.is_causal:
+    if kernel.is_causal:
         output, layer.state = attend_by_kernel(*call, layer.state)
         return output, None
     # Of cross-attention: the memory and its mask do not change between decoding steps.
     kept, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
     if kept is None or kept[0] is not key or not _are_equal(kept[1], read):
         output, state = attend_by_kernel(*call)
-        setattr(layer, MEMORY_STATE, (key, read, state))
+        if state is not None:
+            setattr(layer, MEMORY_STATE, (key, read, state))
         return output, None
     return kernel.read_state(module, query, kept[2], scaling), None
 

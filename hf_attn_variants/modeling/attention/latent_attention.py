@@ -39,6 +39,7 @@ __all__ = [
     "holds_latent",
     "is_plain",
     "is_short",
+    "keys_and_values",
     "shared_latent",
 ]
 
@@ -128,7 +129,7 @@ def attend_to_latent(
     elif module.is_own and absorbs(module, query, latent, maps, options):
         return _absorbed(module, query, latent, mask, maps, **options)
     else:
-        key, value = _expanded(latent, maps, query.shape[-1])
+        key, value = keys_and_values(latent[:, 0], maps, query.shape[-1])
     return attend(module, query, key, value, mask, **options)
 
 
@@ -177,11 +178,12 @@ def holds_latent(cache: Any) -> bool:
     return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
 
 
-def _expanded(
-    latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], head_dim: int
+def keys_and_values(
+    memory: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = (states(latent[:, 0]).unflatten(-1, (-1, head_dim)).transpose(1, 2) for states in maps)
-    return key, value  # [b, k, m, d]
+    """Return the keys and values [b, k, m, d] that maps make from a latent, or another memory, [b, m, r]."""
+    key, value = (states(memory).unflatten(-1, (-1, head_dim)).transpose(1, 2) for states in maps)
+    return key, value
 
 
 def _kept_expanded(
@@ -191,7 +193,7 @@ def _kept_expanded(
     found = kept.get(module.layer_idx)
     # Beams that were reordered or repeated have another latent.
     if found is None or found[0] is not latent:
-        found = kept[module.layer_idx] = (latent, *_expanded(latent, maps, head_dim))
+        found = kept[module.layer_idx] = (latent, *keys_and_values(latent[:, 0], maps, head_dim))
     return found[1:]
 
 

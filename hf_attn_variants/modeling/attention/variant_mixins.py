@@ -264,7 +264,7 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)
-    install_kernel(core, site.kernel(model.config, path, is_causal), heads)
+    install_kernel(core, site.kernel(model.config, path, is_causal))
     settle_padding(core, model.config)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, SOURCE
 
 __all__ = [
+    "DYNAMIC_PROJECTIONS",
     "MAX_LABELS",
     "MAX_LAYERS",
+    "TALKING_HEADS",
+    "TALKING_HEADS_INITS",
     "check_buckets",
     "check_format",
     "check_head_size",
@@ -27,7 +30,7 @@ __all__ = [
     "wrong_kinds_explained",
 ]
 
-TALKING_HEADS = (None, "logits", "weights", "both")
+TALKING_HEADS = ("logits", "weights", "both")
 TALKING_HEADS_INITS = ("identity", "random")
 
 # Each dynamic projection with the static projection that it is added to.
@@ -158,7 +161,7 @@ def checked_talking_heads(
     Raises:
         ValueError: for an unknown value, or head counts that need a projection which `talking_heads` does not have.
     """
-    if talking_heads not in TALKING_HEADS:
+    if talking_heads is not None and talking_heads not in TALKING_HEADS:
         raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.')
     if init not in TALKING_HEADS_INITS:
         raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {init!r}.')

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.patterns.pattern_table import PATTERNS
+from .field_checks import DYNAMIC_PROJECTIONS, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = ["FIELDS", "Field", "row_of", "variant_field"]
 
@@ -34,7 +35,7 @@ class Field(NamedTuple):
         facts: what is true of it: "by_layer" (each layer may have a value of its own), "latent" (the rank of one),
             "pattern" (it says which keys are read), "kernel", "from_scratch" (no conversion gives it).
         query_heads: of key/value heads the field of the heads that share them.
-        cross: what is said of cross-attention's twin beside it.
+        one_for_all: the prefixes of the twins that are one for all layers, whatever `facts` says.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Field(NamedTuple):
     choices: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     query_heads: str | None = None
-    cross: str = ""
+    one_for_all: tuple[str, ...] = ()
 
     def described(self, prefix: str = "") -> str:
         """Return what the field, or one of its twins, is."""
         text = self.help.format(layer=LAYERS.get(prefix), attention=ATTENTIONS[prefix])
-        return text + (self.cross if prefix == "cross_" else "")
+        return f"{text}; one for all layers" if prefix in self.one_for_all else text
 
 
 STACKS = ("", "encoder_")
@@ -70,19 +71,19 @@ FIELDS = (
         "without loss",
         prefixes=("", "encoder_", "cross_"),
         facts=("latent", "by_layer"),
-        cross="; one latent for all layers",
+        one_for_all=("cross_",),
     ),
     Field("per_layer_values", dict, 'values that differ by layer, as JSON: {{"kv_lora_rank": [64, 32]}}'),
-    Field("talking_heads", str, "projections across heads", choices=("logits", "weights", "both")),
+    Field("talking_heads", str, "projections across heads", choices=TALKING_HEADS),
     Field("num_softmax_heads", int, "talking heads: heads of the softmax"),
     Field("num_value_heads", int, "talking heads: heads of the values"),
-    Field("talking_heads_init", str, "what new projections hold", "identity", choices=("identity", "random")),
+    Field("talking_heads_init", str, "what new projections hold", "identity", choices=TALKING_HEADS_INITS),
     Field(
         "talking_heads_dynamic",
         list,
         "talking heads: input-dependent terms to add",
         (),
-        choices=("x2l", "m2l", "x2w", "m2w"),
+        choices=tuple(DYNAMIC_PROJECTIONS),
     ),
     Field(
         "attention_pattern",
@@ -184,8 +185,6 @@ FIELDS = (
         facts=("from_scratch",),
     ),
 )
-# A latent of cross-attention is one of all layers.
-ONE_FOR_ALL_LAYERS = ("cross_kv_lora_rank",)
 
 
 def row_of(name: str) -> tuple[str, Field]:
@@ -199,7 +198,7 @@ def variant_field(name: str) -> Any:
     Its metadata has the description as "variant", and what the row says is true of it.
     """
     prefix, row = row_of(name)
-    facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or name not in ONE_FOR_ALL_LAYERS}
+    facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     if row.query_heads is not None:
         facts["query_heads"] = row.query_heads
     return dataclass_field(default=row.default, metadata={"variant": row.described(prefix), **facts})

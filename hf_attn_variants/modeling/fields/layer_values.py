@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .field_checks import checked_kv_heads, checked_rank
+from .field_table import FIELDS
 from .kernel_fields import checked_kernel
 from .pattern_fields import checked_pattern_size
 
@@ -16,7 +17,7 @@ __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value
 LayerValue = int | str | None
 
 # How the names of fields end that may differ by layer.
-DIFFERING = ("num_key_value_heads", "kv_lora_rank", "attention_window", "attention_kernel")
+DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
 def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..mechanisms.patterns.pattern_table import PATTERN_FIELDS, PATTERNS, pattern_class, pattern_prefixes
+from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
-from .field_table import variant_field
+from .field_table import FIELDS, variant_field
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
+
+# The fields of a pattern without their prefix, with what they are where nothing is given.
+PATTERN_FIELDS = {row.name: row.default for row in FIELDS if "pattern" in row.facts}
 
 
 @dataclass(kw_only=True, repr=False)

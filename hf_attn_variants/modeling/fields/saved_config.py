@@ -43,19 +43,26 @@ class SavedWithCode(_Saved):
         """
         names = ("auto_map", "tokenizer_class")
         kept: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self._own_auto_map() | without_repository(self.__dict__["auto_map"])
+        self.auto_map = self.own_auto_map() | without_repository(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
-            write_code(save_directory, CONFIGURATIONS, self.modeling_file)
+            write_code(save_directory, *self.code_modules())
         finally:
             self.__dict__.update(kept)
         if push_to_hub:  # by upstream's method, which saves once more: it uploads all that it finds there
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
-    def _own_auto_map(self) -> dict[str, str]:
-        own = {"AutoConfig": f"{CONFIGURATIONS}.{type(self).__name__}"}
-        return own | {auto: f"{self.modeling_file}.{name}" for auto, name in self.auto_classes.items()}
+    @classmethod
+    def own_auto_map(cls) -> dict[str, str]:
+        """Return the `auto_map` of a saved configuration."""
+        own = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
+        return own | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
+
+    @classmethod
+    def code_modules(cls) -> tuple[str, str]:
+        """Return the names of the files that it points to, which bring all others."""
+        return CONFIGURATIONS, cls.modeling_file
 
 
 def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:

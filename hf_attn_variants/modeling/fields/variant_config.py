@@ -135,7 +135,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             super().__post_init__(**kwargs)
         if by_layer is not None:
             self.per_layer_values = from_per_layer_config(self, by_layer)
-        self.auto_map = self._own_auto_map() | (getattr(self, "auto_map", None) or {})
+        self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 
     def check_variant(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from .padded_rows import is_of_keys
 from .query_folding import is_exporting
 from .reach import Reach
 
@@ -129,8 +130,9 @@ def fills_blocks(reach: Reach, query: torch.Tensor, key: torch.Tensor, mask: tor
         return False
     if not isinstance(reach, Reach):
         return False
-    by_key = mask is None or (mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0))
-    return by_key and memory >= 2 * _keys_of_block(reach, block_rows(reach, query.device.type))
+    return (mask is None or is_of_keys(mask)) and memory >= 2 * _keys_of_block(
+        reach, block_rows(reach, query.device.type)
+    )
 
 
 def _keys_of_block(reach: Reach, rows: int) -> int:

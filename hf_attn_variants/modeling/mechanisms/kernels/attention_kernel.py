@@ -121,7 +121,9 @@ class AttentionKernel(ABC):
             state: where causal, what an earlier call returned of the keys before these.
 
         Returns:
-            The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too, or None.
+            The outputs [b, n, h, d], zeros where nothing is read; and the state, of these keys too, or None. A kernel
+            of cross-attention that returns one has a `read_state` (as `FeatureKernel`), which gives the outputs of
+            later queries.
         """
 
     @abstractmethod
@@ -135,10 +137,6 @@ class AttentionKernel(ABC):
     ) -> torch.Tensor:
         """Return the weights [b, h, n, m] that it stands for; arguments as for `attend`."""
 
-    def read_state(self, module: Any, query: torch.Tensor, state: Any, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d] of queries that read all keys of a state; arguments as for `attend`."""
-        raise NotImplementedError(f"{self.name} has no cross-attention, which alone asks for this.")
-
     @abstractmethod
     def flops(self, head_dim: int, attended: int) -> tuple[int, int]:
         """Return the floating-point operations of a key in one key head, and of a query in one query head.
@@ -149,5 +147,5 @@ class AttentionKernel(ABC):
         """
 
     def state_numbers(self, kv_heads: int, head_dim: int) -> int:
-        """Return how many numbers a decoder's cache holds for this attention."""
-        raise NotImplementedError(f"{self.name} is of encoders, which have no cache.")
+        """Return how many numbers a decoder's cache holds for this attention: none, of a kernel without a state."""
+        return 0

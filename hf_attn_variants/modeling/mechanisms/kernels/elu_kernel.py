@@ -6,28 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from .feature_kernel import FeatureKernel
+from .feature_kernel import MapKernel
 
 __all__ = ["Elu"]
 
 
 @dataclass(frozen=True)
-class Elu(FeatureKernel):
+class Elu(MapKernel):
     """phi(x) = elu(x) + 1, F = d."""
 
     name = "elu"
     paper = ("Transformers are RNNs: linear attention", "2006.16236")
 
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q)."""
-        return nn.functional.elu(query) + 1
-
-    def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k)."""
-        features = nn.functional.elu(key) + 1
-        return (features if read is None else features * read), None
+    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x)."""
+        return nn.functional.elu(states) + 1
 
     def width(self, head_dim: int) -> int:
         """Return d."""

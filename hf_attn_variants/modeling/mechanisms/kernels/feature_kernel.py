@@ -24,7 +24,7 @@ from ...ops.memory_efficient_attention import without_autocast
 from ...ops.query_folding import QueryFold, beams_of
 from .attention_kernel import AttentionKernel
 
-__all__ = ["FeatureKernel", "KernelState"]
+__all__ = ["FeatureKernel", "KernelState", "MapKernel"]
 
 
 class KernelState(NamedTuple):
@@ -88,7 +88,7 @@ class FeatureKernel(AttentionKernel):
             return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs of queries that read all keys of a state; see `AttentionKernel.read_state`."""
+        """Return the outputs [b, n, h, d] of queries that read all keys of a state; arguments as for `attend`."""
         fold = QueryFold(query, state.sums, beams_of(query, state.sums))
         with without_autocast(query):
             queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
@@ -140,6 +140,26 @@ class FeatureKernel(AttentionKernel):
     def state_numbers(self, kv_heads: int, head_dim: int) -> int:
         """Return the numbers of a state: each key/value head's sums of values and of weights."""
         return kv_heads * self.width(head_dim) * (head_dim + 1)
+
+
+@dataclass(frozen=True)
+class MapKernel(FeatureKernel):
+    """A kernel whose features are one map of queries and of keys, each token's by itself."""
+
+    @abstractmethod
+    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x) [b, heads, n, F] of states [b, heads, n, d]; the role is "query" or "key"."""
+
+    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return phi(q); see `FeatureKernel.query_features`."""
+        return self.features_of(module, query, "query")
+
+    def key_features(
+        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return phi(k), divided by nothing; see `FeatureKernel.key_features`."""
+        features = self.features_of(module, key, "key")
+        return (features if read is None else features * read), None
 
 
 def _same_scale(

@@ -8,7 +8,7 @@ import torch
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
-from .feature_kernel import FeatureKernel
+from .feature_kernel import MapKernel
 from .random_vectors import orthogonal_rows
 
 __all__ = ["Hedgehog"]
@@ -18,7 +18,7 @@ FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
-class Hedgehog(FeatureKernel):
+class Hedgehog(MapKernel):
     """phi(x) = softmax([x M, -x M]), with a map M [d, r] for each head of the queries and of the keys; F = 2 r."""
 
     name = "hedgehog"
@@ -44,22 +44,11 @@ class Hedgehog(FeatureKernel):
         rows = orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q)."""
-        return _hedgehog_features(query, module.query_kernel_proj)
-
-    def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k)."""
-        features = _hedgehog_features(key, module.key_kernel_proj)
-        return (features if read is None else features * read), None
+    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x)."""
+        mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
+        return torch.cat([mapped, -mapped], -1).softmax(-1)
 
     def width(self, head_dim: int) -> int:
         """Return 2 r."""
         return 2 * self.features
-
-
-def _hedgehog_features(states: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
-    mapped = states @ maps.to(states.dtype)
-    return torch.cat([mapped, -mapped], -1).softmax(-1)

@@ -160,17 +160,17 @@ class Hybrid(Hedgehog):
         """Attend by a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
         with without_autocast(query):
-            near = NearKeys.of(self.reach, key.to(exact), value.to(exact), read, state)
+            reach = self.reach
+            near = NearKeys.of(reach, key.to(exact), value.to(exact), read, state)
             features, _ = self.key_features(module, near.keys, near.read, scaling)
             fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
             rows = (fold.rows(each) for each in (query, self.query_features(module, query, scaling)))
             queries, by_query = (each.unflatten(2, (fold.groups, -1)) for each in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
-            output = attend_in_blocks_and_sums(
-                queries, by_query, near, features, log_factor, sums, self.reach, scaling
-            ).flatten(2, 3)
-            kept = near.state(features, sums, self.reach) if self.is_causal else None
+            output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, reach, scaling)
+            output = output.flatten(2, 3)
+            kept = near.state(features, sums, reach) if self.is_causal else None
             return fold.unfolded(self.divided(output)).to(value.dtype), kept
 
     def with_near_keys(

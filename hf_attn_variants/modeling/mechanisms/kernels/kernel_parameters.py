@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.variant_attention import AttentionHeads, VariantAttention
+from ...ops.variant_attention import VariantAttention
 from ...upstream import known_imports
 from .attention_kernel import AttentionKernel
 
@@ -15,14 +15,13 @@ with known_imports():
 __all__ = ["init_kernel", "install_kernel", "kernel_tensors"]
 
 
-def install_kernel(module: VariantAttention, kernel: AttentionKernel | None, heads: AttentionHeads) -> None:
-    """Note an attention's kernel, if it has one, and add what this computes with; the model initialises it."""
+def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
+    """Note the kernel of an attention that has its heads, if any, and add what it computes with, uninitialised."""
     module.kernel = kernel
     if kernel is None:
         return
-    module.heads = heads
     like = next(module.parameters())
-    for name, tensor in kernel.tensors(heads).items():
+    for name, tensor in kernel.tensors(module.heads).items():
         empty = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
         if name in kernel.drawn:
             module.register_buffer(name, empty)
@@ -34,7 +33,7 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None, hea
 def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
     """Return what `install_kernel` added to an attention, by name."""
     kernel = getattr(module, "kernel", None)
-    return {} if kernel is None else {name: getattr(module, name) for name in kernel.tensors(module.heads)}
+    return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}
 
 
 def init_kernel(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
-from .feature_kernel import FeatureKernel
+from .feature_kernel import MapKernel
 from .random_vectors import draw_vectors
 
 __all__ = ["Rfa"]
@@ -19,7 +19,7 @@ LEAST_SUM = 1e-2
 
 
 @dataclass(frozen=True)
-class Rfa(FeatureKernel):
+class Rfa(MapKernel):
     """phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D), with D random vectors w and scales s."""
 
     name = "rfa"
@@ -37,16 +37,12 @@ class Rfa(FeatureKernel):
             "kernel_vectors": KernelTensor(vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)),
         }
 
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q)."""
-        return _rfa_features(module, query)
-
-    def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k)."""
-        features = _rfa_features(module, key)
-        return (features if read is None else features * read), None
+    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x)."""
+        heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
+        scale = scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
+        angles = nn.functional.normalize(states, dim=-1) * scale @ module.kernel_vectors.to(states.dtype).T
+        return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
 
     def width(self, head_dim: int) -> int:
         """Return 2 D."""
@@ -55,10 +51,3 @@ class Rfa(FeatureKernel):
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums, none of them near zero."""
         return sums.clamp_min(LEAST_SUM)
-
-
-def _rfa_features(module: Any, states: torch.Tensor) -> torch.Tensor:
-    heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
-    states = nn.functional.normalize(states, dim=-1) * scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
-    angles = states @ module.kernel_vectors.to(states.dtype).T
-    return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5

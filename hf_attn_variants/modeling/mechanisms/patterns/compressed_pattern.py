@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...ops.padded_rows import is_of_keys
 from ...upstream import known_imports
 from .attention_pattern import AttentionPattern
 
@@ -95,7 +96,7 @@ class MemoryCompression(nn.Module):
             ValueError: for a mask that is added, or that says for each query what it reads.
         """
         if mask is not None:
-            if mask.dtype != torch.bool or not (mask.shape[-2] == 1 or mask.stride(-2) == 0):
+            if not is_of_keys(mask):
                 raise ValueError(
                     '`attention_pattern="memory_compressed"` reads several tokens as one: its mask must be boolean '
                     f"and of padding alone, [b, m] or [b, 1, 1, m]; got {list(mask.shape)} of {mask.dtype}."

@@ -1,13 +1,12 @@
 """The patterns there are: a row each. Their names are known without torch, for the flags of commands."""
 
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention_pattern import AttentionPattern
 
-__all__ = ["PATTERNS", "PATTERN_FIELDS", "has_pattern", "pattern_class", "pattern_prefixes", "takes_global_mask"]
+__all__ = ["PATTERNS", "has_pattern", "pattern_class", "pattern_prefixes", "takes_global_mask"]
 
 PATTERNS = (
     "sliding_window",
@@ -19,18 +18,6 @@ PATTERNS = (
     "memory_compressed",
     "transient_global",
 )
-# The fields of a pattern without their prefix, with what they are where nothing is given.
-PATTERN_FIELDS: Mapping[str, Any] = {
-    "attention_pattern": None,
-    "attention_window": None,
-    "attention_dilation": 1,
-    "num_global_tokens": 0,
-    "attention_block_size": None,
-    "num_random_blocks": 0,
-    "attention_seed": 0,
-    "num_summary_tokens": 0,
-    "split_attention_heads": False,
-}
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.padded_rows import rolled_rows
+from ...ops.padded_rows import is_of_keys, rolled_rows
 from ...ops.query_folding import is_exporting
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import VariantAttention, wants_weights
@@ -125,7 +125,7 @@ def attend_with_summaries(
     Raises:
         ValueError: for a mask that is added, or that says for each query what it reads.
     """
-    if mask is not None and (mask.dtype != torch.bool or not (mask.shape[-2] == 1 or mask.stride(-2) == 0)):
+    if mask is not None and not is_of_keys(mask):
         raise ValueError(
             '`attention_pattern="transient_global"` sums blocks of tokens: its mask must be boolean and of padding '
             f"alone, [b, n] or [b, 1, 1, n]; got {list(mask.shape)} of {mask.dtype}."
