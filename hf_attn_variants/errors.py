@@ -33,9 +33,9 @@ def run_script(main: Callable[[], Any]) -> int:
 
     Returns:
         The exit status: 0, or 2 after a ValueError, OSError, NonFiniteLossError, UpstreamChanged, want of memory or a
-        stdout that took nothing, or a shell's for a signal: 143 (SIGTERM) after a TerminatedError, 130 (SIGINT) after
-        Ctrl-C. Any other exception is a bug and keeps its traceback; so do the first three and want of memory with the
-        environment variable `ATTN_VARIANTS_DEBUG=1`.
+        stdout that took nothing; an error's own `exit_status`; or a shell's for a signal: 143 (SIGTERM) after a
+        TerminatedError, 130 (SIGINT) after Ctrl-C. Any other exception is a bug and keeps its traceback; so do the
+        first three and want of memory with the environment variable `ATTN_VARIANTS_DEBUG=1`.
     """
     try:
         main()
@@ -56,7 +56,7 @@ def run_script(main: Callable[[], Any]) -> int:
         message = " ".join(_own_message(error).split()) or type(error).__name__
         if no_memory:
             message = f"there is not enough memory ({message[:200]}): give smaller batches, or a smaller model"
-        return _ended(2, f"error: {message}")
+        return _ended(getattr(error, "exit_status", 2), f"error: {message}")
     return _ended(0)
 
 

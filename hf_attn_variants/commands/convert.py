@@ -13,6 +13,8 @@ from ..conversion.calibration_settings import (
     MAX_AUDIO_LENGTH,
     MAX_LENGTH,
     PASSAGE_LENGTH,
+    QUICK_AUDIO_SIZE,
+    QUICK_SIZE,
     Calibration,
 )
 from ..modeling.fields.field_table import FIELDS
@@ -89,6 +91,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
         f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
         f"{MAX_AUDIO_LENGTH})",
+    )
+    calibration.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"fewer examples ({QUICK_SIZE}, of audio {QUICK_AUDIO_SIZE}) and no fit after the closed form: a first "
+        "look, in a fraction of the time",
+    )
+    calibration.add_argument(
+        "--strict",
+        action="store_true",
+        help="a conversion that has not kept the model on held-out examples is an error: status 1 and no folder, the "
+        "report beside its place",
+    )
+    calibration.add_argument(
+        "--attention_errors", action="store_true", help="print what the attentions lose, too, each alone"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the floating-point tensors (default: as stored)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
@@ -219,14 +236,27 @@ def main(args: argparse.Namespace) -> Any:
     from ..conversion.conversions import convert_checkpoint
     from ..progress import no_progress_bars
 
+    if args.quick:
+        _be_quick(args)
     options = vars(args).copy()
-    for name in (*CALIBRATION_OPTIONS, "disable_tqdm"):
+    for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
         options.pop(name)
     calibration = read_calibration_arguments(args)
     with no_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(calibration=calibration, **options)
-    print(report.summary())
+    print(report.summary(args.attention_errors))
     return report
+
+
+def _be_quick(args: argparse.Namespace) -> None:
+    """Set what a quick conversion takes less of, where it is not given."""
+    hears = args.calibration_audio_dir is not None
+    if not hears and args.calibration_file is None:
+        raise ValueError("--quick is of a calibration: give --calibration_file, or --calibration_audio_dir.")
+    if args.calibration_size is None:
+        args.calibration_size = QUICK_AUDIO_SIZE if hears else QUICK_SIZE
+    if args.fit_steps is None and args.method != "aligned":
+        args.fit_steps = 0
 
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:

@@ -22,11 +22,15 @@ __all__ = [
     "MAX_LENGTH",
     "MIN_TEXTS",
     "PASSAGE_LENGTH",
+    "QUICK_AUDIO_SIZE",
+    "QUICK_SIZE",
     "Calibration",
 ]
 
 # The examples that are drawn from a file, and from a folder of audio: a window of Whisper's is 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
+# Those of `convert --quick`.
+QUICK_SIZE, QUICK_AUDIO_SIZE = 512, 48
 # Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
 # Of a passage, where the model has positions for as many.
@@ -34,8 +38,8 @@ PASSAGE_LENGTH = 256
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One to fit to, one that is held out.
 MIN_TEXTS = 2
-# The share of the texts that nothing is fitted to: on them errors are measured.
-HELD_OUT = 0.1
+# Of the examples, nothing is fitted to a tenth, or to this many, where these are a quarter at most.
+HELD_OUT, LEAST_HELD_OUT = 0.1, 8
 FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
@@ -44,8 +48,8 @@ class Calibration:
     """The text or audio that a conversion may look at, and how closely new heads are fitted to the old ones.
 
     An encoder needs no labels, and no gradient passes through more than one attention. A few thousand lines of the
-    kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them is
-    held out: nothing is fitted to it, and the errors of the report are measured on it.
+    kind of text that the model is for are enough; many short ones say more than a few long ones. A tenth of them (of
+    few, a quarter) is held out: nothing is fitted to it, and the errors of the report are measured on it.
 
     What a model makes of long text is kept only if it reads long text here. So for an encoder half of the texts are
     beginnings of passages: the texts that follow are joined to them, up to lengths from 16 tokens to 256 that are as
@@ -194,7 +198,8 @@ class Calibration:
     @property
     def held_out_count(self) -> int:
         """How many of the examples are held out."""
-        return max(1, round(HELD_OUT * len(self.examples)))
+        count = len(self.examples)
+        return max(1, round(HELD_OUT * count), min(LEAST_HELD_OUT, count // 4))
 
     def fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`: as given, or the default."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import CONFIG_NAME, check_output_dir
+from ..files import CONFIG_NAME, REPORT_NAME, check_output_dir
 from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
-from .calibration.calibrate import calibrate, calibration_settings, forms_on_text, is_calibrated, why_not_calibrated
+from .calibration.calibrate import (
+    CalibrationResult,
+    calibrate,
+    calibration_settings,
+    forms_on_text,
+    is_calibrated,
+    why_not_calibrated,
+)
 from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
 from .calibration.source_models import SourceModel, check_has_processor, source_in_memory, source_of_folder
 from .calibration.texts import CalibrationLike, as_calibration
@@ -31,6 +39,7 @@ from .methods import resolve_method
 from .methods.base import ConversionMethod
 from .plan import ConversionPlan, make_plan
 from .positions import FIELDS, lengthen_tokenizer, with_positions
+from .quality import ModelNotKeptError, Quality
 from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -57,6 +66,10 @@ REPLACED = (
     'If weights alone are meant, say method="mean" (--method mean).',
 )
 HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
+NOT_KEPT = (
+    "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
+    "for, or train it on (`attn-variants uptrain`); `attn-variants frontier` shows what each choice loses."
+)
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -104,7 +117,8 @@ def convert(
             `talking_heads`, `num_softmax_heads`, `num_value_heads`, `talking_heads_dynamic`, `talking_heads_init`,
             the fields of windows (`attention_pattern`, ...), `dtype`, `seed`, and for a model in memory `copy`, for a
             path `max_position_embeddings` (BERT's relatives: positions are repeated) and `position_extension`
-            ("tiled", or "interpolated": they are stretched), `allow_pickle`, `revision`, `token`.
+            ("tiled", or "interpolated": they are stretched), `allow_pickle`, `revision`, `token`, and `strict`: a
+            conversion that has not kept the model on held-out examples (`quality.Quality`) is an error.
 
     Returns:
         The converted model, of this package's class for the same head; with `output_dir` the `ConversionReport`, which
@@ -115,6 +129,7 @@ def convert(
     Raises:
         TypeError: if `calibration` is nothing that is taken.
         ValueError: if the conversion asked for is impossible; before any work.
+        ModelNotKeptError: with `strict`, a ValueError: there is no folder, and its report lies beside the place.
         OSError: if a file is missing, truncated, or cannot be written.
     """
     if isinstance(model_or_path, nn.Module):
@@ -167,8 +182,11 @@ def convert_model(
     request = _Request(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = source_in_memory(reader, model)
     plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    tensors = converted_tensors(plan, reader, calibrate(plan, reader, source, calibration))
-    return assemble(plan.model_class, plan.config, tensors, model, copy)
+    calibrated = calibrate(plan, reader, source, calibration)
+    tensors = converted_tensors(plan, reader, calibrated.attentions)
+    converted = assemble(plan.model_class, plan.config, tensors, model, copy)
+    request.check_kept(_quality(calibrated, converted))
+    return converted
 
 
 def load_converted(
@@ -196,8 +214,10 @@ def load_converted(
         config, reader = with_positions(config, stored, fields)
         source = source_of_folder(reader, folder, request.calibration)
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        tensors = converted_tensors(plan, reader, calibrate(plan, reader, source, request.calibration))
+        calibrated = calibrate(plan, reader, source, request.calibration)
+        tensors = converted_tensors(plan, reader, calibrated.attentions)
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
+    request.check_kept(_quality(calibrated, model))
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -240,7 +260,15 @@ def convert_checkpoint(
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         new = plan_folder(plan, reader, folder, config, output, allow_pickle)
         calibrated = calibrate(plan, reader, source, request.calibration)
-        with new.written(calibrated) as (stage, layers):
+        quality = None
+        if calibrated.source_outputs is not None:
+            tensors = converted_tensors(plan, reader, calibrated.attentions)
+            # In float32, whatever the files hold: the tensors are rounded already.
+            options = {"dtype": torch.float32}
+            model = model_of_tensors(plan.model_class, deepcopy(plan.config), tensors, folder, **options)
+            quality = _quality(calibrated, model)
+            del tensors, model
+        with new.written(calibrated.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -255,11 +283,18 @@ def convert_checkpoint(
                 files_left_out=new.left_out,
                 calibration=calibration_settings(plan, request.calibration),
                 matching_shares=request.matching_shares,
+                quality=None if quality is None else quality.to_dict(),
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
             write_history(stage, history)
+            request.check_kept(quality, report)
     return report
+
+
+def _quality(calibrated: CalibrationResult, model: PreTrainedModel) -> Quality | None:
+    """Return how near a converted model is to its source; None where nothing was fitted."""
+    return None if calibrated.source_outputs is None else calibrated.source_outputs.compared_with(model)
 
 
 @dataclass
@@ -281,6 +316,12 @@ class _Request:
         self.calibration = as_calibration(self.asked_calibration, self.seed)
         self.matching_layers = self.fields.pop("keep_matching_layers", None)
         self.matching_shares: list[float] | None = None
+        self.strict = bool(self.fields.pop("strict", False))
+        if self.strict and self.calibration is None:
+            raise ValueError(
+                "`strict` (--strict) refuses a conversion that has not kept the model, and only text or audio tells: "
+                "give a calibration (--calibration_file)."
+            )
         self.method = resolve_method(self.asked_method, self.calibration)
         self.dtype = checked_dtype(self.asked_dtype)
 
@@ -312,6 +353,31 @@ class _Request:
             else:
                 logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
+
+    def check_kept(self, quality: Quality | None, report: ConversionReport | None = None) -> None:
+        """Warn of a conversion that has not kept the model; if it is to be strict, raise.
+
+        Args:
+            quality: of the converted model; None = it was not measured.
+            report: of a conversion into a folder: an error leaves it beside the folder that does not appear.
+
+        Raises:
+            ModelNotKeptError: if the conversion is to be strict.
+        """
+        if quality is None or quality.is_kept:
+            return
+        message = (
+            f"the conversion has not kept the model: {quality} ({quality.examples} held-out examples; the bound is "
+            f"{quality.shown_bound}). {NOT_KEPT}"
+        )
+        if not self.strict:
+            logger.warning(message)
+            return
+        if report is not None:
+            place = Path(f"{report.output_dir.rstrip(os.sep)}.{REPORT_NAME}")
+            place.write_text(report.to_json(), encoding="utf-8")
+            message += f" The report is {place}."
+        raise ModelNotKeptError(message)
 
     def _keeping_matching_layers(
         self, probe: ConversionPlan, fields: dict[str, Any], source: SourceModel

@@ -25,6 +25,7 @@ from .calibration.head_sharing import reorder_heads
 from .checkpoint.entries import TensorEntry, element_size
 from .plan import ConversionPlan
 from .projections import AttentionTensors
+from .quality import Quality
 from .weight_errors import attention_errors
 
 __all__ = ["ConversionReport", "LayerReport", "conversion_report", "layer_report", "package_versions"]
@@ -79,6 +80,8 @@ class ConversionReport:
         calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
         matching_shares: by layer, how much of a head's attention goes to a word's other occurrences, of the head with
             the most (`keep_matching_layers`); None where it was not asked.
+        quality: how near the whole model is to its source on held-out examples (`quality.Quality`); None
+            where nothing was fitted.
         seconds: the time that the conversion took.
     """
 
@@ -100,6 +103,7 @@ class ConversionReport:
     versions: dict[str, str]
     calibration: dict[str, Any] | None = None
     matching_shares: list[float] | None = None
+    quality: dict[str, Any] | None = None
     seconds: float = 0.0
 
     def reduced(self) -> bool:
@@ -136,10 +140,19 @@ class ConversionReport:
 
     def save(self, folder: Path) -> None:
         """Write `conversion_report.json` into a folder."""
-        (folder / REPORT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        (folder / REPORT_NAME).write_text(self.to_json(), encoding="utf-8")
 
-    def summary(self) -> str:
-        """Return a few lines for people."""
+    def to_json(self) -> str:
+        """Return what the file holds."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def summary(self, attention_errors: bool = False) -> str:
+        """Return a few lines for people.
+
+        Args:
+            attention_errors: say what the attentions lose, too, each alone; where the whole model was not measured
+                that is said anyway.
+        """
         fields = self.heads | self.other_fields
         changed = [f"  {name:<27} {_shown(before)} -> {_shown(after)}" for name, (before, after) in fields.items()]
         before, after = self.parameters["before"], self.parameters["after"]
@@ -157,10 +170,14 @@ class ConversionReport:
             lines.append(f"  {'attention to the same word':<27} {shares} by layer: the largest are kept")
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'KV cache a token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
-        lines += self._output_errors() or [
-            f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
-            f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
-        ]
+        if attention_errors or self.quality is None:
+            lines += self._output_errors() or [
+                f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
+                f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
+            ]
+        if self.quality is not None and (quality := Quality.of(self.quality)) is not None:
+            value = f"{quality} ({quality.examples} held-out examples)"
+            lines.append(f"  {'the whole model':<27} {value}{'' if quality.is_kept else ': NOT KEPT'}")
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from ..conversion.quality import Quality
 from ..glue_tasks import TASKS, GlueTask
 from .card_escapes import code, plain
 
@@ -118,7 +119,10 @@ def _conversion(step: Step, source: str) -> dict[str, Any]:
             f"{calibration['max_length']} tokens{passages}."
         )
     fits = [layer["details"] for layer in step.get("layers", [])]
-    if (error := step.get("mean_output_relative_error")) is not None:
+    if (found := Quality.of(step.get("quality") or {})) is not None:
+        kept = "" if found.is_kept else f", beyond the bound of {found.shown_bound}: it was not kept"
+        sentence += f" The whole model on {found.examples:,} held-out examples of it: {found}{kept}."
+    elif (error := step.get("mean_output_relative_error")) is not None:
         averaged = step.get("mean_output_relative_error_averaged")
         beside = "" if averaged is None else f"; {averaged:.1%} with averaged heads"
         sentence += (

@@ -15,8 +15,9 @@ from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
 from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated
+from .calibration_checks import check_audio
 
-__all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration"]
+__all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration", "transcribed"]
 
 # How the names of files end that are taken for audio; all but the first are read by the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
@@ -122,21 +123,23 @@ def audio_batches(
             f"{type(model).__name__} cannot generate what a decoder reads: convert the checkpoint as one that can, "
             "with `architectures` of its config.json."
         )
-    features = [_features(feature_extractor, path) for path in calibration.examples]
+    features, loudness = zip(*(_features(feature_extractor, path) for path in calibration.examples), strict=True)
     chunks: Any = chunks_of(calibration, [0] * len(features), drawn_parts(calibration, generator))
     chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
         batch = {"input_features": torch.stack([features[i] for i in rows])}
         if decodes:
-            batch |= _transcribed(model, batch["input_features"], calibration.length)
+            batch |= transcribed(model, batch, calibration.length)
         batches[part].append(batch)
     _check_enough(batches, decodes)
+    masks = [batch["decoder_attention_mask"] for part in batches for batch in part if decodes]
+    check_audio(loudness, masks)
     return batches
 
 
-def _features(feature_extractor: Any, path: str | os.PathLike) -> torch.Tensor:
-    """Return what the model reads of a file, [bins, frames]."""
+def _features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
+    """Return what the model reads of a file, [bins, frames], and how loud it is (root mean square)."""
     samples, rate = load_audio(path)
     wanted = feature_extractor.sampling_rate
     if rate != wanted:
@@ -144,17 +147,20 @@ def _features(feature_extractor: Any, path: str | os.PathLike) -> torch.Tensor:
             f"{os.fspath(path)} has {rate} samples a second and the model reads {wanted}: resample it, by "
             f"`ffmpeg -i FILE -ar {wanted} -ac 1 RESAMPLED.wav` for example."
         )
-    return feature_extractor(samples, sampling_rate=rate, return_tensors="pt").input_features[0]
+    loudness = float(np.sqrt(np.square(samples, dtype=np.float64).mean())) if len(samples) else 0.0
+    return feature_extractor(samples, sampling_rate=rate, return_tensors="pt").input_features[0], loudness
 
 
-def _transcribed(model: PreTrainedModel, features: torch.Tensor, max_length: int) -> Batch:
+@torch.no_grad()
+def transcribed(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
+    """Return a decoder's arguments that lead to what the model itself writes, greedily, of a batch of audio."""
     # Half of its positions are a prompt's, in Whisper's own code.
     limit = min(max_length, model.config.max_target_positions // 2)
     # To `max_length` Whisper's code adds the prompt; with `max_new_tokens` it would warn that both are set.
     options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_length": limit}
     # One call, whose output has the prompt too: else a window in which a time comes up is heard in parts.
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
-    features = features.to(model.device)
+    features = batch["input_features"].to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: all of a window is heard
     with limits_of_the_call(model):
         generate: Any = model.generate

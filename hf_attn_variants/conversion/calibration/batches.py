@@ -12,6 +12,7 @@ from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import Calibration
+from .calibration_checks import check_texts
 from .passages import passages, reads_passages
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "drawn_parts",
     "from_generated",
     "make_batches",
+    "own_targets",
     "padded",
     "tokens_of",
 ]
@@ -130,6 +132,7 @@ def _tokenized(
     texts: Any = calibration.texts  # where passages are read, no pairs
     config = model.config
     encoded, segments = tokens_of(config, tokenizer, texts, calibration.length)
+    check_texts(tokenizer, texts, encoded, config.vocab_size, calibration.length)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
@@ -178,16 +181,21 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
         raise ValueError("the calibration has target texts; the model has no decoder to read them.")
 
 
+def own_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
+    """Return a decoder's arguments that lead to what the model itself writes, greedily, of a batch of texts."""
+    device = next(model.parameters()).device
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    with limits_of_the_call(model):
+        generate: Any = model.generate
+        generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
+    return from_generated(generated, model.config.pad_token_id)
+
+
 def _decoder_arguments(
     model: PreTrainedModel, batch: Batch, targets: list[list[int]] | None, calibration: Calibration
 ) -> Batch:
     config = model.config
     if targets is None:
-        device = next(model.parameters()).device
-        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        with limits_of_the_call(model):
-            generate: Any = model.generate
-            generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=calibration.length)
-        return from_generated(generated, config.pad_token_id)
+        return own_targets(model, batch, calibration.length)
     batch = padded([[config.decoder_start_token_id, *ids[:-1]] for ids in targets], config.pad_token_id)
     return {f"decoder_{name}": tensor for name, tensor in batch.items()}

@@ -1,9 +1,11 @@
 """Calibration: text or audio through the source model, and new heads fitted to what its attentions make of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import GenerationConfig
@@ -24,16 +26,46 @@ from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
 from .audio import audio_batches
 from .batches import Batch, check_targets, make_batches
+from .calibration_checks import check_amount, check_source_loss
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
 from .passages import reads_passages
 from .recording import AttentionInputs, attend, recorded_inputs
 from .source_models import SourceModel
+from .source_outputs import SourceOutputs
 
-__all__ = ["calibrate", "calibration_settings", "forms_on_text", "is_calibrated", "why_not_calibrated"]
+__all__ = [
+    "CalibrationResult",
+    "calibrate",
+    "calibration_settings",
+    "forms_on_text",
+    "is_calibrated",
+    "why_not_calibrated",
+]
 
 # What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
+
+
+# What the work on an attention takes, in calls of it: the closed form for each batch, a step of the fit.
+CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
+# Seconds of work from which on it is said how long it takes.
+WORTH_SAYING = 20.0
+
+logger = logging.getLogger(__name__)
+
+
+class CalibrationResult(NamedTuple):
+    """What a calibration made.
+
+    Attributes:
+        attentions: the new projections, on the CPU, of every attention that was fitted, by their modules' names.
+        source_outputs: what the source makes of held-out examples, to compare the converted model with; None where
+            nothing was fitted.
+    """
+
+    attentions: dict[str, AttentionTensors]
+    source_outputs: SourceOutputs | None
 
 
 def why_not_calibrated(plan: ConversionPlan) -> str | None:
@@ -84,8 +116,8 @@ def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
 
 def calibrate(
     plan: ConversionPlan, reader: TensorSource, source: SourceModel, calibration: Calibration | None
-) -> dict[str, AttentionTensors]:
-    """Return the new projections, on the CPU, of every attention that the plan fits, by their modules' names.
+) -> CalibrationResult:
+    """Fit every attention that the plan changes to what the source makes of the calibration.
 
     Args:
         plan: the conversion, by a method that looks at text where there is a calibration.
@@ -98,10 +130,11 @@ def calibrate(
             alone does not reach.
     """
     if calibration is None or not is_calibrated(plan, calibration):
-        return {}
+        return CalibrationResult({}, None)
     with _course(plan, reader, source, calibration) as course, _finite(course):
+        outputs = course.source_outputs()
         course.find_shared_latents()
-        return course.converted()
+        return CalibrationResult(course.converted(), outputs)
 
 
 def forms_on_text(
@@ -156,7 +189,9 @@ def _course(plan: ConversionPlan, reader: TensorSource, source: SourceModel, cal
             start.give(model)
     batches = audio_batches if hears else make_batches
     used, held_out = batches(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
-    return _Course(plan, reader, model, calibration, used, held_out)
+    config: Any = plan.config
+    check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, used)
+    return _Course(plan, reader, model, processor, calibration, used, held_out)
 
 
 @dataclass(frozen=True)
@@ -181,11 +216,12 @@ class _Course:
         plan: ConversionPlan,
         reader: TensorSource,
         model: AttnVariantModelMixin,
+        processor: Any,
         calibration: Calibration,
         used: Sequence[Batch],
         held_out: Sequence[Batch],
     ):
-        self._plan, self._reader, self._model = plan, reader, model
+        self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self._calibration, self._batches = calibration, (used, held_out)
         # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
@@ -196,6 +232,7 @@ class _Course:
         ]
         self._bar = progress_bar(total=self._steps * sum(parts), desc="calibrating", unit="step", smoothing=0)
         self._parts_done = 0
+        self._is_estimated = False
         self._errors: list[float | None] = []
         # Of the attentions that share a latent: their new heads, what they lose; by its name, the latent.
         self._new_heads: dict[str, AttentionTensors] = {}
@@ -208,6 +245,12 @@ class _Course:
 
     def __exit__(self, *raised: Any) -> None:
         self._bar.__exit__(*raised)
+
+    def source_outputs(self) -> SourceOutputs:
+        """Run the source on the held-out examples."""
+        outputs = SourceOutputs(self._model, self._processor, self._calibration, self._batches[1])
+        check_source_loss(outputs.loss, self._model.config.vocab_size)
+        return outputs
 
     def find_shared_latents(self) -> None:
         """Find the latents that several attentions read, after a pass over all of these."""
@@ -238,9 +281,9 @@ class _Course:
                 tensors = self._with_latent(visit, tensors)
             if visit.module.gets_kernel:
                 tensors = self._with_kernel(visit, tensors)
-            details = _output_errors(visit.tensors, tensors, visit.heads, visit.layer)
-            converted[name] = replace(tensors, details=details).to("cpu")
-            self._errors.append(details["output_relative_error"])
+            tensors = _measured(visit.tensors, tensors, visit.heads, visit.layer)
+            converted[name] = tensors.to("cpu")
+            self._errors.append(tensors.details["output_relative_error"])
             known = [error for error in self._errors if error is not None]
             if len(known) == len(self._errors):
                 mean = sum(known) / len(known)
@@ -252,6 +295,8 @@ class _Course:
         batches, config = [*used, *held_out], self._model.config
         for group in _recorded_together(modules, self._plan.model_class, config, batches):
             calls = recorded_inputs(self._model, [module.name for module in group], batches)
+            if not self._is_estimated:
+                self._say_estimate(group, calls)
             for module in group:
                 number = 1 + modules.index(module)
                 self.at = module.name
@@ -264,6 +309,29 @@ class _Course:
                 error = _held_out_error(tensors, module.heads, held)
                 known = {"uses": uses, "held_out": held, "held_out_error": error, "on_step": self._bar.update}
                 yield _Visit(module, tensors, self._plan.layer(module, **known), inputs)
+
+    @torch.no_grad()
+    def _say_estimate(self, group: Sequence[AttentionModule], calls: Mapping[str, Sequence[AttentionInputs]]) -> None:
+        """Say how long the fitting takes: by what a call of each attention takes, once."""
+        self._is_estimated, reduced = True, self._plan.reduced
+        closed = steps = 0.0
+        size = self._calibration.fit_option("fit_batch_size")
+        for module in group:
+            tensors, inputs = module.read(self._read), calls[module.name]
+            tensors = replace(tensors, latent_weight=None)
+            started = time.perf_counter()
+            attend(tensors, inputs[len(inputs) // 2], module.heads.query)
+            taken = time.perf_counter() - started
+            closed += CLOSED_FORM_CALLS * taken * len(inputs)
+            steps += (
+                STEP_CALLS * taken * self._method.steps(self._calibration) * min(1.0, size / len(inputs[0].states))
+            )
+        share = len(reduced) / len(group)
+        closed, steps = closed * share, steps * share
+        if closed + steps > WORTH_SAYING:
+            fit = f", {_minutes(steps)} of it the fit: --fit_steps 0, or --quick, leave that out" if steps else ""
+            message = "fitting %d attentions to %d examples takes some %s%s"
+            logger.info(message, len(reduced), len(self._calibration.examples), _minutes(closed + steps), fit)
 
     def _read(self, name: str) -> torch.Tensor:
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
@@ -328,30 +396,64 @@ def _held_out_error(
     return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
-def _output_errors(
+def _measured(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
-) -> dict[str, Any]:
-    """Return the method's details with the errors on held-out text: its own, and those that averaged heads have."""
+) -> AttentionTensors:
+    """Return an attention with the errors on held-out text: its own, and those that averaged heads have.
+
+    Where averaged heads are nearer, it is these: a method that has too little text to learn from does no harm.
+    """
     details = dict(converted.details)
     if "output_relative_error" not in details:
         details["output_relative_error"] = rounded(layer.held_out_error(converted))
     if heads.relation != "pool" or converted.kernel is not None:
-        return details
+        return replace(converted, details=details)
     averaged = MeanPooling().pool(tensors, heads, layer)
-    return details | {"output_relative_error_averaged": rounded(layer.held_out_error(averaged))}
+    error, others = details["output_relative_error"], rounded(layer.held_out_error(averaged))
+    details["output_relative_error_averaged"] = others
+    is_nearer = others is not None and (error is None or others < error)
+    if is_nearer and averaged.latent_weight is converted.latent_weight is None:
+        details |= {"output_relative_error": others, "averaged": True}
+        details.pop("head_groups", None)  # averaged heads stand where they stood
+        return replace(averaged, details=details)
+    return replace(converted, details=details)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _recorded_together(
     modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
-    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`."""
-    positions = sum(max(map(_positions, batch.values())) for batch in batches)
-    calls = max((model_class.module_runs(config, module.name) for module in modules), default=1)
-    at_once = max(1, MAX_RECORDED_BYTES // (positions * config.hidden_size * 4 * calls))
-    for start in range(0, len(modules), at_once):
-        yield modules[start : start + at_once]
+    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`.
+
+    An attention's own inputs count for each, the encoder's outputs once for all cross-attentions.
+    """
+    read, written = map(sum, zip(*map(_positions, batches), strict=True))
+
+    def size(module: AttentionModule, others: list[AttentionModule]) -> int:
+        own = (written if module.site.stack == "decoder" else read) * model_class.module_runs(config, module.name)
+        is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
+        return (own + (read if is_first else 0)) * config.hidden_size * 4
+
+    group: list[AttentionModule] = []
+    total = 0
+    for module in modules:
+        if group and total + size(module, group) > MAX_RECORDED_BYTES:
+            yield group
+            group, total = [], 0
+        total += size(module, group)
+        group.append(module)
+    if group:
+        yield group
 
 
-def _positions(argument: torch.Tensor) -> int:
-    """Return how many positions an argument of the model has: ids [b, n], or features of audio [b, bins, frames]."""
-    return argument[:, 0].numel() if argument.ndim == 3 else argument.numel()
+def _positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Return how many positions the encoder (or the only stack) and the decoder read of a batch.
+
+    Of audio's features [b, bins, frames] the encoder reads every other frame.
+    """
+    audio = batch.get("input_features")
+    read = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2
+    return read, batch["decoder_input_ids"].numel() if "decoder_input_ids" in batch else read

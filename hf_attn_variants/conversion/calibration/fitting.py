@@ -1,7 +1,7 @@
-"""Fitting one attention to outputs recorded on text: by Adam in whitened coordinates, and by linear regression."""
+"""Fitting one attention to outputs recorded on text, by Adam in whitened coordinates, and how far off outputs are."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,12 @@ from ..grouping import HeadCounts
 from ..projections import AttentionTensors
 from .recording import AttentionInputs, attend
 
-__all__ = ["fit", "refit_output", "relative_error", "rounded"]
+__all__ = ["fit", "relative_error", "rounded"]
 
-RIDGE = 1e-6
 # Of the mean second moment, added to each direction's before whitening: rare directions are not blown up.
 DAMPING = 0.1
+# Steps between two looks at held-out text, and those without gain after which the fit ends.
+MEASURED_EVERY, PATIENCE = 40, 160
 
 
 def fit(
@@ -27,9 +28,10 @@ def fit(
     targets: Sequence[torch.Tensor],
     calibration: Calibration,
     generator: torch.Generator,
+    held_out_error: Callable[[AttentionTensors], float | None],
     on_step: Callable[[], Any] = lambda: None,
-) -> AttentionTensors:
-    """Fit one attention's projections to outputs by Adam, then its output projection by regression once more.
+) -> tuple[AttentionTensors, float | None]:
+    """Fit one attention's projections to outputs by Adam, for as long as that helps on text that is held out.
 
     The gradient passes through this attention alone. Adam works on W C^1/2, with C the second moment of what W reads:
     a step then changes the outputs by as much in all directions that the text takes.
@@ -39,7 +41,11 @@ def fit(
         inputs, targets: what the attention is called with, on text, and the outputs to reach, [b, n, D] each.
         calibration: the steps, their rate and size.
         generator: chooses each step's examples.
+        held_out_error: of projections, on held-out text; None where it is no number.
         on_step: called after each step.
+
+    Returns:
+        The projections with the least error of those measured on the way, and this error; None = none was a number.
     """
     coordinates = _Whitened(tensors, heads, inputs)
     rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
@@ -47,41 +53,29 @@ def fit(
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
     steps = calibration.fit_option("fit_steps")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
-    with torch.enable_grad():
-        for _ in range(steps):
-            index = int(torch.randint(len(inputs), (1,), generator=generator))
-            rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
-            rows = rows.to(tensors.query_weight.device)
-            batch, target = inputs[index].rows(rows), targets[index][rows]
-            output = attend(coordinates.tensors(), coordinates.whitened(batch), heads.query)[0]
+    best, least, least_at = tensors, math.inf, 0
+    for step in range(1, steps + 1):
+        index = int(torch.randint(len(inputs), (1,), generator=generator))
+        rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
+        rows = rows.to(tensors.query_weight.device)
+        batch, target = inputs[index].rows(rows), targets[index][rows]
+        with torch.enable_grad():
+            output = attend(coordinates.tensors(), batch, heads.query)[0]
             loss = (output - target)[batch.valid].square().mean() / target[batch.valid].var().clamp_min(1e-30)
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-            schedule.step()
-            on_step()
-    return refit_output(coordinates.unwhitened(), heads, inputs, targets)
-
-
-@torch.no_grad()
-def refit_output(
-    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
-) -> AttentionTensors:
-    """Change the output projection by linear regression of what is missing from the targets on the heads' outputs."""
-    moment: Any = 0.0
-    cross: Any = 0.0
-    for batch, target in zip(inputs, targets, strict=True):
-        output, context = attend(tensors, batch, heads.query)
-        context, missing = context[batch.valid], (target - output)[batch.valid]
-        if tensors.output_bias is not None:
-            context = _with_one(context)
-        moment = moment + (context.T @ context).double()
-        cross = cross + (missing.T @ context).double()
-    ridge = RIDGE * moment.diagonal().mean().clamp_min(1e-30)
-    moment.diagonal().add_(ridge)
-    change = torch.linalg.solve(moment, cross.T).T.to(tensors.output_weight.dtype)
-    parts = tensors.parted("output", change)
-    return replace(tensors, **{name: getattr(tensors, name) + part for name, part in parts.items()})
+        optimizer.step()
+        schedule.step()
+        on_step()
+        if step % MEASURED_EVERY and step < steps:
+            continue
+        fitted = coordinates.unwhitened()
+        error = held_out_error(fitted)
+        if error is not None and error < least:
+            best, least, least_at = fitted, error, step
+        elif step - least_at >= PATIENCE:
+            break
+    return best, None if math.isinf(least) else least
 
 
 @torch.no_grad()
@@ -110,8 +104,7 @@ def rounded(error: float | None) -> float | None:
 class _Whitened:
     """One attention's projections W (with the bias as a last column) as W C^1/2, trainable, and the way back.
 
-    C is of what each reads: of inputs that are recorded, `whitened` gives them whitened; of what is computed on the
-    way, the latent and the heads' outputs, W itself is handed out. Keys may be without the bias that values have
+    C is of what each reads: the inputs, the latent, the heads' outputs. Keys may be without the bias that values have
     (Whisper's): one is fitted and left out again, for no softmax sees it.
     """
 
@@ -140,34 +133,20 @@ class _Whitened:
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 
-    def whitened(self, batch: AttentionInputs) -> AttentionInputs:
-        """Return a batch as `tensors` read it."""
-        states = self._whiten(batch.states, "states")
-        is_self = batch.memory is batch.states and "latent" not in self._reads
-        memory = states if is_self else self._whiten(batch.memory, "memory")
-        return replace(batch, states=states, memory=memory)
-
     def tensors(self) -> AttentionTensors:
-        """Return the projections of `whitened` inputs, and plain ones of what is computed from them."""
+        """Return the projections of plain inputs, through which the gradient passes."""
         changed: dict[str, Any] = {"kernel_tensors": self._original.kernel_tensors | self._learned}
-        for role, what in self._reads.items():
-            if what in ("states", "memory"):
-                changed |= {name: None for name in self._plain_names(role)} | {f"{role}_weight": self._weights[role]}
-            else:
-                changed |= self._plain(role)
+        for role in self._reads:
+            changed |= self._plain(role)
         return replace(self._original, **changed)
 
     @torch.no_grad()
     def unwhitened(self) -> AttentionTensors:
-        """Return the projections of plain inputs."""
+        """Return them without a gradient, in memory of their own."""
         plain = {name: tensor for role in self._reads for name, tensor in self._plain(role).items()}
         changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
-        learned = {name: tensor.detach().contiguous() for name, tensor in self._learned.items()}
+        learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
-
-    def _whiten(self, states: torch.Tensor, what: str) -> torch.Tensor:
-        into = self._maps[what][0]
-        return (_with_one(states) if into.shape[0] > states.shape[-1] else states) @ into
 
     def _joined(self, role: str) -> torch.Tensor:
         """Return [W | b] as wide as the map of what it reads: where that has a bias and this role none, b is zero."""
@@ -177,9 +156,6 @@ class _Whitened:
     def _plain(self, role: str) -> dict[str, torch.Tensor]:
         plain = self._weights[role] @ self._maps[self._reads[role]][0].T
         return self._original.parted(role, plain[:, : self._original.joined(role).shape[1]])
-
-    def _plain_names(self, role: str) -> Iterable[str]:
-        return self._original.mapped(role, torch.detach)
 
 
 def _whitening(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,32 @@ def _values_read(
         yield ((weights[:, head] @ of_group)[batch.valid] for head in group)
 
 
+def attended_key_moments(
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], groups: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Return for each group the second moment [g*d, g*d] of its stacked keys as its heads attend to them, in float64.
+
+    Each key counts by the weight p that a query gives it, less the mean z under p. An error E of the keys changes the
+    softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second order.
+    """
+    d = heads.head_dim
+    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
+    moments = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
+    count = 0
+    for batch in inputs:
+        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
+        weights = weights * batch.valid[:, None, :, None]
+        keys = _heads_of(tensors, "key", heads, batch.memory)  # [b, m, h, d]
+        count += int(batch.valid.sum())
+        for group, moment in zip(groups, moments, strict=True):
+            of_group = keys[:, :, list(group)].flatten(2)
+            for head in group:
+                read = (weights[:, head] @ of_group)[batch.valid]  # z
+                rows = of_group * weights[:, head].sum(1)[..., None]
+                moment += (of_group.flatten(0, 1).T @ rows.flatten(0, 1) - read.T @ read) / len(group)
+    return [moment / count for moment in moments]
+
+
 def head_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], groups: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:

@@ -14,11 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ...errors import as_value_error
-from ...modeling.attention.attention_interface import eager_attention_forward
+from ...modeling.attention.attention_interface import attention_function
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.kernel_interface import attend_by_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
+from ...modeling.variant_names import EAGER, SDPA
 from ...progress import progress_bar
 from ..projections import AttentionTensors
 
@@ -183,7 +184,7 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The attention function of upstream's interface: notes what it is called with, and answers as "eager"."""
+        """The attention function of upstream's interface: notes what it is called with, and answers."""
         if module in self._modules:
             path, site, query_map, key_map = self._modules[module]
             states, memory = self._inputs[query_map], self._inputs[key_map]
@@ -198,9 +199,10 @@ class _Recorder:
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
-        return eager_attention_forward(
-            module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs
-        )
+        # As "eager" answers: a window's mask is a tensor here. Where it is plain attention, by torch's fused kernels.
+        is_plain = module.reach is None and module.score is None and not module.projection_names
+        attend = attention_function(SDPA if is_plain and module.kernel is None else EAGER)
+        return attend(module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs)
 
 
 # The recorder of the conversion that runs in this thread; none is kept when it is over.

@@ -10,21 +10,23 @@ and the groups are those that lose least (`head_sharing`). For the g heads of a 
   are then refitted exactly.
 - values: the shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2, with Z the
   second moment of what the heads of the group read: the values averaged by the attention weights.
-- output: W_o (and its bias) of all heads together by linear regression on the attention's own outputs, with the new
-  heads' weights and values; what one head lost, others give back where they can.
+- output: W_o (and its bias) of all heads together by regression on the attention's own outputs, with the new heads'
+  weights and values (`output_regression`); what one head lost, others give back where they can.
 
 All on moments of h*d numbers at most, in float64. The fit after that (`fitting`) is Adam on the module's projections.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..calibration.fitting import fit, refit_output, rounded
+from ..calibration.fitting import fit, rounded
 from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
-from ..calibration.moments import head_moments, pseudo_inverse, square_root
+from ..calibration.moments import attended_key_moments, head_moments, pseudo_inverse, square_root
+from ..calibration.output_regression import refit_output
 from ..calibration.recording import AttentionInputs, attend
 from ..calibration_settings import FIT_DEFAULTS, Calibration
 from ..grouping import HeadCounts, repeat_heads, split_heads
@@ -36,6 +38,8 @@ __all__ = ["Calibrated", "closed_form"]
 
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
+# Keys count as often as they occur, and as much as they are attended to: these shares of the latter are tried.
+ATTENDED_SHARES = (0.0, 0.5, 1.0)
 # The relative error below which the fit of a latent takes no smaller steps.
 LEAST_ERROR = 1e-3
 
@@ -67,8 +71,10 @@ class Calibrated(CalibratedMethod):
             groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        closed = closed_form(tensors, heads, inputs, targets)
-        return self._fitted(closed, heads, layer, inputs, targets, calibration)
+        forms = ((layer.held_out_error(form), form) for form in closed_forms(tensors, heads, inputs, targets))
+        error, closed = min(forms, key=lambda pair: math.inf if pair[0] is None else pair[0])
+        closed = replace(closed, details=closed.details | {"output_relative_error": rounded(error)})
+        return self._fitted(closed, heads, layer, inputs, targets, calibration, before=error)
 
     def with_latent(
         self,
@@ -111,11 +117,15 @@ class Calibrated(CalibratedMethod):
         targets: Sequence[torch.Tensor],
         calibration: Calibration,
         fixed_latent: torch.Tensor | None = None,
+        before: float | None = None,
     ) -> AttentionTensors:
-        """Return the closed form or what the fit makes of it, whichever is better on held-out text."""
+        """Return the closed form or what the fit makes of it, whichever is better on held-out text.
+
+        `before` is the closed form's error there, if it was measured.
+        """
         if not self.steps(calibration):
             return closed
-        before, begun = layer.held_out_error(closed), closed
+        before, begun = layer.held_out_error(closed) if before is None else before, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
             # The closed form of a latent is near its best already: large steps lead away from it.
             rate = max(before, LEAST_ERROR) * calibration.fit_option("fit_learning_rate")
@@ -123,26 +133,61 @@ class Calibrated(CalibratedMethod):
         if fixed_latent is not None:
             begun = replace(closed, latent_weight=None)
             inputs = [replace(batch, memory=closed.latent(batch.memory)) for batch in inputs]
-        fitted = fit(begun, heads, inputs, targets, calibration, layer.generator, layer.on_step)
-        if fixed_latent is not None:
-            fitted = replace(fitted, latent_weight=fixed_latent)
-        after = layer.held_out_error(fitted)
+
+        def whole(tensors: AttentionTensors) -> AttentionTensors:
+            return tensors if fixed_latent is None else replace(tensors, latent_weight=fixed_latent)
+
+        def held_out_error(tensors: AttentionTensors) -> float | None:
+            return layer.held_out_error(whole(tensors))
+
+        fitted, after = fit(begun, heads, inputs, targets, calibration, layer.generator, held_out_error, layer.on_step)
+        refitted = refit_output(fitted, heads, inputs, targets)
+        error = held_out_error(refitted)
+        if error is not None and (after is None or error < after):
+            fitted, after = refitted, error
         better = before is not None and after is not None and after < before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
         details = dict(zip(names, map(rounded, (before, after, after if better else before)), strict=True))
-        return replace(fitted if better else closed, details=closed.details | details | {"fit_kept": better})
+        details |= {"fit_kept": better}
+        return replace(whole(fitted) if better else closed, details=closed.details | details)
 
 
 @torch.no_grad()
-def closed_form(
+def closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
-) -> AttentionTensors:
-    """Return the best shared heads in the least-squares sense: keys, then values, then the output projection.
+) -> Iterator[AttentionTensors]:
+    """Yield the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
 
-    `inputs` are what the attention is called with on text, `targets` its outputs there, [b, n, D] each.
+    Args:
+        tensors, heads: the projections before, heads that will share one beside each other.
+        inputs: what the attention is called with on text.
+        targets: its outputs there, [b, n, D] each.
     """
     groups = consecutive_groups(heads.query, heads.key[1])
     queries, keys, values = head_moments(tensors, heads, inputs, groups)
+    attended = attended_key_moments(tensors, heads, inputs, groups)
+    for share in ATTENDED_SHARES:
+        mixed = [_mixed(key, read, share) for key, read in zip(keys, attended, strict=True)]
+        closed = closed_form(tensors, heads, groups, queries, mixed, values)
+        details = closed.details | {"attended_key_share": share}
+        yield refit_output(replace(closed, details=details), heads, inputs, targets)
+
+
+def _mixed(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the sum of two moments, each of energy one, by the share of the second."""
+    one, two = (each / each.trace().clamp_min(1e-300) for each in (moment, other))
+    return (1 - share) * one + share * two
+
+
+def closed_form(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    groups: Sequence[Sequence[int]],
+    queries: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> AttentionTensors:
+    """Return the best shared heads in the least-squares sense: keys, then values. Moments are as in `head_moments`."""
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": [], "value": [], "output": []}
     kept: dict[str, list[float]] = {"kept_key_energy": [], "kept_value_energy": []}
     query, key, value = (_augmented(tensors, role, heads) for role in ("query", "key", "value"))  # [h, d, D + 1]
@@ -171,7 +216,7 @@ def closed_form(
     like = tensors.query_weight.dtype
     changed = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
     details = tensors.details | {name: [round(energy, 4) for energy in energies] for name, energies in kept.items()}
-    return refit_output(replace(tensors, **changed, details=details), heads, inputs, targets)
+    return replace(tensors, **changed, details=details)
 
 
 def _with_unseen(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""Whether a calibration is enough, and of the kind that the model reads: warnings before the work.
+
+Nothing here can know what a model is for. What it can see are signs of another language, of random tokens, of silence;
+the bounds were set where English, German, code and chemical formulas lie for tokenizers of each.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["check_amount", "check_audio", "check_source_loss", "check_texts"]
+
+# Tokens for each number of a hidden state, of which a regression of the outputs has as many unknowns.
+WANTED = 8
+# Fewer say nothing of a language.
+LEAST_TOKENS = 1000
+# Tokens of a word: English has 1.1 to 1.6 in English tokenizers, German 2.1.
+PIECES = 1.9
+# Text whose words are longer on average has none: formulas, sequences of letters.
+LONGEST_WORD = 12.0
+# Different tokens, as a share of those of uniform draws: text has 0.1 to 0.3, random tokens 0.9.
+DISTINCT = 0.6
+UNKNOWN = 0.05  # of the tokens
+# Of the loss of a guess, ln(vocabulary): a source that is hardly better does not know this kind of text.
+LOSS = 0.5
+# Of the full range, -60 dB.
+SILENT = 1e-3
+# A transcript of a prompt alone.
+PROMPT = 4
+# Of the examples, from which on it is said that they are silent or the same.
+MANY = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Warn if the attentions of a stack read fewer tokens than they should be fitted to.
+
+    Args:
+        stacks: "encoder", "decoder" or both: those with attentions that are fitted.
+        width: numbers of a hidden state.
+        batches: the model's arguments for the examples that are fitted to.
+    """
+    wanted = WANTED * width
+    for stack in dict.fromkeys(stacks):
+        name = "decoder_attention_mask" if stack == "decoder" else "attention_mask"
+        masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks):
+            continue  # audio: each file is a window of many positions
+        tokens, examples = sum(int(mask.sum()) for mask in known), sum(map(len, known))
+        if tokens < wanted:
+            logger.warning(
+                "the %s is fitted to %d tokens of %d examples, and %d are wanted (%d for each of the %d numbers of a "
+                "hidden state): what is fitted to few holds less for others. Give some %d examples like these.",
+                stack,
+                tokens,
+                examples,
+                wanted,
+                WANTED,
+                width,
+                -(-wanted * examples // max(1, tokens)),
+            )
+
+
+def check_texts(
+    tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int, length: int
+) -> None:
+    """Warn of texts that look like no text of a tokenizer's language, or are mostly the same.
+
+    Args:
+        tokenizer: the model's.
+        texts: the examples, or pairs of texts.
+        encoded: the numbers of their tokens, cut at `length`.
+        vocabulary: how many tokens the model has.
+    """
+    joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
+    if (different := len(set(joined))) < (1 - MANY) * len(joined):
+        logger.warning("only %d of the %d calibration texts are different.", different, len(joined))
+    special, unknown = set(tokenizer.all_special_ids), getattr(tokenizer, "unk_token_id", None)
+    rows = [[token for token in row if token not in special or token == unknown] for row in encoded]
+    tokens = [token for row in rows for token in row]
+    if len(tokens) < LEAST_TOKENS:
+        return
+    share = sum(token == unknown for token in tokens) / len(tokens)
+    if share > UNKNOWN:
+        message = "%.0f %% of the calibration's tokens are unknown to the tokenizer: is it the model's?"
+        logger.warning(message, 100 * share)
+    drawn = vocabulary * -math.expm1(-len(tokens) / vocabulary)  # different ones among as many uniform draws
+    if vocabulary > len(tokens) / 8 and (distinct := len(set(tokens))) > DISTINCT * drawn:
+        logger.warning(
+            "the calibration's %d tokens are %d different ones, as of random draws, and text repeats its words: is it "
+            "the model's kind of text?",
+            len(tokens),
+            distinct,
+        )
+    whole = [(text, row) for text, row, cut in zip(joined, rows, encoded, strict=True) if len(cut) < length]
+    words = [word for text, _ in whole for word in text.split()]
+    if len(words) < LEAST_TOKENS / 4 or sum(map(len, words)) / len(words) > LONGEST_WORD:
+        return
+    pieces = sum(len(row) for _, row in whole) / len(words)
+    if pieces > PIECES:
+        logger.warning(
+            "the tokenizer cuts a word of the calibration into %.1f tokens on average, and those of its own language "
+            "into less than %.1f: is it text of the model's language?",
+            pieces,
+            PIECES,
+        )
+
+
+def check_source_loss(loss: float | None, vocabulary: int) -> None:
+    """Warn if the source itself knows little of what the calibration is: `loss` in nats a token."""
+    if loss is not None and loss > LOSS * math.log(vocabulary):
+        logger.warning(
+            "the source's own loss on the calibration is %.1f nats a token, and a guess among its %d tokens has %.1f: "
+            "is it the model's kind of text?",
+            loss,
+            vocabulary,
+            math.log(vocabulary),
+        )
+
+
+def check_audio(loudness: Sequence[float], transcripts: Sequence[torch.Tensor]) -> None:
+    """Warn of recordings that are silent, or in which the model hears no words.
+
+    Args:
+        loudness: of each file, the root mean square of its samples in [-1, 1].
+        transcripts: masks of what the model's decoder reads of each batch, [b, t]; none for an encoder alone.
+    """
+    silent = int((np.array(loudness) < SILENT).sum())
+    if silent > MANY * len(loudness):
+        message = "%d of the %d recordings are silent (below %.3f of the full range)."
+        logger.warning(message, silent, len(loudness), SILENT)
+    empty = sum(int((mask.sum(1) <= PROMPT).sum()) for mask in transcripts)
+    if empty > MANY * len(loudness):
+        logger.warning("the model hears no words in %d of the %d recordings: is it speech?", empty, len(loudness))

@@ -1,0 +1,222 @@
+"""What a source makes of held-out examples, and how near another model is to it (`quality.Quality`)."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import cosine_similarity, cross_entropy
+from transformers import PreTrainedModel
+
+from ...decoder_inputs import DecoderInput, decoder_input
+from ...progress import progress_bar
+from ..calibration_settings import Calibration
+from ..quality import BOUNDS, Quality
+from .audio import transcribed
+from .batches import Batch, own_targets
+
+__all__ = ["SourceOutputs"]
+
+MASKED = 0.15  # of the tokens, as in arXiv 1810.04805
+# Fewer embeddings have no mean worth taking away.
+LEAST_CENTRED = 4
+
+
+class SourceOutputs:
+    """What a source makes of held-out examples, with which converted models are compared; no model is kept."""
+
+    def __init__(self, model: PreTrainedModel, processor: Any, calibration: Calibration, batches: Sequence[Batch]):
+        """Run the source.
+
+        Args:
+            model: the source.
+            processor: its tokenizer, or its feature extractor.
+            calibration: what the examples are of.
+            batches: of the held-out ones, the model's arguments each.
+        """
+        self._length = calibration.length
+        self._generation = getattr(model, "generation_config", None)
+        self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
+        self._measure = _measure(model, self._writes and calibration.target_texts is None)
+        labelled = None
+        if self._measure == "loss" and not self._writes:
+            labelled = _with_labels(model, processor, batches)
+            self._measure = "embeddings" if labelled is None else self._measure
+        self._batches = batches if labelled is None else labelled
+        try:
+            self._own = self._outputs(model)
+        except ValueError:
+            if self._measure != "predictions":
+                raise
+            # BART's classifiers read the state at the end token, and refuse texts that were cut before it.
+            self._measure = "embeddings"
+            self._own = self._outputs(model)
+
+    @property
+    def loss(self) -> float | None:
+        """The source's own loss, nats a token; None where it was not measured."""
+        return float(self._own["loss"].mean()) if "loss" in self._own else None
+
+    def compared_with(self, model: PreTrainedModel) -> Quality:
+        """Return how near another model of the same class is; how it generates is the calibration's for that time."""
+        training = model.training
+        with self._generating_alike(model):
+            found = self._outputs(model.eval())
+        model.train(training)
+        examples = sum(len(next(iter(batch.values()))) for batch in self._batches)
+        value, losses = _compared(self._measure, self._own, found)
+        if "loss" in self._own and "loss" in found:
+            losses = _losses(self._own["loss"], found["loss"])
+        return Quality(self._measure, value, BOUNDS[self._measure], examples, losses)
+
+    @contextmanager
+    def _generating_alike(self, model: PreTrainedModel) -> Iterator[None]:
+        if self._generation is None:
+            yield
+            return
+        own = model.generation_config
+        model.generation_config = copy.deepcopy(self._generation)
+        try:
+            yield
+        finally:
+            model.generation_config = own
+
+    @torch.no_grad()
+    def _outputs(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return what is compared: tensors and lists with a row for each example, token or prediction."""
+        outputs: dict[str, list[Any]] = {}
+        device = next(model.parameters()).device
+        for batch in progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False):
+            labels = batch.get("labels")
+            given = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+            given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+            for name, value in self._of_batch(model, given, labels).items():
+                outputs.setdefault(name, []).extend(value)
+        return {name: rows if name == "tokens" else torch.stack(rows) for name, rows in outputs.items() if rows}
+
+    def _of_batch(self, model: Any, batch: Batch, labels: torch.Tensor | None) -> dict[str, Any]:
+        if self._measure == "embeddings":
+            return {"embeddings": _embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
+        output = model(**batch)
+        if self._measure == "predictions":
+            return {"predictions": _predictions(output, batch)}
+        if labels is None:
+            labels = _next_tokens(batch)
+        found: dict[str, Any] = {"loss": _token_losses(output, labels)}
+        if self._measure == "tokens":
+            source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
+            write = transcribed if "input_features" in batch else own_targets
+            written = write(model, source, self._length)
+            found["tokens"] = _rows(written["decoder_input_ids"], written["decoder_attention_mask"])
+        return found
+
+
+def _measure(model: PreTrainedModel, writes: bool) -> str:
+    """Return which of `BOUNDS` a model is measured by."""
+    if writes:
+        return "tokens"
+    if model.get_output_embeddings() is not None:
+        return "loss"
+    name = type(model).__name__
+    classifies = any(kind in name for kind in ("Classification", "QuestionAnswering", "NextSentence"))
+    return "predictions" if classifies and getattr(model.config, "num_labels", 2) > 1 else "embeddings"
+
+
+def _with_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
+    """Return the batches with `labels`, -100 = none: of tokens that are masked, or of each next one.
+
+    None where there is nothing to mask with.
+    """
+    if getattr(model.config, "is_decoder", False):
+        return [batch | {"labels": _shifted(batch["input_ids"], batch["attention_mask"])} for batch in batches]
+    mask_token = getattr(tokenizer, "mask_token_id", None)
+    if mask_token is None or decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
+        return None
+    generator, special = torch.Generator().manual_seed(0), torch.tensor(tokenizer.all_special_ids)
+    masked = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
+        chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED)
+        labels = ids.masked_fill(~chosen, -100)
+        masked.append(batch | {"input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
+    return masked if any((batch["labels"] >= 0).any() for batch in masked) else None
+
+
+def _shifted(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), -100)
+    return labels
+
+
+def _next_tokens(batch: Batch) -> torch.Tensor:
+    """Return what a decoder is to write, [b, t]."""
+    return _shifted(batch["decoder_input_ids"], batch["decoder_attention_mask"])
+
+
+def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits = output.prediction_logits if "prediction_logits" in output else output.logits
+    labels = labels.to(logits.device)
+    chosen = labels >= 0
+    return cross_entropy(logits[chosen].float(), labels[chosen], reduction="none").cpu()
+
+
+def _predictions(output: Any, batch: Batch) -> torch.Tensor:
+    """Return the predicted classes or places: of each token where there is one, else of each example."""
+    if "start_logits" in output:
+        pair = output.start_logits, output.end_logits
+        return torch.stack([logits.argmax(-1) for logits in pair], 1).flatten().cpu()
+    logits = output.logits
+    if logits.ndim == 3:
+        return logits.argmax(-1)[batch["attention_mask"].bool()].cpu()
+    return logits.argmax(-1).cpu()
+
+
+def _embeddings(output: Any, batch: Batch) -> torch.Tensor:
+    """Return the mean of the last hidden states of each example, [b, D]."""
+    states = output.get("last_hidden_state")
+    if states is None:  # a model that is one with its head
+        states = output.get("decoder_hidden_states", output.get("hidden_states"))[-1]
+    states = states.float()
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    mask = torch.ones_like(states[..., 0]) if mask is None or mask.shape != states.shape[:2] else mask.float()
+    return ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)).cpu()
+
+
+def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+
+
+def _compared(
+    measure: str, source: dict[str, Any], found: dict[str, Any]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the value of a `Quality`, and the losses, by its measure."""
+    if measure == "tokens":
+        pairs = list(zip(source["tokens"], found["tokens"], strict=True))
+        changed = sum(_edit_distance(a, b) for a, b in pairs)
+        return changed / max(1, sum(len(a) for a, _ in pairs)), None
+    if measure == "loss":
+        losses = _losses(source["loss"], found["loss"])
+        return (None, None) if losses is None else (losses[1] - losses[0], losses)
+    if measure == "predictions":
+        return float((source["predictions"] != found["predictions"]).float().mean()), None
+    own, others = source["embeddings"], found["embeddings"]
+    mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
+    cosine = float(cosine_similarity(own - mean, others - mean).mean())
+    return (cosine if cosine == cosine else None), None
+
+
+def _losses(source: torch.Tensor, found: torch.Tensor) -> tuple[float, float] | None:
+    before, after = float(source.mean()), float(found.mean())
+    return (before, after) if after == after else None
+
+
+def _edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens have to be inserted, deleted or replaced to make the second of the first."""
+    row = list(range(len(second) + 1))
+    for i, one in enumerate(first, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(second, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+    return row[-1]

@@ -1,0 +1,80 @@
+"""How near a converted model is to its source: one number on held-out examples of the calibration.
+
+The errors of single attentions do not say what the model has become: they add up, or they cancel. So the whole model
+runs on the tenth of the examples that nothing was fitted to, before and after, and what is compared is what it is for:
+
+- a model that writes: the tokens it writes by itself, greedily, by edit distance (Levenshtein, 1966) to the source's;
+  where targets are given, its loss on them;
+- a language model's head: its loss on masked tokens, or on each next one;
+- a head that classifies or answers: the predictions that change;
+- anything else: the cosine of embeddings, the means of the last hidden states, less the mean of all of them.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["BOUNDS", "ModelNotKeptError", "Quality"]
+
+# Beyond these a conversion has not kept the model.
+BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "embeddings": 0.8}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How near a converted model is to its source on held-out examples.
+
+    Args:
+        measure: "tokens" = the share of written tokens that change; "loss" = nats a token above the source's;
+            "predictions" = the share that changes; "embeddings" = the mean cosine to the source's.
+        value: what was found; None = the converted model's outputs are no numbers.
+        bound: the most of it, for embeddings the least, at which the model counts as kept.
+        examples: how many were held out.
+        losses: of the source and of the converted model, nats a token, where they were measured.
+    """
+
+    measure: str
+    value: float | None
+    bound: float
+    examples: int
+    losses: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Quality | None":
+        """Return what a report holds as `to_dict` made it; None where it is none of this version."""
+        if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
+            return None
+        return cls(values["measure"], values.get("value"), values["bound"], values["examples"])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the model is within the bound."""
+        if self.value is None:
+            return False
+        return self.value >= self.bound if self.measure == "embeddings" else self.value <= self.bound
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "its outputs are no numbers"
+        return {
+            "tokens": f"{self.value:.1%} of the tokens it writes are not the source's",
+            "loss": f"its loss is {self.value:+.3f} nats a token beside the source's",
+            "predictions": f"{self.value:.1%} of its predictions are not the source's",
+            "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the source's",
+        }[self.measure]
+
+    @property
+    def shown_bound(self) -> str:
+        """The bound as people write it."""
+        if self.measure == "loss":
+            return f"{self.bound} nats"
+        return f"{self.bound}" if self.measure == "embeddings" else f"{self.bound:.0%}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self) | {"is_kept": self.is_kept}
+
+
+class ModelNotKeptError(ValueError):
+    """A conversion that was to be strict has not kept the model."""
+
+    exit_status = 1  # of a command: the work was done, and its result is refused

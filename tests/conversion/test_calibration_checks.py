@@ -1,0 +1,122 @@
+"""Warnings of a calibration that is too little, or of another kind than the model reads."""
+
+import random
+import wave
+
+import numpy as np
+import pytest
+import torch
+from fixtures.speech import HEAD, feature_extractor, whisper_checkpoint
+
+from hf_attn_variants.conversion import convert
+from hf_attn_variants.conversion.calibration.calibration_checks import (
+    check_amount,
+    check_audio,
+    check_source_loss,
+    check_texts,
+)
+
+VOCABULARY = 5000
+SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "po", "re", "su", "ti"]
+# Words as languages have them: few are frequent, most are rare.
+WORDS = [a + b for a in SYLLABLES for b in SYLLABLES] + [
+    a + b + c for a in SYLLABLES for b in SYLLABLES for c in "nst"
+]
+
+
+class Tokenizer:
+    """A word is a token, or as many as it has characters if it is no word of this language."""
+
+    all_special_ids, unk_token_id = [0, 1, 2], 2
+    numbers = {word: 10 + i for i, word in enumerate(WORDS)}
+
+    def encode(self, text):
+        rows = [
+            [self.numbers[word]] if word in self.numbers else [500 + ord(c) for c in word] for word in text.split()
+        ]
+        return [0, *(token for row in rows for token in row), 1]
+
+
+def language(count=200, seed=0):
+    generator = random.Random(seed)
+    weights = [1 / (1 + i) for i in range(len(WORDS))]
+    return [" ".join(generator.choices(WORDS, weights, k=12)) for _ in range(count)]
+
+
+def said(caplog, texts, encoded=None, length=64):
+    caplog.clear()
+    tokenizer = Tokenizer()
+    joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
+    rows = [tokenizer.encode(text) for text in joined] if encoded is None else encoded
+    check_texts(tokenizer, texts, rows, VOCABULARY, length)
+    return caplog.text
+
+
+def test_text_of_the_language_is_taken_without_a_word(caplog):
+    assert said(caplog, language()) == ""
+    assert said(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
+
+
+def test_another_language_is_told_by_its_words(caplog):
+    other = ["".join(reversed(text)) for text in language()]
+    assert "cuts a word of the calibration into" in said(caplog, other)
+    # What is cut off says nothing, and formulas have no words.
+    assert said(caplog, other, length=5) == ""
+    assert said(caplog, [text.replace(" ", "=") for text in other]) == ""
+
+
+def test_random_tokens_are_told_by_their_number(caplog):
+    generator = random.Random(0)
+    drawn = [[generator.randrange(3, VOCABULARY) for _ in range(12)] for _ in range(200)]
+    assert "as of random draws" in said(caplog, language(), drawn)
+
+
+def test_repeated_and_unknown_text_is_told(caplog):
+    assert "only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
+    rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
+    assert "unknown to the tokenizer" in said(caplog, language(), rows)
+
+
+def test_a_source_that_guesses_is_told(caplog):
+    check_source_loss(2.0, 30522)
+    check_source_loss(None, 30522)
+    assert caplog.text == ""
+    check_source_loss(6.0, 30522)
+    assert "loss on the calibration is 6.0 nats" in caplog.text
+
+
+@pytest.mark.parametrize(("stack", "tokens"), [("encoder", 512), ("decoder", 128)])
+def test_too_few_tokens_for_the_width_are_told_with_how_many_are_wanted(caplog, stack, tokens):
+    batch = {"attention_mask": torch.ones(8, 64), "decoder_attention_mask": torch.ones(8, 16)}
+    check_amount([stack], tokens // 8, [batch])
+    assert caplog.text == ""
+    check_amount([stack, stack], tokens // 4, [batch])
+    assert f"the {stack} is fitted to {tokens} tokens of 8 examples, and {2 * tokens} are wanted" in caplog.text
+    assert caplog.text.count("Give some 16 examples") == 1
+    caplog.clear()
+    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio, an encoder's alone
+    assert caplog.text == ""
+
+
+def test_silence_and_recordings_without_words_are_told(caplog):
+    loud = [0.1, 0.2, 0.1, 0.3]
+    check_audio(loud, [torch.ones(4, 20)])
+    check_audio(loud, [])
+    assert caplog.text == ""
+    check_audio([0.0, 1e-5, 0.2, 0.1], [])
+    assert "2 of the 4 recordings are silent" in caplog.text
+    caplog.clear()
+    mask = torch.ones(4, 20)
+    mask[:3, 4:] = 0
+    check_audio(loud, [mask])
+    assert "hears no words in 3 of the 4" in caplog.text
+
+
+def test_a_folder_of_silence(tmp_path, caplog):
+    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    for number in range(60):
+        with wave.open(str(tmp_path / f"{number}.wav"), "wb") as file:
+            file.setparams((1, 2, feature_extractor().sampling_rate, 8000, "NONE", "not compressed"))
+            file.writeframes(np.zeros(8000, "<i2").tobytes())
+    model = convert(source, 4, calibration=tmp_path)
+    assert "60 of the 60 recordings are silent" in caplog.text and type(model).__name__ == f"AttnVariant{HEAD}"

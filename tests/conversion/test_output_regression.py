@@ -1,0 +1,113 @@
+"""The regression of the output projection: least squares with plenty of text, and no harm with little."""
+
+import pytest
+import torch
+
+from hf_attn_variants.conversion.calibration.fitting import relative_error
+from hf_attn_variants.conversion.calibration.output_regression import refit_output
+from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attend
+from hf_attn_variants.conversion.grouping import HeadCounts
+from hf_attn_variants.conversion.projections import AttentionTensors
+
+WIDTH, HEADS, TOKENS = 48, 4, 12
+
+
+def attention(seed, bias=True):
+    generator = torch.Generator().manual_seed(seed)
+    roles = ("query", "key", "value", "output")
+    drawn = {f"{role}_weight": torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for role in roles}
+    if bias:
+        drawn |= {f"{role}_bias": torch.randn(WIDTH, generator=generator) for role in roles}
+    return AttentionTensors(**drawn)
+
+
+def calls(batches, seed, rows=4):
+    """Calls of a self-attention; the last token of every other example is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    valid = torch.ones(rows, TOKENS, dtype=torch.bool)
+    valid[::2, -1] = False
+    states = [torch.randn(rows, TOKENS, WIDTH, generator=generator) for _ in range(batches)]
+    return [AttentionInputs(each, each, None, None, valid, (WIDTH // HEADS) ** -0.5) for each in states]
+
+
+def heads():
+    return HeadCounts(HEADS, (HEADS, HEADS), (HEADS, HEADS), HEADS, WIDTH // HEADS)
+
+
+def outputs(tensors, inputs, noise=0.0):
+    generator = torch.Generator().manual_seed(9)
+    found = [attend(tensors, batch, HEADS)[0] for batch in inputs]
+    return [each + noise * torch.randn(each.shape, generator=generator) for each in found]
+
+
+def with_other_output(tensors, distance):
+    other = attention(5, tensors.output_bias is not None)
+    changed = {"output_weight": tensors.output_weight + distance * other.output_weight}
+    if tensors.output_bias is not None:
+        changed["output_bias"] = tensors.output_bias + distance * other.output_bias
+    return AttentionTensors(**{**vars(tensors), **changed})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_with_plenty_of_text_it_is_least_squares(bias):
+    source = attention(0, bias)
+    inputs = calls(40, seed=1)
+    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+    if bias:
+        torch.testing.assert_close(found.output_bias, source.output_bias, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("distance", [0.0, 0.1, 1.0])
+def test_little_noisy_text_does_no_harm(bias, distance):
+    """47 tokens and 49 unknowns: least squares without a ridge is far worse on other text than what it began with."""
+    source = attention(0, bias)
+    begun = with_other_output(source, distance)
+    inputs, others = calls(1, seed=1), calls(20, seed=2)
+    targets = outputs(source, inputs, noise=0.3)
+    wanted = outputs(source, others)
+    before = relative_error(begun, heads(), others, wanted)
+    after = relative_error(refit_output(begun, heads(), inputs, targets), heads(), others, wanted)
+    assert after <= before + 0.02
+    assert relative_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
+
+
+def test_what_cannot_be_followed_adds_little():
+    """Of outputs that have nothing to do with the text, an attention makes about their mean, and nothing worse."""
+    tensors = attention(0)
+    inputs, others = calls(3, seed=1), calls(20, seed=2)
+    noise = [
+        torch.randn(batch.states.shape, generator=torch.Generator().manual_seed(i)) for i, batch in enumerate(inputs)
+    ]
+    unlike = [
+        torch.randn(batch.states.shape, generator=torch.Generator().manual_seed(50 + i))
+        for i, batch in enumerate(others)
+    ]
+    assert relative_error(tensors, heads(), others, unlike) > 1.3
+    assert relative_error(refit_output(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
+
+
+def test_one_example_teaches_nothing():
+    source = attention(0)
+    begun, inputs = with_other_output(source, 1.0), calls(1, seed=1, rows=1)
+    assert refit_output(begun, heads(), inputs, outputs(source, inputs)) is begun
+
+
+def test_batches_of_one_are_folds_too():
+    source = attention(0)
+    inputs = calls(80, seed=1, rows=1)
+    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+
+
+def _least_squares(tensors, inputs, targets):
+    rows = torch.cat([attend(tensors, batch, HEADS)[1][batch.valid] for batch in inputs])
+    missing = torch.cat(
+        [
+            (target - attend(tensors, batch, HEADS)[0])[batch.valid]
+            for batch, target in zip(inputs, targets, strict=True)
+        ]
+    )
+    change = torch.linalg.lstsq(rows.double(), missing.double()).solution.T
+    return AttentionTensors(**{**vars(tensors), "output_weight": tensors.output_weight + change.float()})

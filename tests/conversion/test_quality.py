@@ -1,0 +1,165 @@
+"""What a conversion says of the whole model: measured on held-out examples, bounded, and strict if asked."""
+
+import json
+
+import pytest
+import torch
+from architectures import BERT, T5
+from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, text
+from fixtures.golden_sources import make_tokenizer
+from fixtures.speech import recordings, whisper_checkpoint
+from relatives import RELATIVES
+from transformers import BertConfig, BertModel
+
+from hf_attn_variants.cli import main
+from hf_attn_variants.conversion import convert, convert_checkpoint
+from hf_attn_variants.conversion.calibration.batches import make_batches
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _edit_distance
+from hf_attn_variants.conversion.quality import BOUNDS, Quality
+from hf_attn_variants.hub.card_steps import step_sections
+from hf_attn_variants.model_history import read_history
+
+
+class MaskingTokenizer(WordTokenizer):
+    mask_token_id = 1
+
+
+def source_outputs(model, **changes):
+    given = calibration(**changes)
+    has_encoder = model.config.is_encoder_decoder or "Encoder" in type(model).__name__
+    field = f"{'encoder_' if has_encoder else ''}num_key_value_heads"
+    model = convert(model, **{field: 4}).eval()  # this package's class, the same heads
+    _, held_out = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    return model, SourceOutputs(model, given.tokenizer, given, held_out)
+
+
+CASES = [
+    ("BertModel", {}, "embeddings", 1.0),
+    ("BertForMaskedLM", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
+    ("BertForMaskedLM", {}, "embeddings", 1.0),  # a tokenizer that masks nothing
+    ("BertForPreTraining", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
+    ("BertForSequenceClassification", {}, "predictions", 0.0),
+    ("BertForTokenClassification", {}, "predictions", 0.0),
+    ("BertForQuestionAnswering", {}, "predictions", 0.0),
+    ("BertForMultipleChoice", {}, "embeddings", 1.0),
+    ("T5ForConditionalGeneration", {}, "tokens", 0.0),
+    ("T5ForConditionalGeneration", {"target_texts": text(seed=1)}, "loss", 0.0),
+    ("T5Model", {"target_texts": text(seed=1)}, "embeddings", 1.0),
+    ("T5EncoderModel", {}, "embeddings", 1.0),
+    ("BartForConditionalGeneration", {"max_length": 10}, "tokens", 0.0),
+    ("BartForSequenceClassification", {}, "embeddings", 1.0),  # these texts have no end token, which it reads
+]
+
+
+@pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
+def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes, measure, same):
+    family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
+    model, outputs = source_outputs(family.upstream_model(head, vocab_size=WORDS), **changes)
+    found = outputs.compared_with(model)
+    assert found.measure == measure and found.examples == 51
+    assert found.value == pytest.approx(same, abs=1e-5) and found.is_kept
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" not in name and "shared" not in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    other = outputs.compared_with(model)
+    assert (other.value < 0.9) if measure == "embeddings" else (other.value != 0)
+
+
+def test_outputs_that_are_no_numbers_are_not_kept():
+    model, outputs = source_outputs(bert())
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
+    found = outputs.compared_with(model)
+    assert found.value is None and not found.is_kept and "no numbers" in str(found)
+
+
+def test_bounds():
+    assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 4
+    for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
+        assert not Quality(name, value, BOUNDS[name], 9).is_kept
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [([], [1], 1), ([1, 2, 3], [1, 3], 1), ([1, 2], [2, 1], 2), ([5], [5], 0), ([1, 2, 3], [4, 2], 2)],
+)
+def test_edit_distance(first, second, distance):
+    assert _edit_distance(first, second) == _edit_distance(second, first) == distance
+
+
+def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
+    bert().save_pretrained(tmp_path / "source")
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
+    stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
+    assert stored["measure"] == "embeddings" and stored["examples"] == 51 and 0 < stored["value"] < 1
+    said = f"cosine of {stored['value']:.3f} to the source's (51 held-out examples)"
+    assert said in report.summary() and "error of attention outputs" not in report.summary()
+    assert "error of attention outputs" in report.summary(attention_errors=True)
+    (section,) = step_sections(read_history(tmp_path / "out").steps, None)
+    assert f"cosine of {stored['value']:.3f} to the source's" in section["sentence"]
+
+
+def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
+    """A latent of two numbers holds nothing of keys and values of thirty-two."""
+    bert().save_pretrained(tmp_path / "source")
+    given = {"kv_lora_rank": 2, "calibration": calibration()}
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **given)
+    assert "has not kept the model" in caplog.text and "--num_key_value_heads" in caplog.text
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert not report["quality"]["is_kept"]
+    with pytest.raises(ValueError, match=r"has not kept the model.*The report is .*strict\.conversion_report\.json"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "strict", **given, strict=True)
+    assert not (tmp_path / "strict").exists()
+    left = json.loads((tmp_path / "strict.conversion_report.json").read_text())
+    assert left["quality"] == report["quality"] and left["layers"]
+    with pytest.raises(ValueError, match="has not kept the model"):
+        convert(bert(), **given, strict=True)
+    with pytest.raises(ValueError, match="has not kept the model"):
+        convert(tmp_path / "source", **given, strict=True)
+
+
+def test_strict_needs_something_to_measure_on(tmp_path):
+    with pytest.raises(ValueError, match="give a calibration"):
+        convert(bert(), 2, method="mean", strict=True)
+
+
+def test_the_model_is_given_back_as_it_was():
+    """Greedy outputs are compared, and how the user's model generates stays."""
+    model = t5()
+    model.generation_config.num_beams = 3
+    converted = convert(model.train(), 2, calibration=calibration(max_length=12))
+    assert converted.generation_config.num_beams == 3 and converted.training
+
+
+def test_the_command_is_strict_and_quiet(tmp_path, capsys):
+    """Status 1 and no folder, or a warning; the errors of attentions only where they are asked for."""
+    lines = tmp_path / "lines.txt"
+    lines.write_text("".join(f"{row}\n" for row in text()))
+    source = tmp_path / "source"
+    words = len(make_tokenizer("bert", lines.read_text(), source))
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=words, initializer_range=0.3, **sizes)).save_pretrained(source)
+    line = ["convert", str(source), "--kv_lora_rank", "1", "--calibration_file", str(lines), "--fit_steps", "0"]
+    assert main([*line, "--strict", "--output_dir", str(tmp_path / "strict")]) == 1
+    assert not (tmp_path / "strict").exists() and (tmp_path / "strict.conversion_report.json").is_file()
+    assert "error: the conversion has not kept the model" in capsys.readouterr().err
+    assert main([*line, "--output_dir", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert "NOT KEPT" in printed.out and "error of attention outputs" not in printed.out
+    assert main([*line, "--attention_errors", "--output_dir", str(tmp_path / "errors")]) == 0
+    assert "error of attention outputs" in capsys.readouterr().out
+
+
+def test_a_quick_conversion_of_recordings(tmp_path, capsys):
+    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    folder = recordings(tmp_path / "recordings", 60, seconds=0.5)
+    line = ["convert", str(source), "--num_key_value_heads", "4", "--quick", "--output_dir", str(tmp_path / "out")]
+    assert main([*line, "--calibration_audio_dir", str(folder)]) == 0
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
+    assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
+    assert "of the tokens it writes are not the source's (8 held-out examples)" in capsys.readouterr().out
+    assert main([*line[:-1], str(tmp_path / "other")]) == 2
+    assert "--quick is of a calibration" in capsys.readouterr().err
