@@ -123,7 +123,7 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
     other_rate = recordings(tmp_path / "other", 2, rate=8000)
     with pytest.raises(ValueError, match=r"8000 samples a second and the model reads 16000.*ffmpeg"):
         convert(source, 4, calibration=other_rate)
-    with pytest.raises(ValueError, match=r"tokens of 2 files of audio: 1000 are the least"):
+    with pytest.raises(ValueError, match=r"tokens of 2 files of audio: 100 are the least"):
         convert(source, 4, calibration=recordings(tmp_path / "two", 2))
     with pytest.raises(ValueError, match=r"2 audio files at least .* has 0"):
         read_audio_calibration(source)

@@ -155,7 +155,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     assert ("then fitted" in said) is bool(fit_steps)
 
 
-@pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 6)])
+@pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 8)])
 def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
     batches, attend = [], calibrating.attend
 
@@ -167,7 +167,7 @@ def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
     for module in (calibrating, fitting, output_regression, calibrated):
         monkeypatch.setattr(module, "attend", counted)
     convert_model(bert(), 2, calibration=calibration(fit_steps=fit_steps))
-    # Two attentions: the targets; then three closed forms, averaged heads, the fit, the fit with another output.
+    # Two attentions: the targets; then three closed forms, averaged heads, the fit, the fit with three other outputs.
     assert len(batches) == 2 * (1 + measured)
 
 

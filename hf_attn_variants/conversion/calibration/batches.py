@@ -28,8 +28,8 @@ __all__ = [
     "tokens_of",
 ]
 
-# Below this many tokens a moment of a layer's inputs says more about the text than about the model.
-MIN_TOKENS = 1000
+# Below this there is nothing to fit to; how many are wanted, `calibration_checks.check_amount` says.
+MIN_TOKENS = 100
 # A text is much shorter than what the model reads where it has less than its positions by this.
 FEW_POSITIONS = 4
 

@@ -12,7 +12,7 @@ With c the heads' outputs and y the source's output, both less their means where
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from ..grouping import HeadCounts
 from ..projections import AttentionTensors
 from .recording import AttentionInputs, attend
 
-__all__ = ["refit_output"]
+__all__ = ["refit_output", "refits_of_output"]
 
 # Examples are dealt to this many folds.
 FOLDS = 5
 # k, as multiples of the mean second moment of c. Of plenty of text the first is the best one.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+# After a fit, of which each is measured on held-out text.
+REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
 @torch.no_grad()
@@ -37,7 +39,8 @@ def refit_output(
     """Return the attention with its output projection, and its bias, by regression of the targets on its heads.
 
     Args:
-        tensors, heads: the attention.
+        tensors, heads: the attention, whose projections were not fitted to these very outputs: cross-validation would
+            take them for better than they are (`refits_of_output`).
         inputs: what it is called with on text.
         targets: the outputs to reach there, [b, n, D] each.
 
@@ -55,9 +58,24 @@ def refit_output(
         for choice, error in _errors(whole - fold, fold, has_bias):
             errors[choice] = errors.get(choice, 0.0) + error
     strength, base = min(errors, key=errors.__getitem__)
-    if strength is None:
-        return tensors
-    weight, bias = _Solution(whole, has_bias).of(strength, base)
+    return tensors if strength is None else _with_output(tensors, _Solution(whole, has_bias), strength, base)
+
+
+@torch.no_grad()
+def refits_of_output(
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
+) -> Iterator[AttentionTensors]:
+    """Yield the attention with its output projection by ridge regression beside the one at hand, by strength.
+
+    Arguments as for `refit_output`.
+    """
+    solution = _Solution(_total(_folds(tensors, heads, inputs, targets)), tensors.output_bias is not None)
+    for strength in REFIT_STRENGTHS:
+        yield _with_output(tensors, solution, strength, 0)
+
+
+def _with_output(tensors: AttentionTensors, solution: "_Solution", strength: float, base: int) -> AttentionTensors:
+    weight, bias = solution.of(strength, base)
     old, old_bias = tensors.pair("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
     if old_bias is not None:
@@ -150,15 +168,15 @@ class _Solution:
         values, self.vectors = torch.linalg.eigh(moments.square)
         self._values = values.clamp_min(0)
         self._scale = self._values.mean().clamp_min(1e-30)
-        self._cross = moments.cross @ self.vectors  # [2, out, in]
+        self.cross = moments.cross @ self.vectors  # in the eigenvectors' coordinates, [2, out, in]
 
-    def rotated(self, strength: float, base: int) -> torch.Tensor:
-        """Return the map [out, in] of c in the eigenvectors' coordinates; base 0: beside W, 1: in its place."""
-        return self._cross[base] / (self._values + strength * self._scale)
+    def factors(self, strength: float) -> torch.Tensor:
+        """Return what each eigenvector's part of sum y c^T is multiplied by, [in]."""
+        return 1 / (self._values + strength * self._scale)
 
     def of(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the map [out, in] and the bias [out]."""
-        weight = self.rotated(strength, base) @ self.vectors.T
+        """Return the map [out, in] and the bias [out]; base 0: beside W, 1: in its place."""
+        weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
         context, reached = self.means
         return weight, reached[base] - weight @ context
 
@@ -168,11 +186,14 @@ def _errors(used: _Moments, left: _Moments, has_bias: bool) -> list[tuple[tuple[
     solution = _Solution(used, has_bias)
     left = left.about(*solution.means)
     square = solution.vectors.T @ left.square @ solution.vectors
-    cross = left.cross @ solution.vectors
     errors = []
     for base in (0, 1):
+        cross = solution.cross[base]
+        # Of the map with factors f the squared error is E - 2 f a + f G f.
+        agreed = (cross * (left.cross[base] @ solution.vectors)).sum(0)
+        gram = (cross.T @ cross) * square
         for strength in STRENGTHS:
-            found = solution.rotated(strength, base)
-            error = left.energy[base] - 2 * (found * cross[base]).sum() + ((found @ square) * found).sum()
-            errors.append(((strength, base), float(error) if math.isfinite(error) else math.inf))
+            factors = solution.factors(strength)
+            error = float(left.energy[base] - 2 * factors @ agreed + factors @ gram @ factors)
+            errors.append(((strength, base), error if math.isfinite(error) else math.inf))
     return errors

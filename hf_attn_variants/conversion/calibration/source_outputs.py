@@ -45,13 +45,13 @@ class SourceOutputs:
             self._measure = "embeddings" if labelled is None else self._measure
         self._batches = batches if labelled is None else labelled
         try:
-            self._own = self._outputs(model)
+            self._own = self._outputs(model, is_source=True)
         except ValueError:
             if self._measure != "predictions":
                 raise
             # BART's classifiers read the state at the end token, and refuse texts that were cut before it.
             self._measure = "embeddings"
-            self._own = self._outputs(model)
+            self._own = self._outputs(model, is_source=True)
 
     @property
     def loss(self) -> float | None:
@@ -83,7 +83,7 @@ class SourceOutputs:
             model.generation_config = own
 
     @torch.no_grad()
-    def _outputs(self, model: PreTrainedModel) -> dict[str, Any]:
+    def _outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, Any]:
         """Return what is compared: tensors and lists with a row for each example, token or prediction."""
         outputs: dict[str, list[Any]] = {}
         device = next(model.parameters()).device
@@ -91,11 +91,11 @@ class SourceOutputs:
             labels = batch.get("labels")
             given = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
             given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
-            for name, value in self._of_batch(model, given, labels).items():
+            for name, value in self._of_batch(model, given, labels, is_source).items():
                 outputs.setdefault(name, []).extend(value)
         return {name: rows if name == "tokens" else torch.stack(rows) for name, rows in outputs.items() if rows}
 
-    def _of_batch(self, model: Any, batch: Batch, labels: torch.Tensor | None) -> dict[str, Any]:
+    def _of_batch(self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool) -> dict[str, Any]:
         if self._measure == "embeddings":
             return {"embeddings": _embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
         output = model(**batch)
@@ -107,7 +107,8 @@ class SourceOutputs:
         if self._measure == "tokens":
             source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
             write = transcribed if "input_features" in batch else own_targets
-            written = write(model, source, self._length)
+            # What the source writes is what its decoder was given.
+            written = batch if is_source else write(model, source, self._length)
             found["tokens"] = _rows(written["decoder_input_ids"], written["decoder_attention_mask"])
         return found
 

@@ -26,7 +26,7 @@ import torch
 from ..calibration.fitting import fit, rounded
 from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
 from ..calibration.moments import attended_key_moments, head_moments, pseudo_inverse, square_root
-from ..calibration.output_regression import refit_output
+from ..calibration.output_regression import refit_output, refits_of_output
 from ..calibration.recording import AttentionInputs, attend
 from ..calibration_settings import FIT_DEFAULTS, Calibration
 from ..grouping import HeadCounts, repeat_heads, split_heads
@@ -141,10 +141,10 @@ class Calibrated(CalibratedMethod):
             return layer.held_out_error(whole(tensors))
 
         fitted, after = fit(begun, heads, inputs, targets, calibration, layer.generator, held_out_error, layer.on_step)
-        refitted = refit_output(fitted, heads, inputs, targets)
-        error = held_out_error(refitted)
-        if error is not None and (after is None or error < after):
-            fitted, after = refitted, error
+        for refitted in refits_of_output(fitted, heads, inputs, targets):
+            error = held_out_error(refitted)
+            if error is not None and (after is None or error < after):
+                fitted, after = refitted, error
         better = before is not None and after is not None and after < before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
         details = dict(zip(names, map(rounded, (before, after, after if better else before)), strict=True))
