@@ -1,10 +1,10 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
-`convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections`, `latents`
-and `calibration_settings` (which heads share, what an attention is made of, what it may be made from, the text),
-`checkpoint` (tensors in and out), `calibration` (what attentions do on text, and the fit to it), `methods` (how heads
-merge, one file each), `attention_modules` and `plan` (what will be done, checked before any work), `report` (what is
-said of it), `conversions`.
+`convert` is the front door. Behind it, each room imports those before it alone: `grouping`, `projections`, `latents`,
+`calibration_settings` and `quality` (which heads share, what an attention is made of, what it may be made from, the
+text, how near a model stays), `checkpoint` (tensors in and out), `calibration` (what attentions do on text, the fit to
+it, and the whole model on held-out text), `methods` (how heads merge, one file each), `attention_modules` and `plan`
+(what will be done, checked before any work), `report` (what is said of it), `conversions`.
 """
 
 import importlib

@@ -1,0 +1,38 @@
+"""Word error rates: what they count, and the script on a tiny Whisper."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from fixtures.speech import recordings, whisper_checkpoint
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("word_errors")
+
+
+def test_words_are_counted_without_case_and_punctuation(script):
+    found = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
+    assert found["words"] == 6 and found["recordings"] == 2
+    assert found["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
+    low, high = found["interval"]
+    assert low <= 2 / 6 <= high
+
+
+def test_nothing_changes_between_a_model_and_itself(script, tmp_path, capsys):
+    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    folder = recordings(tmp_path / "recordings", 3, seconds=0.5)
+    table = tmp_path / "texts.tsv"
+    table.write_text("file\ttext\n" + "".join(f"{path.name}\ta word\n" for path in folder.glob("*.wav")))
+    report = script.main(script.parse_args([
+        "--source", str(source), "--converted", str(source), "--audio_dir", str(folder), "--texts", str(table),
+        "--max_new_tokens", "4",
+    ]))  # fmt: skip
+    assert [row["against_source"]["word_error_rate"] for row in report["rows"]] == [0.0, 0.0]
+    assert report["rows"][1]["against_texts"]["words"] == 6
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["model"] == "whisper"
