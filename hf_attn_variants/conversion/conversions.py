@@ -13,19 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import CONFIG_NAME, REPORT_NAME, check_output_dir
+from ..files import CONFIG_NAME, check_output_dir
 from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .cache_budget import PROBE, check_cache_bytes, check_has_cache, fields_within
-from .calibration.calibrate import (
-    CalibrationResult,
-    calibrate,
-    calibration_settings,
-    forms_on_text,
-    is_calibrated,
-    why_not_calibrated,
-)
+from .calibration.calibrate import CalibrationResult, calibrate, calibration_settings, forms_on_text
 from .calibration.matching_layers import check_matching_layers, fields_keeping, matching_shares
+from .calibration.plan_checks import is_calibrated, why_not_calibrated
 from .calibration.source_models import SourceModel, check_has_processor, source_in_memory, source_of_folder
 from .calibration.texts import CalibrationLike, as_calibration
 from .checkpoint.in_memory import ModelReader, TensorSource, assemble
@@ -39,7 +33,7 @@ from .methods import resolve_method
 from .methods.base import ConversionMethod
 from .plan import ConversionPlan, make_plan
 from .positions import FIELDS, lengthen_tokenizer, with_positions
-from .quality import ModelNotKeptError, Quality
+from .quality import Quality, check_kept
 from .report import ConversionReport, conversion_report
 
 __all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
@@ -66,10 +60,6 @@ REPLACED = (
     'If weights alone are meant, say method="mean" (--method mean).',
 )
 HEARD = "With audio, `calibration=` (--calibration_audio_dir), new heads are fitted to what the old ones make of it."
-NOT_KEPT = (
-    "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
-    "for, or train it on (`attn-variants uptrain`); `attn-variants frontier` shows what each choice loses."
-)
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -185,7 +175,7 @@ def convert_model(
     calibrated = calibrate(plan, reader, source, calibration)
     tensors = converted_tensors(plan, reader, calibrated.attentions)
     converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    request.check_kept(_quality(calibrated, converted))
+    check_kept(_quality(calibrated, converted), request.strict)
     return converted
 
 
@@ -217,7 +207,7 @@ def load_converted(
         calibrated = calibrate(plan, reader, source, request.calibration)
         tensors = converted_tensors(plan, reader, calibrated.attentions)
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    request.check_kept(_quality(calibrated, model))
+    check_kept(_quality(calibrated, model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -260,14 +250,7 @@ def convert_checkpoint(
         plan = request.plan(config, reader, source, folder / CONFIG_NAME)
         new = plan_folder(plan, reader, folder, config, output, allow_pickle)
         calibrated = calibrate(plan, reader, source, request.calibration)
-        quality = None
-        if calibrated.source_outputs is not None:
-            tensors = converted_tensors(plan, reader, calibrated.attentions)
-            # In float32, whatever the files hold: the tensors are rounded already.
-            options = {"dtype": torch.float32}
-            model = model_of_tensors(plan.model_class, deepcopy(plan.config), tensors, folder, **options)
-            quality = _quality(calibrated, model)
-            del tensors, model
+        quality = _quality_of_files(plan, reader, calibrated, folder)
         with new.written(calibrated.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
@@ -288,13 +271,25 @@ def convert_checkpoint(
             )
             report.save(stage)
             write_history(stage, history)
-            request.check_kept(quality, report)
+            check_kept(quality, request.strict, report)
     return report
 
 
 def _quality(calibrated: CalibrationResult, model: PreTrainedModel) -> Quality | None:
     """Return how near a converted model is to its source; None where nothing was fitted."""
     return None if calibrated.source_outputs is None else calibrated.source_outputs.compared_with(model)
+
+
+def _quality_of_files(
+    plan: ConversionPlan, reader: TensorSource, calibrated: CalibrationResult, folder: Path
+) -> Quality | None:
+    """Return the quality of the model that a folder will hold."""
+    if calibrated.source_outputs is None:
+        return None
+    tensors = converted_tensors(plan, reader, calibrated.attentions)
+    # In float32, whatever the files hold: the tensors are rounded already.
+    model = model_of_tensors(plan.model_class, deepcopy(plan.config), tensors, folder, dtype=torch.float32)
+    return _quality(calibrated, model)
 
 
 @dataclass
@@ -353,31 +348,6 @@ class _Request:
             else:
                 logger.warning("%s A calibration would not help: %s. %s", lost, reason, meant)
         return plan
-
-    def check_kept(self, quality: Quality | None, report: ConversionReport | None = None) -> None:
-        """Warn of a conversion that has not kept the model; if it is to be strict, raise.
-
-        Args:
-            quality: of the converted model; None = it was not measured.
-            report: of a conversion into a folder: an error leaves it beside the folder that does not appear.
-
-        Raises:
-            ModelNotKeptError: if the conversion is to be strict.
-        """
-        if quality is None or quality.is_kept:
-            return
-        message = (
-            f"the conversion has not kept the model: {quality} ({quality.examples} held-out examples; the bound is "
-            f"{quality.shown_bound}). {NOT_KEPT}"
-        )
-        if not self.strict:
-            logger.warning(message)
-            return
-        if report is not None:
-            place = Path(f"{report.output_dir.rstrip(os.sep)}.{REPORT_NAME}")
-            place.write_text(report.to_json(), encoding="utf-8")
-            message += f" The report is {place}."
-        raise ModelNotKeptError(message)
 
     def _keeping_matching_layers(
         self, probe: ConversionPlan, fields: dict[str, Any], source: SourceModel

@@ -10,13 +10,25 @@ runs on the tenth of the examples that nothing was fitted to, before and after, 
 - anything else: the cosine of embeddings, the means of the last hidden states, less the mean of all of them.
 """
 
+import logging
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BOUNDS", "ModelNotKeptError", "Quality"]
+from ..files import REPORT_NAME
+
+__all__ = ["BOUNDS", "ModelNotKeptError", "Quality", "check_kept"]
 
 # Beyond these a conversion has not kept the model.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "embeddings": 0.8}
+
+NOT_KEPT = (
+    "Keep more heads (--num_key_value_heads) or a latent (--kv_lora_rank), give more examples of what the model is "
+    "for, or train it on (`attn-variants uptrain`); `attn-variants frontier` shows what each choice loses."
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,3 +90,31 @@ class ModelNotKeptError(ValueError):
     """A conversion that was to be strict has not kept the model."""
 
     exit_status = 1  # of a command: the work was done, and its result is refused
+
+
+def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> None:
+    """Warn of a conversion that has not kept the model; if it is to be strict, raise.
+
+    Args:
+        quality: of the converted model; None = it was not measured.
+        strict: whether it is an error.
+        report: of a conversion into a folder (`ConversionReport`): the error leaves it beside the folder, which does
+            not appear.
+
+    Raises:
+        ModelNotKeptError: if the conversion is to be strict.
+    """
+    if quality is None or quality.is_kept:
+        return
+    message = (
+        f"the conversion has not kept the model: {quality} ({quality.examples} held-out examples; the bound is "
+        f"{quality.shown_bound}). {NOT_KEPT}"
+    )
+    if not strict:
+        logger.warning(message)
+        return
+    if report is not None:
+        place = Path(f"{report.output_dir.rstrip(os.sep)}.{REPORT_NAME}")
+        place.write_text(report.to_json(), encoding="utf-8")
+        message += f" The report is {place}."
+    raise ModelNotKeptError(message)

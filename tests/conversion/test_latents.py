@@ -128,11 +128,11 @@ def test_a_latent_of_one_attention_is_fitted_with_it():
 
 
 def test_more_tokens_than_are_recorded_at_once_change_nothing(monkeypatch):
-    from hf_attn_variants.conversion.calibration import calibrate
+    from hf_attn_variants.conversion.calibration import recording_groups
 
     fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
     expected = convert_model(t5(), 2, **fields).state_dict()
-    monkeypatch.setattr(calibrate, "MAX_RECORDED_BYTES", 1)
+    monkeypatch.setattr(recording_groups, "MAX_RECORDED_BYTES", 1)
     found = convert_model(t5(), 2, **fields).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

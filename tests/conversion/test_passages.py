@@ -67,7 +67,7 @@ def test_no_passage_to_fit_to_has_held_out_text():
         for part in make_batches(bert(), given.tokenizer, given, torch.Generator().manual_seed(0))
     )
     space = WordTokenizer()([" "])["input_ids"][0][0]
-    assert len(held_out - {0, space}) == 5 and used & held_out <= {0, space}
+    assert len(held_out - {0, space}) == 8 and used & held_out <= {0, space}
 
 
 def test_passages_where_they_cannot_be_are_refused():
@@ -89,7 +89,7 @@ def test_report_and_card_tell_of_them(tmp_path):
 def test_text_that_is_much_shorter_than_what_the_model_reads_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         convert_model(bert(), 2, calibration=calibration(passages=None))
-        assert not caplog.records
+        assert not any("the longest calibration example" in each.getMessage() for each in caplog.records)
         convert_model(bert(), 2, calibration=calibration())
-    (record,) = caplog.records
+    (record,) = (each for each in caplog.records if "the longest calibration example" in each.getMessage())
     assert "the longest calibration example has 23 tokens, and the model reads up to 512" in record.getMessage()

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...languages import set_languages
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.fields.kernel_fields import has_kernel
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..calibration_settings import Calibration
@@ -25,27 +24,18 @@ from ..methods.mean import MeanPooling
 from ..plan import ConversionPlan, seeded_generator
 from ..projections import AttentionTensors
 from .audio import audio_batches
-from .batches import Batch, check_targets, make_batches
+from .batches import Batch, make_batches
 from .calibration_checks import check_amount, check_source_loss
 from .fitting import relative_error, rounded
 from .latent_forms import latent_forms
 from .passages import reads_passages
+from .plan_checks import is_calibrated
 from .recording import AttentionInputs, attend, recorded_inputs
+from .recording_groups import recorded_together
 from .source_models import SourceModel
 from .source_outputs import SourceOutputs
 
-__all__ = [
-    "CalibrationResult",
-    "calibrate",
-    "calibration_settings",
-    "forms_on_text",
-    "is_calibrated",
-    "why_not_calibrated",
-]
-
-# What recorded inputs may take; more modules than fit into it are recorded in several passes over the text.
-MAX_RECORDED_BYTES = 3 * 2**30
-
+__all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text"]
 
 # What the work on an attention takes, in calls of it: the closed form for each batch, a step of the fit.
 CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
@@ -66,52 +56,6 @@ class CalibrationResult(NamedTuple):
 
     attentions: dict[str, AttentionTensors]
     source_outputs: SourceOutputs | None
-
-
-def why_not_calibrated(plan: ConversionPlan) -> str | None:
-    """Return why no text can say how the plan's source is to be pooled; None where it can."""
-    talking_heads = plan.source_config.talking_heads
-    if talking_heads is not None:
-        what = f"the source has talking heads ({talking_heads!r}), whose do not"
-        return f"it fits heads whose weights sum to one; {what}"
-    if has_kernel(plan.source_config):
-        return "it fits to a softmax's outputs; the source has a kernel in its place"
-    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
-        return (
-            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
-        )
-    return None
-
-
-def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
-    """Return whether a plan has attentions to fit to the text or audio.
-
-    Raises:
-        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there are only
-            talking heads to add.
-    """
-    if not plan.reduced:
-        if any(module.projections for module in plan.modules):
-            raise ValueError(
-                "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: "
-                "leave it out."
-            )
-        return False
-    _check_kind(plan, calibration)
-    if (reason := why_not_calibrated(plan)) is not None:
-        raise ValueError(f'method {plan.method.name!r} cannot be used here: {reason}. Use method "mean".')
-    if not plan.hears:
-        check_targets(plan.model_class, plan.config, calibration)
-    return True
-
-
-def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
-    name = plan.model_class.__name__
-    if plan.hears and calibration.audio is None:
-        raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
-    if not plan.hears and calibration.audio is not None:
-        raise ValueError(f"{name} reads text: give the calibration `texts` (--calibration_file), no audio.")
 
 
 def calibrate(
@@ -293,7 +237,7 @@ class _Course:
     def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
         used, held_out = self._batches
         batches, config = [*used, *held_out], self._model.config
-        for group in _recorded_together(modules, self._plan.model_class, config, batches):
+        for group in recorded_together(modules, self._plan.model_class, config, batches):
             calls = recorded_inputs(self._model, [module.name for module in group], batches)
             if not self._is_estimated:
                 self._say_estimate(group, calls)
@@ -421,39 +365,3 @@ def _measured(
 
 def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
-
-
-def _recorded_together(
-    modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
-) -> Iterator[list[AttentionModule]]:
-    """Split the modules so that what is recorded for each part fits into `MAX_RECORDED_BYTES`.
-
-    An attention's own inputs count for each, the encoder's outputs once for all cross-attentions.
-    """
-    read, written = map(sum, zip(*map(_positions, batches), strict=True))
-
-    def size(module: AttentionModule, others: list[AttentionModule]) -> int:
-        own = (written if module.site.stack == "decoder" else read) * model_class.module_runs(config, module.name)
-        is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
-        return (own + (read if is_first else 0)) * config.hidden_size * 4
-
-    group: list[AttentionModule] = []
-    total = 0
-    for module in modules:
-        if group and total + size(module, group) > MAX_RECORDED_BYTES:
-            yield group
-            group, total = [], 0
-        total += size(module, group)
-        group.append(module)
-    if group:
-        yield group
-
-
-def _positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Return how many positions the encoder (or the only stack) and the decoder read of a batch.
-
-    Of audio's features [b, bins, frames] the encoder reads every other frame.
-    """
-    audio = batch.get("input_features")
-    read = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2
-    return read, batch["decoder_input_ids"].numel() if "decoder_input_ids" in batch else read

@@ -1,0 +1,54 @@
+"""Whether text or audio can say how a plan's attentions are to be fitted."""
+
+from ...modeling.fields.kernel_fields import has_kernel
+from ..calibration_settings import Calibration
+from ..plan import ConversionPlan
+from .batches import check_targets
+
+__all__ = ["is_calibrated", "why_not_calibrated"]
+
+
+def why_not_calibrated(plan: ConversionPlan) -> str | None:
+    """Return why no text can say how the plan's source is to be pooled; None where it can."""
+    talking_heads = plan.source_config.talking_heads
+    if talking_heads is not None:
+        what = f"the source has talking heads ({talking_heads!r}), whose do not"
+        return f"it fits heads whose weights sum to one; {what}"
+    if has_kernel(plan.source_config):
+        return "it fits to a softmax's outputs; the source has a kernel in its place"
+    is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
+        return (
+            "it cannot reach the cross-attention of a decoder alone: there is no text for the encoder that this reads"
+        )
+    return None
+
+
+def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
+    """Return whether a plan has attentions to fit to the text or audio.
+
+    Raises:
+        ValueError: where it cannot: for a source with talking heads, or a BERT with cross-attention; or there are only
+            talking heads to add.
+    """
+    if not plan.reduced:
+        if any(module.projections for module in plan.modules):
+            raise ValueError(
+                "a calibration fits fewer key/value heads, a latent or a kernel; talking heads are added without: "
+                "leave it out."
+            )
+        return False
+    _check_kind(plan, calibration)
+    if (reason := why_not_calibrated(plan)) is not None:
+        raise ValueError(f'method {plan.method.name!r} cannot be used here: {reason}. Use method "mean".')
+    if not plan.hears:
+        check_targets(plan.model_class, plan.config, calibration)
+    return True
+
+
+def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
+    name = plan.model_class.__name__
+    if plan.hears and calibration.audio is None:
+        raise ValueError(f"{name} reads audio: give the calibration `audio` (--calibration_audio_dir), no texts.")
+    if not plan.hears and calibration.audio is not None:
+        raise ValueError(f"{name} reads text: give the calibration `texts` (--calibration_file), no audio.")
