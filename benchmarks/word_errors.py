@@ -10,7 +10,6 @@ import json
 import random
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,24 +73,21 @@ def error_rate(references: Sequence[str], found: Sequence[str]) -> dict[str, Any
 
 
 @torch.no_grad()
-def transcripts(folder: str, files: Sequence[Path], args: argparse.Namespace) -> tuple[list[str], float]:
-    """Return what a model writes of each file, greedily, and the seconds that took."""
+def transcripts(folder: str, files: Sequence[Path], args: argparse.Namespace) -> list[str]:
+    """Return what a model writes of each file, greedily."""
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     found: list[str] = []
-    seconds = 0.0
     for start in range(0, len(files), args.batch_size):
         samples = [load_audio(path)[0] for path in files[start : start + args.batch_size]]
         rate = extractor.sampling_rate
         batch = torch.cat([extractor(s, sampling_rate=rate, return_tensors="pt").input_features for s in samples])
         mask = torch.ones_like(batch[:, 0], dtype=torch.long)
-        began = time.perf_counter()
         ids = model.generate(
             batch, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=args.max_new_tokens
         )
-        seconds += time.perf_counter() - began
         found += tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return found, round(seconds, 1)
+    return found
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -107,15 +103,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         if not files:
             sys.exit(f"error: {folder} has no recordings ({', '.join(AUDIO_FILES)})")
         known = all(path.name in texts for path in files)
-        source, seconds = transcripts(args.source, files, args)
+        source = transcripts(args.source, files, args)
         for name in (args.source, *args.converted):
-            own, took = (source, seconds) if name == args.source else transcripts(name, files, args)
-            row: dict[str, Any] = {"model": Path(name).name, "audio": folder.name, "seconds": took}
+            own = source if name == args.source else transcripts(name, files, args)
+            row: dict[str, Any] = {"model": Path(name).name, "audio": folder.name}
             row["against_source"] = error_rate(source, own)
             row["against_texts"] = error_rate([texts[path.name] for path in files], own) if known else None
             rows.append(row)
             print(json.dumps(row), flush=True)
-    return {"machine": machine("cpu"), "memory": "not recorded", "rows": rows}
+    return {"machine": machine("cpu"), "rows": rows}
 
 
 if __name__ == "__main__":

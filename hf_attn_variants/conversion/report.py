@@ -191,14 +191,17 @@ class ConversionReport:
         beside = "" if averaged is None else f" (averaged heads: {_percent(averaged)})"
         value = f"{_percent(self.mean_output_relative_error)} on held-out text{beside}"
         lines = [f"  {'error of attention outputs':<27} {value}"]
+        if nearer := [layer.module for layer in self.layers if layer.details.get("averaged")]:
+            lines.append(
+                f"  {'averaged heads kept':<27} in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
+            )
         kept = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if kept:
             before = _percent(self._mean_detail("relative_error_closed_form"))
             lines.append(f"  {'... by the closed form':<27} {before}, then fitted")
         unfitted = [name for name, is_kept in kept.items() if not is_kept]
         if unfitted:
-            shown = ", ".join(unfitted[:3]) + (", ..." if len(unfitted) > 3 else "")
-            value = f"in {len(unfitted)} of {len(kept)} attentions, where the fit is no better: {shown}"
+            value = f"in {len(unfitted)} of {len(kept)} attentions, where the fit is no better: {_few(unfitted)}"
             lines.append(f"  {'closed form kept':<27} {value}")
         return lines
 
@@ -294,6 +297,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     return "none" if value is None else str(value)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _percent(error: float | None) -> str:

@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,6 +180,29 @@ def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
         assert layer.details["fit_kept"] is False
     assert "in 2 of 2 attentions, where the fit is no better: encoder.layer.0.attention" in report.summary(True)
+
+
+class Wrong(Calibrated):
+    """Makes heads that have nothing to do with the source's."""
+
+    def convert_module(self, tensors, heads, layer, inputs, calibration):
+        found = super().convert_module(tensors, heads, layer, inputs, calibration)
+        drawn = torch.randn(found.value_weight.shape, generator=layer.generator)
+        details = {name: value for name, value in found.details.items() if name != "output_relative_error"}
+        return replace(found, value_weight=drawn, details=details)
+
+
+def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
+    model = bert()
+    model.save_pretrained(tmp_path / "source")
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, Wrong(), calibration=calibration())
+    for layer in report.layers:
+        assert layer.details["averaged"] and "head_groups" not in layer.details
+        assert layer.details["output_relative_error"] == layer.details["output_relative_error_averaged"]
+    assert "in 2 attentions, where they are nearer: encoder.layer.0.attention" in report.summary(True)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    averaged = convert_model(model, 2, "mean").state_dict()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in averaged.items() if name in stored)
 
 
 def test_same_seed_same_weights():

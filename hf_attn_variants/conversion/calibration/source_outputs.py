@@ -1,6 +1,7 @@
 """What a source makes of held-out examples, and how near another model is to it (`quality.Quality`)."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -205,12 +206,12 @@ def _compared(
     own, others = source["embeddings"], found["embeddings"]
     mean = own.mean(0) if len(own) >= LEAST_CENTRED else torch.zeros_like(own[0])
     cosine = float(cosine_similarity(own - mean, others - mean).mean())
-    return (cosine if cosine == cosine else None), None
+    return (cosine if math.isfinite(cosine) else None), None
 
 
 def _losses(source: torch.Tensor, found: torch.Tensor) -> tuple[float, float] | None:
     before, after = float(source.mean()), float(found.mean())
-    return (before, after) if after == after else None
+    return (before, after) if math.isfinite(before) and math.isfinite(after) else None
 
 
 def _edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
