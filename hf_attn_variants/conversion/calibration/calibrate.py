@@ -51,7 +51,7 @@ class CalibrationResult(NamedTuple):
     Attributes:
         attentions: the new projections, on the CPU, of every attention that was fitted, by their modules' names.
         source_outputs: what the source makes of held-out examples, to compare the converted model with; None where
-            nothing was fitted.
+            nothing was fitted, or nobody asks.
     """
 
     attentions: dict[str, AttentionTensors]
@@ -59,7 +59,11 @@ class CalibrationResult(NamedTuple):
 
 
 def calibrate(
-    plan: ConversionPlan, reader: TensorSource, source: SourceModel, calibration: Calibration | None
+    plan: ConversionPlan,
+    reader: TensorSource,
+    source: SourceModel,
+    calibration: Calibration | None,
+    with_source_outputs: bool = True,
 ) -> CalibrationResult:
     """Fit every attention that the plan changes to what the source makes of the calibration.
 
@@ -68,6 +72,7 @@ def calibrate(
         reader: the source's tensors.
         source: loads the source as this package's model with its own heads; only how it generates is changed.
         calibration: the text or audio; None = nothing is fitted.
+        with_source_outputs: whether the converted model is to be compared with the source.
 
     Raises:
         ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that text
@@ -76,7 +81,7 @@ def calibrate(
     if calibration is None or not is_calibrated(plan, calibration):
         return CalibrationResult({}, None)
     with _course(plan, reader, source, calibration) as course, _finite(course):
-        outputs = course.source_outputs()
+        outputs = course.source_outputs() if with_source_outputs else None
         course.find_shared_latents()
         return CalibrationResult(course.converted(), outputs)
 

@@ -75,7 +75,8 @@ class ConvertedAttentions:
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, METHODS["calibrated"](), fields, self.seed)
-        fits = calibrate(plan, reader, source_in_memory(reader, self.source), self.calibration).attentions
+        source = source_in_memory(reader, self.source)
+        fits = calibrate(plan, reader, source, self.calibration, with_source_outputs=False).attentions
         tensors = converted_tensors(plan, reader, fits)
         converted = assemble(plan.model_class, plan.config, tensors, self.source)
         self._keep(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})
