@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             report = convert(subject.source, HEADS, output_dir=f"{folder}/converted", **options)
             scores = subject.evaluate(Path(folder) / "converted")
-        quality = None if report.quality is None else report.quality["value"]
+        quality = None if report.quality is None else report.quality.value
         rows.append({"calibration": name, **scores, "own_quality": quality, "warnings": list(heard.messages)})
         print(json.dumps(rows[-1]), flush=True)
     return {"machine": machine("cpu"), "num_key_value_heads": HEADS, "fit_steps": args.fit_steps, "rows": rows}

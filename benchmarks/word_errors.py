@@ -19,6 +19,7 @@ from machine import machine
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 
 from hf_attn_variants.conversion.calibration.audio import AUDIO_FILES, load_audio
+from hf_attn_variants.conversion.quality import edit_distance
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.registration import register
 
@@ -48,19 +49,9 @@ def words(text: str) -> list[str]:
     return re.sub(r"[^\w' ]", " ", text.lower()).split()
 
 
-def distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the least number of words to insert, delete or replace."""
-    row = list(range(len(second) + 1))
-    for i, one in enumerate(first, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(second, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
-    return row[-1]
-
-
 def error_rate(references: Sequence[str], found: Sequence[str]) -> dict[str, Any]:
     """Return the word error rate over all recordings, its 95 % bootstrap interval, and how many there are."""
-    pairs = [(distance(words(a), words(b)), len(words(a))) for a, b in zip(references, found, strict=True)]
+    pairs = [(edit_distance(words(a), words(b)), len(words(a))) for a, b in zip(references, found, strict=True)]
     draw, rates = random.Random(0), []
     for _ in range(RESAMPLES):
         chosen = draw.choices(pairs, k=len(pairs))

@@ -250,12 +250,14 @@ def main(args: argparse.Namespace) -> Any:
 
 def _be_quick(args: argparse.Namespace) -> None:
     """Set what a quick conversion takes less of, where it is not given."""
+    from ..conversion.methods import METHODS
+
     hears = args.calibration_audio_dir is not None
     if not hears and args.calibration_file is None:
         raise ValueError("--quick is of a calibration: give --calibration_file, or --calibration_audio_dir.")
     if args.calibration_size is None:
         args.calibration_size = QUICK_AUDIO_SIZE if hears else QUICK_SIZE
-    if args.fit_steps is None and args.method != "aligned":
+    if args.fit_steps is None and (args.method is None or "fit_steps" in getattr(METHODS[args.method], "options", ())):
         args.fit_steps = 0
 
 

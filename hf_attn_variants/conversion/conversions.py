@@ -266,7 +266,7 @@ def convert_checkpoint(
                 files_left_out=new.left_out,
                 calibration=calibration_settings(plan, request.calibration),
                 matching_shares=request.matching_shares,
-                quality=None if quality is None else quality.to_dict(),
+                quality=quality,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
@@ -288,8 +288,9 @@ def _quality_of_files(
         return None
     tensors = converted_tensors(plan, reader, calibrated.attentions)
     # In float32, whatever the files hold: the tensors are rounded already.
-    model = model_of_tensors(plan.model_class, deepcopy(plan.config), tensors, folder, dtype=torch.float32)
-    return _quality(calibrated, model)
+    config = deepcopy(plan.config)
+    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+    return _quality(calibrated, model.to(calibrated.source_outputs.device))
 
 
 @dataclass

@@ -11,14 +11,14 @@ runs on the tenth of the examples that nothing was fitted to, before and after, 
 """
 
 import logging
-import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import REPORT_NAME
+from ..files import REPORT_NAME, atomic_write
 
-__all__ = ["BOUNDS", "ModelNotKeptError", "Quality", "check_kept"]
+__all__ = ["BOUNDS", "ModelNotKeptError", "Quality", "check_kept", "edit_distance"]
 
 # Beyond these a conversion has not kept the model.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "embeddings": 0.8}
@@ -114,7 +114,18 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
         logger.warning(message)
         return
     if report is not None:
-        place = Path(f"{report.output_dir.rstrip(os.sep)}.{REPORT_NAME}")
-        place.write_text(report.to_json(), encoding="utf-8")
+        folder = Path(report.output_dir).absolute()
+        place = folder.with_name(f"{folder.name}.{REPORT_NAME}")
+        atomic_write(place, report.to_json())
         message += f" The report is {place}."
     raise ModelNotKeptError(message)
+
+
+def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many tokens, or words, have to be inserted, deleted or replaced to make the second of the first."""
+    row = list(range(len(second) + 1))
+    for i, one in enumerate(first, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(second, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+    return row[-1]

@@ -80,8 +80,7 @@ class ConversionReport:
         calibration: what heads were fitted to and how (`Calibration.settings`); None where there was no text.
         matching_shares: by layer, how much of a head's attention goes to a word's other occurrences, of the head with
             the most (`keep_matching_layers`); None where it was not asked.
-        quality: how near the whole model is to its source on held-out examples (`quality.Quality`); None
-            where nothing was fitted.
+        quality: how near the whole model is to its source on held-out examples; None where nothing was fitted.
         seconds: the time that the conversion took.
     """
 
@@ -103,7 +102,7 @@ class ConversionReport:
     versions: dict[str, str]
     calibration: dict[str, Any] | None = None
     matching_shares: list[float] | None = None
-    quality: dict[str, Any] | None = None
+    quality: Quality | None = None
     seconds: float = 0.0
 
     def reduced(self) -> bool:
@@ -136,7 +135,8 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the fields, then the means, which are the properties."""
         means = [name for name, each in vars(ConversionReport).items() if isinstance(each, property)]
-        return asdict(self) | {name: getattr(self, name) for name in means}
+        quality = None if self.quality is None else self.quality.to_dict()
+        return asdict(self) | {"quality": quality} | {name: getattr(self, name) for name in means}
 
     def save(self, folder: Path) -> None:
         """Write `conversion_report.json` into a folder."""
@@ -175,9 +175,12 @@ class ConversionReport:
                 f"  {'relative error of logits':<27} {_percent(self.mean_logits_relative_error)}",
                 f"  {'... of value products':<27} {_percent(self.mean_value_relative_error)} (means over layers)",
             ]
-        if self.quality is not None and (quality := Quality.of(self.quality)) is not None:
-            value = f"{quality} ({quality.examples} held-out examples)"
-            lines.append(f"  {'the whole model':<27} {value}{'' if quality.is_kept else ': NOT KEPT'}")
+        if nearer := [layer.module for layer in self.layers if layer.details.get("averaged")]:
+            value = f"in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
+            lines.append(f"  {'averaged heads kept':<27} {value}")
+        if self.quality is not None:
+            value = f"{self.quality} ({self.quality.examples} held-out examples)"
+            lines.append(f"  {'the whole model':<27} {value}{'' if self.quality.is_kept else ': NOT KEPT'}")
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
@@ -191,10 +194,6 @@ class ConversionReport:
         beside = "" if averaged is None else f" (averaged heads: {_percent(averaged)})"
         value = f"{_percent(self.mean_output_relative_error)} on held-out text{beside}"
         lines = [f"  {'error of attention outputs':<27} {value}"]
-        if nearer := [layer.module for layer in self.layers if layer.details.get("averaged")]:
-            lines.append(
-                f"  {'averaged heads kept':<27} in {len(nearer)} attentions, where they are nearer: {_few(nearer)}"
-            )
         kept = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if kept:
             before = _percent(self._mean_detail("relative_error_closed_form"))

@@ -15,6 +15,7 @@ from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
 from hf_attn_variants.conversion.calibration.audio import audio_batches, load_audio
+from hf_attn_variants.conversion.calibration.batches import written_tokens
 
 SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
 
@@ -64,6 +65,9 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
     assert set(ids[:, 0].tolist()) == {2} and set(ids[:, 1].tolist()) <= {30, 31} and set(ids[:, 2].tolist()) == {39}
     logits[..., SUPPRESSED] = -torch.inf
     assert torch.equal(logits[:, 2:-1].argmax(-1), ids[:, 3:])
+    prompt = {*ids[:, :3].flatten().tolist(), 30, 31}
+    written = [[token for token in row if token not in prompt] for row in ids[:, 3:].tolist()]
+    assert written_tokens(batch, model.generation_config) == written and any(written)
     fields = {"num_key_value_heads": 4, "encoder_kv_lora_rank": 16}
     in_memory = convert(model, calibration=calibration, **fields)
     from_folder = convert(source, calibration=calibration, **fields)

@@ -199,7 +199,7 @@ def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
     for layer in report.layers:
         assert layer.details["averaged"] and "head_groups" not in layer.details
         assert layer.details["output_relative_error"] == layer.details["output_relative_error_averaged"]
-    assert "in 2 attentions, where they are nearer: encoder.layer.0.attention" in report.summary(True)
+    assert "in 2 attentions, where they are nearer: encoder.layer.0.attention" in report.summary()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     averaged = convert_model(model, 2, "mean").state_dict()
     assert all(torch.equal(stored[name], tensor) for name, tensor in averaged.items() if name in stored)

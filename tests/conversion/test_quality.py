@@ -14,8 +14,8 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import make_batches
-from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _edit_distance
-from hf_attn_variants.conversion.quality import BOUNDS, Quality
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
+from hf_attn_variants.conversion.quality import BOUNDS, Quality, edit_distance
 from hf_attn_variants.hub.card_steps import step_sections
 from hf_attn_variants.model_history import read_history
 
@@ -85,7 +85,7 @@ def test_bounds():
     [([], [1], 1), ([1, 2, 3], [1, 3], 1), ([1, 2], [2, 1], 2), ([5], [5], 0), ([1, 2, 3], [4, 2], 2)],
 )
 def test_edit_distance(first, second, distance):
-    assert _edit_distance(first, second) == _edit_distance(second, first) == distance
+    assert edit_distance(first, second) == edit_distance(second, first) == distance
 
 
 def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):

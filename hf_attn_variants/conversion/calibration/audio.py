@@ -14,7 +14,7 @@ from transformers import FeatureExtractionMixin, PreTrainedModel
 from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
-from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated
+from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated, written_tokens
 from .calibration_checks import check_audio
 
 __all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration", "transcribed"]
@@ -133,8 +133,8 @@ def audio_batches(
             batch |= transcribed(model, batch, calibration.length)
         batches[part].append(batch)
     _check_enough(batches, decodes)
-    masks = [batch["decoder_attention_mask"] for part in batches for batch in part if decodes]
-    check_audio(loudness, masks)
+    every = [batch for part in batches for batch in part if decodes]
+    check_audio(loudness, [row for batch in every for row in written_tokens(batch, model.generation_config)])
     return batches
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...decoder_inputs import DecoderInput, decoder_input
@@ -26,12 +26,15 @@ __all__ = [
     "own_targets",
     "padded",
     "tokens_of",
+    "written_tokens",
 ]
 
 # Below this there is nothing to fit to; how many are wanted, `calibration_checks.check_amount` says.
 MIN_TOKENS = 100
 # A text is much shorter than what the model reads where it has less than its positions by this.
 FEW_POSITIONS = 4
+# In a generation configuration: what an output begins with that the model has no choice about. Whisper's are the last.
+PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
 
 logger = logging.get_logger(__name__)
 
@@ -90,6 +93,21 @@ def from_generated(generated: torch.Tensor, pad_token_id: int) -> Batch:
     ids = generated[:, :-1].cpu()
     mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+
+def written_tokens(batch: Batch, generation: GenerationConfig | None) -> list[list[int]]:
+    """Return what a model wrote of each example: a decoder's tokens without those that it began with.
+
+    Args:
+        batch: a decoder's arguments, as `from_generated` makes them.
+        generation: how the model generates; it names the start, the languages and the tasks of a prompt.
+    """
+    begun = set()
+    for name in PROMPT_TOKENS:
+        value = getattr(generation, name, None)
+        begun |= set(value.values()) if isinstance(value, dict) else {value}
+    rows = zip(batch["decoder_input_ids"].tolist(), batch["decoder_attention_mask"].tolist(), strict=True)
+    return [[token for token, is_there in zip(*row, strict=True) if is_there and token not in begun] for row in rows]
 
 
 def padded(rows: list[list[int]], pad_token_id: int) -> Batch:

@@ -216,6 +216,7 @@ class _Course:
 
     def forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
         """Return what latents of these attentions, as they are in the source, lose."""
+        self._is_estimated = True  # nothing is fitted
         visits = self._visits(list(modules))
         return [latent_forms(each.tensors, each.heads, each.inputs, each.layer.generator) for each in visits]
 

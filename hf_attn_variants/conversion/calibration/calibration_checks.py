@@ -29,8 +29,6 @@ UNKNOWN = 0.05  # of the tokens
 LOSS = 0.5
 # Of the full range, -60 dB.
 SILENT = 1e-3
-# A transcript of a prompt alone.
-PROMPT = 4
 # Of the examples, from which on it is said that they are silent or the same.
 MANY = 0.25
 
@@ -124,17 +122,17 @@ def check_source_loss(loss: float | None, vocabulary: int) -> None:
         )
 
 
-def check_audio(loudness: Sequence[float], transcripts: Sequence[torch.Tensor]) -> None:
+def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]]) -> None:
     """Warn of recordings that are silent, or in which the model hears no words.
 
     Args:
         loudness: of each file, the root mean square of its samples in [-1, 1].
-        transcripts: masks of what the model's decoder reads of each batch, [b, t]; none for an encoder alone.
+        transcripts: of each file, the tokens that the model writes; none for an encoder alone.
     """
     silent = int((np.array(loudness) < SILENT).sum())
     if silent > MANY * len(loudness):
         message = "%d of the %d recordings are silent (below %.3f of the full range)."
         logger.warning(message, silent, len(loudness), SILENT)
-    empty = sum(int((mask.sum(1) <= PROMPT).sum()) for mask in transcripts)
+    empty = sum(not tokens for tokens in transcripts)
     if empty > MANY * len(loudness):
         logger.warning("the model hears no words in %d of the %d recordings: is it speech?", empty, len(loudness))

@@ -110,7 +110,7 @@ def _sharing_loss(
     """Return what a group of units loses, as a share of all heads' energy: of the logits, and of the values."""
     d = heads.head_dim
     everything = list(range(heads.query))
-    queries, (keys,), (values,) = head_moments(tensors, heads, inputs, [everything])
+    queries, (keys,), (values,), _ = head_moments(tensors, heads, inputs, [everything])
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     # In these coordinates energy is the trace, and what d dimensions keep is the sum of the d largest eigenvalues.
     keys = _congruent(keys, [square_root(moment) for moment in queries])

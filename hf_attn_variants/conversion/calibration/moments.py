@@ -1,8 +1,8 @@
 """Second moments of what an attention's heads compute on recorded text, and the roots of such matrices."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +10,7 @@ from ..grouping import HeadCounts
 from ..projections import AttentionTensors
 from .recording import AttentionInputs, attention_weights
 
-__all__ = ["head_moments", "pseudo_inverse", "square_root"]
+__all__ = ["HeadMoments", "head_moments", "pseudo_inverse", "square_root"]
 
 # Relative to the largest: directions of less weight than this are numerical noise of float32 activations.
 RANK_TOLERANCE = 1e-7
@@ -31,69 +31,81 @@ def _centred_keys(tensors: AttentionTensors, heads: HeadCounts, batch: Attention
     return keys[present]
 
 
-def _values_read(
-    tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, groups: Sequence[Sequence[int]]
-) -> Iterator[Iterator[torch.Tensor]]:
-    """Yield for each group, for each of its heads, the group's values averaged by that head's weights: [rows, g*d]."""
-    weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
-    values = _heads_of(tensors, "value", heads, batch.memory)  # [b, m, h, d]
-    for group in groups:
-        of_group = values[:, :, list(group)].flatten(2)
-        yield ((weights[:, head] @ of_group)[batch.valid] for head in group)
+class HeadMoments(NamedTuple):
+    """Second moments in float64: what the closed form knows of the text.
 
-
-def attended_key_moments(
-    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], groups: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
-    """Return for each group the second moment [g*d, g*d] of its stacked keys as its heads attend to them, in float64.
-
-    Each key counts by the weight p that a query gives it, less the mean z under p. An error E of the keys changes the
-    softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second order.
+    Attributes:
+        queries: of each head's queries, [h, d, d].
+        keys: for each group of query heads that will share a key/value head, of its stacked centred keys, [g*d, g*d].
+        values: for each group, of its stacked values as each of its heads reads them, [g, g*d, g*d].
+        attended_keys: for each group, of its stacked keys as its heads attend to them, [g*d, g*d]: each key counts by
+            the weight p that a query gives it, less the mean z under p. An error E of the keys changes the softmax by
+            a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second order. Empty unless they
+            are asked for.
     """
-    d = heads.head_dim
-    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
-    moments = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
-    count = 0
-    for batch in inputs:
-        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
-        weights = weights * batch.valid[:, None, :, None]
-        keys = _heads_of(tensors, "key", heads, batch.memory)  # [b, m, h, d]
-        count += int(batch.valid.sum())
-        for group, moment in zip(groups, moments, strict=True):
-            of_group = keys[:, :, list(group)].flatten(2)
-            for head in group:
-                read = (weights[:, head] @ of_group)[batch.valid]  # z
-                rows = of_group * weights[:, head].sum(1)[..., None]
-                moment += (of_group.flatten(0, 1).T @ rows.flatten(0, 1) - read.T @ read) / len(group)
-    return [moment / count for moment in moments]
+
+    queries: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    attended_keys: list[torch.Tensor]
 
 
 def head_moments(
-    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], groups: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """Return second moments in float64: what the closed form knows of the text.
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    groups: Sequence[Sequence[int]],
+    with_attended_keys: bool = False,
+) -> HeadMoments:
+    """Return the moments of an attention's heads on text.
 
-    Of each head's queries [h, d, d]; for each group of query heads that will share a key/value head, of its stacked
-    centred keys [g*d, g*d]; and of its stacked values as each of its heads reads them, [g, g*d, g*d].
+    Args:
+        tensors, heads: the attention.
+        inputs: what it is called with.
+        groups: of query heads that will share a key/value head.
+        with_attended_keys: whether these are wanted.
     """
     d = heads.head_dim
     like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
     queries = torch.zeros(heads.query, d, d, **like)
     keys = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
     values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]
+    attended = [torch.zeros_like(moment) for moment in keys] if with_attended_keys else []
     query_count = key_count = 0
     for batch in inputs:
         query = _heads_of(tensors, "query", heads, batch.states)[batch.valid]  # [rows, h, d]
         key = _centred_keys(tensors, heads, batch)
         queries += torch.einsum("rhd,rhe->hde", query, query)
         query_count, key_count = query_count + query.shape[0], key_count + key.shape[0]
-        for group, key_moment in zip(groups, keys, strict=True):
+        for group, moment in zip(groups, keys, strict=True):
             of_group = key[:, list(group)].flatten(1)
-            key_moment += of_group.T @ of_group
-        for moments, reads in zip(values, _values_read(tensors, heads, batch, groups), strict=True):
-            for moment, read in zip(moments, reads, strict=True):
+            moment += of_group.T @ of_group
+        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
+        value = _heads_of(tensors, "value", heads, batch.memory)  # [b, m, h, d]
+        for group, moments in zip(groups, values, strict=True):
+            of_group = value[:, :, list(group)].flatten(2)
+            for head, moment in zip(group, moments, strict=True):
+                read = (weights[:, head] @ of_group)[batch.valid]
                 moment += read.T @ read
-    return queries / query_count, [key / key_count for key in keys], [value / query_count for value in values]
+        for group, moment in zip(groups, attended, strict=False):
+            moment += _attended(tensors, heads, batch, weights[:, list(group)], list(group))
+    return HeadMoments(
+        queries / query_count,
+        [moment / key_count for moment in keys],
+        [moment / query_count for moment in values],
+        [moment / query_count for moment in attended],
+    )
+
+
+def _attended(
+    tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
+) -> torch.Tensor:
+    """Return what a batch adds to a group's moment of attended keys; `weights` are its heads', [b, g, n, m]."""
+    keys = _heads_of(tensors, "key", heads, batch.memory)[:, :, group].flatten(2)  # [b, m, g*d]
+    weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
+    weighted = keys * weights.sum((1, 2))[..., None]
+    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z of each query and head
+    return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
 
 
 def square_root(moment: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
-from ..quality import BOUNDS, Quality
+from ..quality import BOUNDS, Quality, edit_distance
 from .audio import transcribed
-from .batches import Batch, own_targets
+from .batches import Batch, own_targets, written_tokens
 
 __all__ = ["SourceOutputs"]
 
@@ -36,7 +36,7 @@ class SourceOutputs:
             calibration: what the examples are of.
             batches: of the held-out ones, the model's arguments each.
         """
-        self._length = calibration.length
+        self._length, self.device = calibration.length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._writes = model.can_generate() and "decoder_input_ids" in batches[0]
         self._measure = _measure(model, self._writes and calibration.target_texts is None)
@@ -103,14 +103,14 @@ class SourceOutputs:
         if self._measure == "predictions":
             return {"predictions": _predictions(output, batch)}
         if labels is None:
-            labels = _next_tokens(batch)
+            labels = _shifted(batch["decoder_input_ids"], batch["decoder_attention_mask"])
         found: dict[str, Any] = {"loss": _token_losses(output, labels)}
         if self._measure == "tokens":
             source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
             write = transcribed if "input_features" in batch else own_targets
             # What the source writes is what its decoder was given.
             written = batch if is_source else write(model, source, self._length)
-            found["tokens"] = _rows(written["decoder_input_ids"], written["decoder_attention_mask"])
+            found["tokens"] = written_tokens(written, self._generation)
         return found
 
 
@@ -152,11 +152,6 @@ def _shifted(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-def _next_tokens(batch: Batch) -> torch.Tensor:
-    """Return what a decoder is to write, [b, t]."""
-    return _shifted(batch["decoder_input_ids"], batch["decoder_attention_mask"])
-
-
 def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
     logits = output.prediction_logits if "prediction_logits" in output else output.logits
     labels = labels.to(logits.device)
@@ -186,17 +181,13 @@ def _embeddings(output: Any, batch: Batch) -> torch.Tensor:
     return ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)).cpu()
 
 
-def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    return [row[keep.bool()].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-
-
 def _compared(
     measure: str, source: dict[str, Any], found: dict[str, Any]
 ) -> tuple[float | None, tuple[float, float] | None]:
     """Return the value of a `Quality`, and the losses, by its measure."""
     if measure == "tokens":
         pairs = list(zip(source["tokens"], found["tokens"], strict=True))
-        changed = sum(_edit_distance(a, b) for a, b in pairs)
+        changed = sum(edit_distance(a, b) for a, b in pairs)
         return changed / max(1, sum(len(a) for a, _ in pairs)), None
     if measure == "loss":
         losses = _losses(source["loss"], found["loss"])
@@ -212,13 +203,3 @@ def _compared(
 def _losses(source: torch.Tensor, found: torch.Tensor) -> tuple[float, float] | None:
     before, after = float(source.mean()), float(found.mean())
     return (before, after) if math.isfinite(before) and math.isfinite(after) else None
-
-
-def _edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens have to be inserted, deleted or replaced to make the second of the first."""
-    row = list(range(len(second) + 1))
-    for i, one in enumerate(first, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(second, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
-    return row[-1]

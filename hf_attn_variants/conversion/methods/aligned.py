@@ -40,9 +40,9 @@ class Aligned(CalibratedMethod):
         calibration: Calibration,
     ) -> AttentionTensors:
         groups = consecutive_groups(heads.query, heads.key[1])
-        _, keys, values = head_moments(tensors, heads, inputs, groups)
-        key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in keys])  # [h, d, d]
-        value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in values])
+        moments = head_moments(tensors, heads, inputs, groups)
+        key_turns = torch.cat([_alignment(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
+        value_turns = torch.cat([_alignment(moment.mean(0), heads.head_dim) for moment in moments.values])
         changed: dict[str, Any] = tensors.mapped("query", partial(_turned, turns=key_turns, kept=heads.query))
         changed |= tensors.mapped("key", partial(_turned, turns=key_turns, kept=len(groups)))
         changed |= tensors.mapped("value", partial(_turned, turns=value_turns, kept=len(groups)))

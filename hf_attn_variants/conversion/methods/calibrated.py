@@ -25,7 +25,7 @@ import torch
 
 from ..calibration.fitting import fit, rounded
 from ..calibration.head_sharing import best_groups, consecutive_groups, heads_are_free, reorder_heads
-from ..calibration.moments import attended_key_moments, head_moments, pseudo_inverse, square_root
+from ..calibration.moments import HeadMoments, head_moments, pseudo_inverse, square_root
 from ..calibration.output_regression import refit_output, refits_of_output
 from ..calibration.recording import AttentionInputs, attend
 from ..calibration_settings import FIT_DEFAULTS, Calibration
@@ -34,7 +34,7 @@ from ..latents import on_latent
 from ..projections import AttentionTensors
 from .base import CalibratedMethod, LatentInText, LayerContext
 
-__all__ = ["Calibrated", "closed_form"]
+__all__ = ["Calibrated"]
 
 # Directions that the text never takes still count this much beside those it does: other text may take them.
 UNSEEN = 1e-4
@@ -164,11 +164,11 @@ def closed_forms(
         targets: its outputs there, [b, n, D] each.
     """
     groups = consecutive_groups(heads.query, heads.key[1])
-    queries, keys, values = head_moments(tensors, heads, inputs, groups)
-    attended = attended_key_moments(tensors, heads, inputs, groups)
+    moments = head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
+    with_values = _with_shared_values(tensors, heads, groups, moments)
     for share in ATTENDED_SHARES:
-        mixed = [_mixed(key, read, share) for key, read in zip(keys, attended, strict=True)]
-        closed = closed_form(tensors, heads, groups, queries, mixed, values)
+        keys = [_mixed(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
+        closed = _with_shared_keys(with_values, heads, groups, moments.queries, keys)
         details = closed.details | {"attended_key_share": share}
         yield refit_output(replace(closed, details=details), heads, inputs, targets)
 
@@ -179,44 +179,57 @@ def _mixed(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Ten
     return (1 - share) * one + share * two
 
 
-def closed_form(
+def _with_shared_keys(
     tensors: AttentionTensors,
     heads: HeadCounts,
     groups: Sequence[Sequence[int]],
     queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
 ) -> AttentionTensors:
-    """Return the best shared heads in the least-squares sense: keys, then values. Moments are as in `head_moments`."""
-    new: dict[str, list[torch.Tensor]] = {"query": [], "key": [], "value": [], "output": []}
-    kept: dict[str, list[float]] = {"kept_key_energy": [], "kept_value_energy": []}
-    query, key, value = (_augmented(tensors, role, heads) for role in ("query", "key", "value"))  # [h, d, D + 1]
-    output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
-    for group, key_moment, value_moment in zip(groups, keys, values, strict=True):
+    """Return the attention with the key head that serves each group best, and queries for it; moments as given."""
+    query, key = (_augmented(tensors, role, heads) for role in ("query", "key"))  # [h, d, D + 1]
+    new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
+    kept = []
+    for group, moment in zip(groups, keys, strict=True):
         metric = [square_root(_with_unseen(queries[head], query[head])) for head in group]
-        key_moment = _with_unseen(key_moment, key[group].flatten(0, 1))
-        shared, old, energy = _shared_head(key[group], metric, key_moment)
-        kept["kept_key_energy"].append(energy)
+        moment = _with_unseen(moment, key[group].flatten(0, 1))
+        shared, old, energy = _shared_head(key[group], metric, moment)
+        kept.append(round(energy, 4))
         refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
         scale = _balance(refitted, shared)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
+    changed = tensors.parted("query", torch.cat(new["query"])) | tensors.parted("key", torch.cat(new["key"]))
+    return _replaced(tensors, changed, {"kept_key_energy": kept})
+
+
+def _with_shared_values(
+    tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]], moments: HeadMoments
+) -> AttentionTensors:
+    """Return the attention with the value head that serves each group best, and an output projection for it."""
+    value = _augmented(tensors, "value", heads)  # [h, d, D + 1]
+    output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
+    new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
+    kept = []
+    for group, of_heads in zip(groups, moments.values, strict=True):
         metric = [square_root(weight.T @ weight) for weight in output[group]]
-        value_moment = _with_unseen(value_moment.mean(0), value[group].flatten(0, 1))
-        shared, old, energy = _shared_head(value[group], metric, value_moment)
-        kept["kept_value_energy"].append(energy)
+        moment = _with_unseen(of_heads.mean(0), value[group].flatten(0, 1))
+        shared, old, energy = _shared_head(value[group], metric, moment)
+        kept.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
         scale = _balance(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
-    parts = {role: torch.cat(rows) for role, rows in new.items()}
-    changed: dict[str, Any] = {"output_weight": parts["output"].T}
-    for role in ("query", "key", "value"):
-        changed |= tensors.parted(role, parts[role])
+    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.parted("value", torch.cat(new["value"]))
+    return _replaced(tensors, changed, {"kept_value_energy": kept})
+
+
+def _replaced(
+    tensors: AttentionTensors, changed: dict[str, torch.Tensor], details: dict[str, Any]
+) -> AttentionTensors:
     like = tensors.query_weight.dtype
-    changed = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
-    details = tensors.details | {name: [round(energy, 4) for energy in energies] for name, energies in kept.items()}
-    return replace(tensors, **changed, details=details)
+    own: dict[str, Any] = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
+    return replace(tensors, **own, details=tensors.details | details)
 
 
 def _with_unseen(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
