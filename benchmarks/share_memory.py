@@ -1,20 +1,18 @@
 """`generate` of transformers' own models, encoder included: as they are, beside `share_memory`, in turn in one run.
 
-Random weights: speed does not depend on them. The contestants are one model and a copy of it that shares its memory,
-with the form chosen as ever and, with --forms, held to one of the two. Before anything is timed they generate the same
-tokens. A time is the median over rounds.
+Random weights: speed does not depend on them. The contestants are one model and copies of it that share their memory:
+keys and values once for each sentence, and the encoder's outputs once for all layers. Before anything is timed they
+generate the same tokens. A time is the median over rounds.
 
 Example:
     python benchmarks/share_memory.py --shape t5-small --batch_size 1 8 32 --source_length 64 512 --num_beams 1 4
-    python benchmarks/share_memory.py --shape opus-mt --batch_size 8 --source_length 512 --num_beams 4 --forms
+    python benchmarks/share_memory.py --shape opus-mt --batch_size 8 --source_length 512 --num_beams 4
 """
 
 import argparse
 import copy
 import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,10 @@ from hf_attn_variants import share_memory
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.upstream import cache_of
-from hf_attn_variants.shared_memory import attention
+from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES
 from hf_attn_variants.shared_memory.cache_layers import holds_anything
 
-UPSTREAM, SHARED = "upstream", "shared"
-# What stands in the place of the choice.
-FORMS: dict[str, Any] = {"keys and values": lambda *args, **kwargs: None, "outputs": lambda *args, **kwargs: 0.0}
+UPSTREAM = "upstream"
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +43,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=32)
     parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--forms", action="store_true", help="each form by itself, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num_threads", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
@@ -60,7 +55,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the model as it is and a copy that shares its memory."""
+    """Return the model as it is, and copies that share their memory by what their caches hold."""
     kind, fields = "marian" if args.shape in MARIANS else "t5", SHAPES[args.shape] | {"decoder_start_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields))
@@ -68,18 +63,8 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
     # Random weights may end a sentence at any step: let none end.
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
-    return {UPSTREAM: model, SHARED: share_memory(copy.deepcopy(model))}
-
-
-@contextmanager
-def held_to(form: str | None) -> Iterator[None]:
-    """Within it, each call takes one form; None: the one that it chooses."""
-    choice = attention.spent_on_source
-    attention.spent_on_source = FORMS.get(form, choice)
-    try:
-        yield
-    finally:
-        attention.spent_on_source = choice
+    kinds = (KEYS_AND_VALUES, ENCODER_OUTPUTS)
+    return {UPSTREAM: model} | {kind: share_memory(copy.deepcopy(model), cross_cache=kind) for kind in kinds}
 
 
 @torch.no_grad()
@@ -91,41 +76,28 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     if args.padded:
         mask[::2, length - length // 4 :] = 0
 
-    def decoding(name: str) -> Any:
-        form = name if name in FORMS else None
-        model = models[UPSTREAM if name == UPSTREAM else SHARED]
-        options = {"max_new_tokens": args.max_new_tokens, "num_beams": beams, "do_sample": False}
+    options = {"max_new_tokens": args.max_new_tokens, "num_beams": beams, "do_sample": False}
 
-        def work(**more: Any) -> Any:
-            with held_to(form):
-                return model.generate(input_ids=ids, attention_mask=mask, **options, **more)
+    def decoding(model: Any) -> Any:
+        return lambda **more: model.generate(input_ids=ids, attention_mask=mask, **options, **more)
 
-        return work
-
-    names = [UPSTREAM, SHARED, *(FORMS if args.forms else ())]
-    works = {name: decoding(name) for name in names}
+    works = {name: decoding(model) for name, model in models.items()}
     first = {name: work(return_dict_in_generate=True) for name, work in works.items()}
     same = {name: torch.equal(each.sequences, first[UPSTREAM].sequences) for name, each in first.items()}
     kept = {name: kept_of(cache_of(each)) for name, each in first.items()}
     del first
     times, usage = interleaved(works, "cpu", args.rounds)
     size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}
-    return size | {"milliseconds": times, "same_tokens": same, **joined(kept), "usage": {"milliseconds": usage}}
+    row = {"milliseconds": times, "same_tokens": same, "cross_cache_bytes": kept}
+    return size | row | {"usage": {"milliseconds": usage}}
 
 
-def kept_of(cache: Any) -> tuple[int, bool]:
-    """Return the bytes that a cache holds of a source, and whether they are the encoder's outputs."""
+def kept_of(cache: Any) -> int:
+    """Return the bytes that a cache holds of a source."""
     layers = cache.cross_attention_cache.layers
     if all(holds_anything(layer) for layer in layers):
-        return layers[0].source.nbytes, True
-    return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values)), False
-
-
-def joined(kept: dict[str, tuple[int, bool]]) -> dict[str, Any]:
-    return {
-        "cross_cache_bytes": {name: size for name, (size, _) in kept.items()},
-        "ended_with_outputs": {name: outputs for name, (_, outputs) in kept.items()},
-    }
+        return layers[0].source.nbytes
+    return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values))
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +122,6 @@ def row_text(row: dict[str, Any]) -> str:
     times, ratios = row["milliseconds"], []
     for name, time in times.items():
         marks = "" if row["same_tokens"][name] else ", OTHER TOKENS"
-        marks += ", outputs" if row["ended_with_outputs"][name] else ""
         ratios.append(f"{name} {time:.0f} ms ({times[UPSTREAM] / time:.2f}x{marks})")
     size = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
     return f"{size}: {', '.join(ratios)}"

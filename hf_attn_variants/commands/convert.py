@@ -19,7 +19,14 @@ from ..conversion.calibration_settings import (
 )
 from ..modeling.fields.field_table import FIELDS
 
-__all__ = ["CALIBRATION_OPTIONS", "add_calibration_arguments", "main", "parse_args", "read_calibration_arguments"]
+__all__ = [
+    "CALIBRATION_OPTIONS",
+    "add_audio_argument",
+    "add_calibration_arguments",
+    "main",
+    "parse_args",
+    "read_calibration_arguments",
+]
 
 # As in the modules of `conversion`, which take seconds to import; a test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
@@ -84,14 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     calibration = parser.add_argument_group("calibration", "text or audio for the methods that fit new heads to it")
     add_calibration_arguments(calibration)
-    calibration.add_argument(
-        "--calibration_audio_dir",
-        metavar="FOLDER",
-        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: PCM wav, and "
-        "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
-        f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
-        f"{MAX_AUDIO_LENGTH})",
-    )
+    add_audio_argument(calibration)
     calibration.add_argument(
         "--quick",
         action="store_true",
@@ -224,6 +224,18 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         type=int,
         help="method calibrated: Adam steps for each attention after the closed form; 0 = the closed form alone "
         f"(default: {fit_steps})",
+    )
+
+
+def add_audio_argument(group: argparse._ActionsContainer) -> None:
+    """Add the flag of a calibration on audio."""
+    group.add_argument(
+        "--calibration_audio_dir",
+        metavar="FOLDER",
+        help="Whisper: recordings of the kind that the model is for, in this folder and those below it: PCM wav, and "
+        "with the package soundfile flac, mp3 and ogg; of each the first window counts (30 s), and what the decoder "
+        f"reads is the model's own greedy output (--calibration_size is {AUDIO_CALIBRATION_SIZE} then, --max_length "
+        f"{MAX_AUDIO_LENGTH})",
     )
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..command_line import HelpFormatter, add_checkpoint_argument, package_version, parse_with_checkpoint
-from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_arguments
+from .convert import (
+    CALIBRATION_OPTIONS,
+    add_audio_argument,
+    add_calibration_arguments,
+    read_calibration_arguments,
+)
 
 __all__ = ["JSON_FILE", "PNG_FILE", "main", "parse_args"]
 
@@ -21,21 +26,26 @@ OPTIONS = (
     "encoder_kv_lora_rank",
 )
 
+# Examples to measure on where nobody says how many.
+HELD_OUT_SIZE, HELD_OUT_AUDIO_SIZE = 512, 32
+
 JSON_FILE, PNG_FILE = "frontier.json", "frontier.png"
 
 EXAMPLE = """\
-examples (a T5 that translates, on its pairs; an encoder on lines of text):
+examples (a T5 that translates, on its pairs; an encoder on lines of text; a
+Whisper on recordings):
   attn-variants frontier ./t5-en-de --calibration_file train.en.gz --calibration_target_file train.de.gz \\
       --loss 0.02 --output_dir t5-frontier
   attn-variants frontier google-bert/bert-base-uncased --calibration_file wikipedia.txt --output_dir bert-frontier
   attn-variants frontier ./t5-en-de --calibration_file train.en.gz --cross_kv_lora_rank 128 64 --kv_lora_rank 64 32 \\
       --num_key_value_heads 2 1 --output_dir t5-frontier
+  attn-variants frontier openai/whisper-base --calibration_audio_dir recordings --output_dir whisper-frontier
 
 No checkpoint is written: variants are made in memory, each attention once, by the closed form alone unless --fit_steps
-says more, and tried on text of the file that was not drawn for the calibration (on its held-out tenth where nothing is
-left). Text that the checkpoint was trained on shows larger losses than new text does: --held_out_file takes such. The
-command that is named at the end makes the variant that was measured; without its --fit_steps 0 it is fitted as well,
-which takes longer and loses less."""
+says more, and tried on text of the file (or recordings of the folder) that was not drawn for the calibration; on its
+held-out tenth where nothing is left. Text that the checkpoint was trained on shows larger losses than new text does:
+--held_out_file takes such. The command that is named at the end makes the variant that was measured; without its
+--fit_steps 0 it is fitted as well, which takes longer and loses less."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +53,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="attn-variants frontier",
         description="Try fewer key/value heads and latents of several ranks on a checkpoint, and show what each takes "
-        "and what it loses on text: a table, a picture, and the command that makes the one to have.",
+        "and what it loses on text or audio: a table, a picture, and the command that makes the one to have.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
@@ -54,7 +64,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"a new or empty folder, for {PNG_FILE} and {JSON_FILE}, or that "
         "of a call like this one that was stopped, which goes on",
     )
-    add_calibration_arguments(parser.add_argument_group("text", "of the kind that the model is for"), fit_steps=0)
+    examples = parser.add_argument_group("text or audio", "of the kind that the model is for")
+    add_calibration_arguments(examples, fit_steps=0)
+    add_audio_argument(examples)
+    _add_measuring_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
+    parser.set_defaults(method=None, fit_steps=0)
+    args = parse_with_checkpoint(parser, argv)
+    _check(parser, args)
+    return args
+
+
+def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss",
         type=float,
@@ -65,7 +90,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--held_out_file", help="text to measure on, as --calibration_file (default: what is left of that file)"
     )
     parser.add_argument("--held_out_target_file", help="encoder-decoders: the target of each of its lines")
-    parser.add_argument("--held_out_size", type=int, default=512, help="texts to measure on (default: %(default)s)")
+    parser.add_argument(
+        "--held_out_audio_dir",
+        metavar="FOLDER",
+        help="recordings to measure on (default: what is left of --calibration_audio_dir)",
+    )
+    parser.add_argument(
+        "--held_out_size",
+        type=int,
+        help=f"texts to measure on, or recordings (default: {HELD_OUT_SIZE}, of recordings {HELD_OUT_AUDIO_SIZE})",
+    )
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="heads to try (default: several)")
     parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of self-attention to try")
     parser.add_argument(
@@ -81,22 +115,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--length", type=int, default=512, help="tokens in a decoder's cache, or of an encoder's text (%(default)s)"
     )
     parser.add_argument(
-        "--source_length", type=int, help="encoder-decoders: tokens that the encoder reads (default: --length)"
+        "--source_length",
+        type=int,
+        help="encoder-decoders: tokens that the encoder reads (default: --length; a Whisper's window has its own)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="no progress bars")
-    parser.set_defaults(method=None, fit_steps=0, calibration_audio_dir=None)
-    args = parse_with_checkpoint(parser, argv)
-    if args.calibration_file is None:
-        parser.error("--calibration_file is needed: what is lost is measured on text")
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop the command with its usage where flags do not go together."""
+    if args.calibration_file is None and args.calibration_audio_dir is None:
+        parser.error("--calibration_file (of a Whisper: --calibration_audio_dir) is needed: what is lost is measured")
+    for kind in ("file", "audio_dir"):
+        if getattr(args, f"held_out_{kind}") is not None and getattr(args, f"calibration_{kind}") is None:
+            parser.error(f"--held_out_{kind} needs --calibration_{kind}")
     if args.held_out_target_file is not None and args.held_out_file is None:
         parser.error("--held_out_target_file needs --held_out_file")
     if args.loss is not None and not args.loss >= 0:
         parser.error(f"--loss must be at least 0; got {args.loss}")
-    return args
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -119,9 +154,10 @@ def main(args: argparse.Namespace) -> Any:
     output_dir = Path(args.output_dir).expanduser()
     saved = SavedFrontier(output_dir / JSON_FILE)
     calibration, held_out = _read_texts(args)
-    model, tokenizer = load_source(args.model_name_or_path, args.revision, args.token)
+    model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
     options = variants_to_try(model, {name: getattr(args, name) for name in OPTIONS})
-    start = set_languages(tokenizer, model.config, args.source_lang, args.target_lang)
+    hears = calibration.audio is not None
+    start = None if hears else set_languages(processor, model.config, args.source_lang, args.target_lang)
     if start is not None:
         start.give(model)
     known = saved.rows(_call(args, options, calibration, held_out))
@@ -130,7 +166,7 @@ def main(args: argparse.Namespace) -> Any:
             frontier = measure_frontier(
                 model,
                 options,
-                replace(calibration, tokenizer=tokenizer),
+                replace(calibration, **{"feature_extractor" if hears else "tokenizer": processor}),
                 held_out,
                 checkpoint=args.model_name_or_path,
                 length=args.length,
@@ -154,19 +190,25 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the text to fit to and the text to measure on."""
+    """Return the text to fit to and the text to measure on; or the recordings."""
     import sys
 
+    from ..conversion.calibration.audio import read_audio_calibration
     from ..conversion.calibration.texts import read_calibration
     from ..inspection.frontier.inputs import split_text
 
-    calibration: Any = read_calibration_arguments(args)  # there is one: its text is a flag that must be given
+    calibration: Any = read_calibration_arguments(args)  # there is one: it is a flag that must be given
+    if calibration.audio is not None:
+        everything = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
+        size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
+        return calibration, split_text(calibration, everything, size, args.seed)
     files = (args.calibration_file, args.calibration_target_file)
     if args.held_out_file is not None:
         files = (args.held_out_file, args.held_out_target_file)
     texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
     everything = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
-    return calibration, split_text(calibration, everything, args.held_out_size, args.seed)
+    size = HELD_OUT_SIZE if args.held_out_size is None else args.held_out_size
+    return calibration, split_text(calibration, everything, size, args.seed)
 
 
 def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
@@ -174,7 +216,7 @@ def _call(args: argparse.Namespace, options: Any, calibration: Any, held_out: An
     from ..inspection.frontier.saved import hash_examples
 
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
-    names += [name for name in CALIBRATION_OPTIONS if not name.endswith("_file")]
+    names += [name for name in CALIBRATION_OPTIONS if not name.endswith(("_file", "_dir"))]
     texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
     return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
 
@@ -188,7 +230,8 @@ def _print(frontier: Any, chosen: Any, args: argparse.Namespace, output_dir: Pat
     header, rows = table_cells(frontier)
     print_table(title, header, rows)
     print_text(
-        f"* on the frontier: no other is smaller and better. Loss on {frontier.held_out_texts} held-out texts; above: "
+        f"* on the frontier: no other is smaller and better. Loss on {frontier.held_out_texts} held-out "
+        f"{'texts' if args.calibration_audio_dir is None else 'recordings'}; above: "
         "the source's subtracted, with its standard error."
     )
     print(f"Picture and numbers: {output_dir / PNG_FILE}, {output_dir / JSON_FILE}.")

@@ -49,7 +49,9 @@ def decoding_or_pass(
         return lambda: (model(input_ids=ids), None)[1]
     states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
-    options = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
+    if model.main_input_name == "input_features":  # Whisper's own code would look for further segments of the audio
+        options |= {"force_unique_generate_call": True, "return_timestamps": False}
 
     def run() -> StoppingCriteria:
         # A fresh output for each call: a search with beams writes its repeated states into the one that it is given.

@@ -1,4 +1,4 @@
-"""What a cross-attention of upstream's becomes: the same module, which chooses at each call what it reads."""
+"""What a cross-attention of upstream's becomes: the same module, whose beams share what it reads."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,15 @@ from ..modeling.ops.query_folding import is_traced
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.upstream import Arguments, known_imports, refuse_unknown
 from .cache_layers import SourceLayer, held_layer, hold_source, holds_anything, share_rows
-from .form_costs import Sizes, spent_on_source
 from .known_attentions import CrossAttention, forward_owner, kind_of
 
 with known_imports():
     from transformers.cache_utils import EncoderDecoderCache
 
-__all__ = ["IMPLEMENTATIONS", "SharesMemory", "shared_class"]
+__all__ = ["ENCODER_OUTPUTS", "IMPLEMENTATIONS", "KEYS_AND_VALUES", "SharesMemory", "shared_class"]
+
+# What a cache holds of a source.
+KEYS_AND_VALUES, ENCODER_OUTPUTS = "keys_and_values", "encoder_outputs"
 
 # Upstream's implementations that are computed here too; under another one each call is upstream's.
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -35,7 +37,7 @@ else:
 
 
 class SharesMemory(_Attention):
-    """A cross-attention that reads the encoder's outputs, or keys and values that beams share.
+    """A cross-attention that reads keys and values that beams share, or the encoder's outputs.
 
     Listed before upstream's class. Upstream's own forward is called wherever it serves: for keys and values with a row
     for each query row, in training and where gradients are recorded.
@@ -44,11 +46,13 @@ class SharesMemory(_Attention):
         plain: upstream's class, or a subclass of it, which the module had before.
         kind: what is known of that.
         arguments: those of its forward by role.
+        cross_cache: what it reads, and a cache holds of a source.
     """
 
     plain: type
     kind: CrossAttention
     arguments: Arguments
+    cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states [b B, n, D] to the encoder's outputs [b, m, D]; arguments are upstream's."""
@@ -56,7 +60,7 @@ class SharesMemory(_Attention):
         if memory is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
         layer = held_layer(cache, self.layer_idx)
-        source = self._source(states, memory, cache, layer)
+        source = None if self.cross_cache == KEYS_AND_VALUES else self._source(states, memory, cache, layer)
         if source is None:
             rows = memory.shape[0] if layer is None else layer.keys.shape[0]
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
@@ -66,10 +70,10 @@ class SharesMemory(_Attention):
                 return super().forward(**self._repeated(beams, args, kwargs))
         refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._mask(mask, states), "position_bias": bias[0] if bias else None}
-        if source is not None:
+        if source is not None and self._absorbs(states, source):
             output, weights = self._absorbed(self._query(states), source, **options)
         else:
-            key, value = self._keys_and_values(memory, cache, layer)
+            key, value = self._keys_and_values(memory, cache, layer, source)
             output, weights = self._attend(self._query(states), key, value, **options)
         output = self._part("output")(output.flatten(2))
         return (output, *bias, weights)
@@ -88,21 +92,22 @@ class SharesMemory(_Attention):
             return None
         if is_traced() or torch.is_autocast_enabled(states.device.type):
             return source if layer is not None else None
-        heads, head_dim = maps[0].out_features // self._head_dim(), self._head_dim()
-        memories, length, width = source.shape
-        sizes = Sizes(memories, states.shape[0] * states.shape[1], heads, head_dim, length, width)
-        if memories == 0 or states.shape[0] % memories:
-            return None
-        spent = spent_on_source(sizes, states, getattr(layer, "spent", None), is_kept=cache is not None)
-        if spent is None:
+        if source.shape[0] == 0 or states.shape[0] % source.shape[0]:
             return None
         if layer is None and cache is not None:
-            layer = SourceLayer(source, maps, head_dim)
+            layer = SourceLayer(source, maps, self._head_dim())
             if not hold_source(cache, self.layer_idx, layer):
                 return None
-        if layer is not None:
-            layer.spent = spent
         return source
+
+    def _absorbs(self, states: torch.Tensor, source: torch.Tensor) -> bool:
+        """Say whether reading the outputs takes fewer multiplications than making keys and values for one call."""
+        if is_traced():
+            return True
+        rows, (memories, length, width) = states.shape[0] * states.shape[1], source.shape
+        inner, head_dim = self._maps()[0].out_features, self._head_dim()
+        absorbed = 2 * rows * (inner // head_dim) * width * (head_dim + length)
+        return absorbed <= 2 * length * inner * (memories * width + rows)
 
     def _absorbed(
         self, query: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **options: Any
@@ -148,7 +153,11 @@ class SharesMemory(_Attention):
             return False
         return layer is not None or cache is None or share_rows(cache, self.layer_idx)
 
-    def _keys_and_values(self, memory: torch.Tensor, cache: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(
+        self, memory: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if source is not None:  # which the cache goes on to hold: keys and values are for this call alone
+            return keys_and_values(source, self._maps(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
         key, value = keys_and_values(memory, self._maps(), self._head_dim())
@@ -193,7 +202,7 @@ class SharesMemory(_Attention):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy, or a pickle, names upstream's class: this one is made when it is asked for.
-        return _instance, (self.plain,), vars(self)
+        return _instance, (self.plain, self.cross_cache), vars(self)
 
 
 def _fits(mask: Any, states: torch.Tensor) -> bool:
@@ -201,21 +210,23 @@ def _fits(mask: Any, states: torch.Tensor) -> bool:
 
 
 @functools.cache
-def shared_class(plain: type) -> type:
+def shared_class(plain: type, cross_cache: str) -> type:
     """Return the class, of the same name, that a cross-attention of an upstream class gets.
 
     Args:
         plain: one of `KNOWN`, or a subclass with the same forward.
+        cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
         UpstreamChanged: where its forward takes or returns something else than what is known.
     """
     kind: Any = kind_of(plain)
     arguments = Arguments(forward_owner(plain), kind.roles, returns=kind.returns)
-    lines = {"plain": plain, "kind": kind, "arguments": arguments, "__module__": plain.__module__}
-    return type(plain.__name__, (SharesMemory, plain), lines | {"__qualname__": plain.__qualname__})
+    lines = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
+    lines |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    return type(plain.__name__, (SharesMemory, plain), lines)
 
 
-def _instance(plain: type) -> Any:
-    cls: Any = shared_class(plain)
+def _instance(plain: type, cross_cache: str) -> Any:
+    cls: Any = shared_class(plain, cross_cache)
     return cls.__new__(cls)

@@ -60,16 +60,12 @@ class SourceLayer(SharedDynamicLayer):
         source: the encoder's outputs.
         maps: those of keys and of values.
         head_dim: d.
-
-    Attributes:
-        spent: what reading `source` has cost more than reading keys and values would have (`form_costs`).
     """
 
     def __init__(self, source: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int) -> None:
         self.source: torch.Tensor | None = source
         self.maps: Any = maps
         self.head_dim = head_dim
-        self.spent = 0.0
         self.is_initialized = True
         self.dtype, self.device = source.dtype, source.device
         self._keys: Any = None

@@ -8,7 +8,7 @@ from torch import nn
 __all__ = ["CROSS_ATTENTIONS", "KNOWN", "CrossAttention", "cross_attentions", "forward_owner", "kind_of"]
 
 # What a decoder's layer of upstream's calls its cross-attention.
-CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn")
+CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ KNOWN: dict[str, CrossAttention] = {
     "M2M100Attention": BART,
     "MBartAttention": BART,
     "MarianAttention": BART,
+    "NllbMoeAttention": BART,
     "PLBartAttention": BART,
     "PegasusAttention": BART,
     "PegasusXAttention": BART,

@@ -1,4 +1,4 @@
-"""`share_memory`: the cross-attentions of a live model of upstream's read the encoder's outputs once."""
+"""`share_memory`: in a live model of upstream's the beams of a sentence share its memory, and all layers may."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.upstream import check_attributes
-from .attention import IMPLEMENTATIONS, SharesMemory, shared_class
+from .attention import ENCODER_OUTPUTS, IMPLEMENTATIONS, KEYS_AND_VALUES, SharesMemory, shared_class
 from .expansion import EXPANSION, SharedExpansion
-from .form_costs import TIMED_DEVICES, TIMED_DTYPES, multiplications_a_byte
 from .known_attentions import KNOWN, cross_attentions, kind_of
 
 __all__ = ["share_memory"]
@@ -19,52 +18,57 @@ __all__ = ["share_memory"]
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def share_memory(model: Model, share: bool = True) -> Model:
-    """Let the cross-attentions of an encoder-decoder read the encoder's outputs, once for all layers and beams.
+def share_memory(model: Model, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> Model:
+    """Let the beams, or samples, of a sentence share its memory in an encoder-decoder's cross-attentions.
 
-    In place, from the next call on: the model keeps its class, its weights and its `generate`. Each call takes the
-    form that costs less. In one all layers read the encoder's outputs [b, m, D] themselves, no key or value is made
+    In place, from the next call on: the model keeps its class, its weights and its `generate`. Keys and values are
+    made once for each sentence, and stay where they are when beams change places; with a single beam each call is
+    upstream's own. With `cross_cache="encoder_outputs"` all layers read the encoder's outputs y [b, m, D] themselves
     and the cache holds that one tensor: with W_k,i, W_v,i the maps of head i, logits are (q_i W_k,i) y^T and outputs
-    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; MLA's absorbed form, 2405.04434, appendix C). In the other,
-    keys and values are made once for each sentence. In both the beams, or samples, of a sentence share its memory.
-    Training, and calls that record gradients, are upstream's own.
+    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; MLA's absorbed form, 2405.04434, appendix C). That is the
+    least memory; a step multiplies more. Training, and calls that record gradients, are upstream's own.
 
     Args:
         model: a live model of upstream's own, or of a subclass (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100,
             PEGASUS, Whisper and relatives), with `attn_implementation` "sdpa" or "eager".
         share: False gives the model back as it was: its classes, and its own attributes.
+        cross_cache: what a cache holds of a source: "keys_and_values" of each layer, or "encoder_outputs" once for all
+            layers.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a model that cannot, before anything of it is changed; the message says what it has.
+        ValueError: for a model that cannot, before anything of it is changed; the message says what it has. For
+            another `cross_cache`.
         UpstreamChanged: under a transformers whose attentions are not as they are known.
     """
     _check_kind(model)
+    if cross_cache not in (KEYS_AND_VALUES, ENCODER_OUTPUTS):
+        raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}; got {cross_cache!r}.")
     found = dict(cross_attentions(model))
     if not share:
         _check_hooks(found)
         _give_back(model, found.values())
         return model
     _check(model, found)
-    classes = {path: _class_for(module) for path, module in found.items() if not _is_shared(module)}
+    classes = {path: _class_for(module, cross_cache) for path, module in found.items()}
+    before = {path: type(module) for path, module in found.items()}
     try:
         for path, cls in classes.items():
             found[path].__class__ = cls
         if hasattr(type(model), EXPANSION) and not isinstance(vars(model).get(EXPANSION), SharedExpansion):
             setattr(model, EXPANSION, SharedExpansion(model))
     except BaseException:
-        _give_back(model, (found[path] for path in classes))
+        for path, cls in before.items():
+            found[path].__class__ = cls
         raise
-    if model.device.type in TIMED_DEVICES and model.dtype in TIMED_DTYPES:
-        multiplications_a_byte()  # now, and not in the first search
     return model
 
 
-def _class_for(module: nn.Module) -> type:
-    plain: Any = type(module)
-    return shared_class(plain)
+def _class_for(module: nn.Module, cross_cache: str) -> type:
+    plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
+    return shared_class(plain, cross_cache)
 
 
 def _is_shared(module: nn.Module) -> bool:

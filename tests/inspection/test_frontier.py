@@ -10,16 +10,19 @@ import pytest
 import torch
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.speech import feature_extractor, recordings, whisper_checkpoint
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
 from relatives import RELATIVES
 from torch import nn
 from transformers import AutoTokenizer
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
-from hf_attn_variants.conversion import Calibration, convert_model
-from hf_attn_variants.conversion.calibration.batches import make_batches
+from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
+from hf_attn_variants.conversion.calibration.audio import load_audio, transcribed
+from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.inspection.frontier.held_out import IGNORED, held_out_text
+from hf_attn_variants.inspection.frontier.held_out import held_out_text
 from hf_attn_variants.inspection.frontier.inputs import load_source, split_text, variants_to_try
 from hf_attn_variants.inspection.frontier.measure import Frontier, FrontierRow, _difference, _marked, measure_frontier
 from hf_attn_variants.inspection.frontier.options import default_options, options_of
@@ -35,7 +38,7 @@ def t5(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(t5):
     """The model of that folder, and text to fit to, with targets."""
-    model, tokenizer = load_source(str(t5))
+    model, tokenizer = load_source(str(t5), Calibration(["a", "b"]))
     return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
 
 
@@ -279,12 +282,12 @@ def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys,
     monkeypatch.chdir(tmp_path)
     command = shlex.split(found["chosen"]["command"])
     assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
-    converted, tokenizer = load_source(command[-1])
+    converted, tokenizer = load_source(command[-1], Calibration(["a", "b"]))
     texts, answers = lines_of_words(300), lines_of_words(300, 1)
     everything = Calibration(texts, answers)
     drawn = sorted(random.Random(3).sample(range(300), 160))
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
-    model, _ = load_source(str(t5))
+    model, _ = load_source(str(t5), Calibration(["a", "b"]))
     text = held_out_text(model, tokenizer, split_text(used, everything, 512, seed=3))
     above, error = _difference(text.losses(converted), text.losses(model))
     [measured] = [each for each in found["rows"] if each["name"] == found["chosen"]["name"]]
@@ -320,7 +323,7 @@ def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
     status, _ = frontier_of(folder, tmp_path, *flags)
     found = json.loads(capsys.readouterr().out)
     assert status == 0 and found["held_out_texts"] == 9
-    model, tokenizer = load_source(str(folder))
+    model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
@@ -343,3 +346,79 @@ def test_what_is_wrong_is_said_before_any_work(flags, message, tmp_path, capsys)
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     status, out = frontier_of(folder, tmp_path, *flags)
     assert status and message in capsys.readouterr().err and not out.exists()
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    """A tiny Whisper's folder, and one of recordings."""
+    root = tmp_path_factory.mktemp("whisper")
+    return whisper_checkpoint(root / "whisper", suppress_tokens=[1, 2]), recordings(root / "audio", 40, seconds=0.5)
+
+
+def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsys, monkeypatch):
+    checkpoint, audio = whisper
+    out = tmp_path / "frontier"
+    argv = ["frontier", str(checkpoint), "--calibration_audio_dir", str(audio), "--calibration_size", "28", "--json"]
+    ranks = ["--cross_kv_lora_rank", "48", "8", "--encoder_num_key_value_heads", "2", "--loss", "100"]
+    assert cli.main([*argv, *ranks, "--output_dir", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["held_out_texts"] == 12 and "transcripts" in found["measure"] and (out / "frontier.png").exists()
+    rows = {json.dumps(row["fields"]): row for row in found["rows"]}
+    exact, short = (rows[json.dumps({"cross_kv_lora_rank": rank})] for rank in (48, 8))
+    assert abs(exact["loss_above"]) < 1e-5 < abs(short["loss_above"])
+    assert found["source_length"] == 20 and found["length"] == 40
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(found["chosen"]["command"])[1:]) == 0
+    # By hand: the files that were not drawn, what the source writes of each, and the model that the command made.
+    extractor = feature_extractor()
+    drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
+    held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]
+    source, _ = load_source(str(checkpoint), drawn)
+    made, _ = load_source(shlex.split(found["chosen"]["command"])[-1], drawn)
+    losses = []
+    for path in held_out:
+        features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
+        ids = transcribed(source, {"input_features": features}, 224)["decoder_input_ids"]
+        with torch.no_grad():
+            logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
+        places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]
+        losses += nn.functional.cross_entropy(logits[places], ids[0, 1:][places], reduction="none").tolist()
+    chosen = next(row for row in found["rows"] if row["name"] == found["chosen"]["name"])
+    assert chosen["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+def test_an_encoder_that_stays_is_not_run_again(whisper, monkeypatch):
+    checkpoint, audio = whisper
+    given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
+    source, _ = load_source(str(checkpoint), given)
+    pieces, text = ConvertedAttentions(source, given), held_out_text(source, feature_extractor(), given)
+    decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
+    models = [source, pieces.model(decoder), pieces.model(encoder)]
+    before = [replace(text, encoder=None).losses(model) for model in models]
+    runs = []
+    forward = WhisperEncoder.forward
+    monkeypatch.setattr(WhisperEncoder, "forward", lambda *args, **kwargs: runs.append(1) or forward(*args, **kwargs))
+    for model, expected, count in zip(models, before, (0, 0, len(text.batches)), strict=True):
+        runs.clear()
+        torch.testing.assert_close(text.losses(model), expected)
+        assert len(runs) == count
+    # Nor does a second conversion listen again: its decoder is recorded on what the first one's source has heard.
+    runs.clear()
+    pieces.model({"num_key_value_heads": 4})
+    assert not runs
+
+
+def test_audio_and_text_are_not_taken_for_each_other(whisper, t5, tmp_path, capsys):
+    checkpoint, audio = whisper
+    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
+    for folder, flags, message in (
+        (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "reads audio: give --calibration_audio_dir"),
+        (t5, ["--calibration_audio_dir", str(audio)], "reads text: give --calibration_file"),
+        (t5, [], "--calibration_file (of a Whisper: --calibration_audio_dir) is needed"),
+        (checkpoint, ["--held_out_audio_dir", str(audio)], "is needed"),
+    ):
+        try:
+            status = cli.main(["frontier", str(folder), *flags, "--output_dir", str(tmp_path / "out")])
+        except SystemExit as stopped:
+            status = stopped.code
+        assert status and message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,20 +1,19 @@
-"""The form that a call takes, whatever it costs: the inputs of tests are too small to meet both."""
+"""What a cache holds of a source: every test of outputs meets both."""
 
 import pytest
 
+from hf_attn_variants import share_memory
+from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES
 
-@pytest.fixture(params=["chosen", "source", "keys"])
+FORMS = {"source": ENCODER_OUTPUTS, "keys": KEYS_AND_VALUES}
+
+
+@pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
-    from hf_attn_variants.shared_memory import attention
-
-    forced = {"source": 0.0, "keys": None}
-    if request.param in forced:
-        monkeypatch.setattr(attention, "spent_on_source", lambda *args, **kwargs: forced[request.param])
+    monkeypatch.setitem(share_memory.__kwdefaults__, "cross_cache", FORMS[request.param])
     return request.param
 
 
 @pytest.fixture
 def source_form(monkeypatch):
-    from hf_attn_variants.shared_memory import attention
-
-    monkeypatch.setattr(attention, "spent_on_source", lambda *args, **kwargs: 0.0)
+    monkeypatch.setitem(share_memory.__kwdefaults__, "cross_cache", ENCODER_OUTPUTS)

@@ -3,7 +3,8 @@
 import os
 import random
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,18 @@ from transformers import FeatureExtractionMixin, PreTrainedModel
 from ...generation_calls import limits_of_the_call
 from ...progress import progress_bar
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, MIN_TEXTS, Calibration
-from .batches import MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated, written_tokens
+from .batches import ENCODER_OUTPUTS, MIN_TOKENS, Batch, chunks_of, drawn_parts, from_generated, written_tokens
 from .calibration_checks import check_audio
 
-__all__ = ["AUDIO_FILES", "audio_batches", "load_audio", "read_audio_calibration", "transcribed"]
+__all__ = [
+    "AUDIO_FILES",
+    "audio_batches",
+    "heard",
+    "load_audio",
+    "read_audio_calibration",
+    "read_features",
+    "transcribed",
+]
 
 # How the names of files end that are taken for audio; all but the first are read by the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
@@ -123,23 +132,24 @@ def audio_batches(
             f"{type(model).__name__} cannot generate what a decoder reads: convert the checkpoint as one that can, "
             "with `architectures` of its config.json."
         )
-    features, loudness = zip(*(_features(feature_extractor, path) for path in calibration.examples), strict=True)
+    features, loudness = zip(*(read_features(feature_extractor, path) for path in calibration.examples), strict=True)
     chunks: Any = chunks_of(calibration, [0] * len(features), drawn_parts(calibration, generator))
     chunks = progress_bar(chunks, desc="transcribing", unit="batch", leave=False) if decodes else chunks
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        batch = {"input_features": torch.stack([features[i] for i in rows])}
-        if decodes:
-            batch |= transcribed(model, batch, calibration.length)
-        batches[part].append(batch)
+        batches[part].append(heard(model, [features[i] for i in rows], calibration.length, decodes))
     _check_enough(batches, decodes)
     every = [batch for part in batches for batch in part if decodes]
     check_audio(loudness, [row for batch in every for row in written_tokens(batch, model.generation_config)])
     return batches
 
 
-def _features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
-    """Return what the model reads of a file, [bins, frames], and how loud it is (root mean square)."""
+def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
+    """Return what the model reads of a file, [bins, frames], and how loud it is (root mean square).
+
+    Raises:
+        OSError, ValueError: if it cannot be read, or has another sampling rate.
+    """
     samples, rate = load_audio(path)
     wanted = feature_extractor.sampling_rate
     if rate != wanted:
@@ -149,6 +159,39 @@ def _features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Te
         )
     loudness = float(np.sqrt(np.square(samples, dtype=np.float64).mean())) if len(samples) else 0.0
     return feature_extractor(samples, sampling_rate=rate, return_tensors="pt").input_features[0], loudness
+
+
+def heard(model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: int, decodes: bool = True) -> Batch:
+    """Return a batch of recordings with what the model writes of them, and what its encoder made of them.
+
+    The encoder of a Whisper does most of the work here: what it made is kept, for what reads the batch next.
+
+    Args:
+        model: the source.
+        features: of each recording, [bins, frames].
+        max_length: tokens at which the output is cut.
+        decodes: whether the model has a decoder.
+    """
+    batch = {"input_features": torch.stack(list(features))}
+    if decodes:
+        with _encoder_outputs(model) as kept:
+            batch |= transcribed(model, batch, max_length)
+        # A call that finds the language may come first. Of a part of the batch, what belongs to which row is not known.
+        if kept and all(len(each) == len(features) for each in kept):
+            batch[ENCODER_OUTPUTS] = kept[-1].cpu()
+    return batch
+
+
+@contextmanager
+def _encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Keep what the encoder returns while the block runs."""
+    kept: list[torch.Tensor] = []
+    encoder: Any = model.get_encoder()
+    hook = encoder.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+    try:
+        yield kept
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

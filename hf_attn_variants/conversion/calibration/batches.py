@@ -1,10 +1,11 @@
 """A calibration's texts as batches of the model's arguments: those to fit to, and those that are held out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from ...decoder_inputs import DecoderInput, decoder_input
@@ -16,15 +17,20 @@ from .calibration_checks import check_texts
 from .passages import passages, reads_passages
 
 __all__ = [
+    "ENCODER_OUTPUTS",
+    "IGNORED",
     "MIN_TOKENS",
     "Batch",
     "check_targets",
     "chunks_of",
+    "continuations",
     "drawn_parts",
     "from_generated",
     "make_batches",
     "own_targets",
     "padded",
+    "read_by_decoder",
+    "read_by_encoder",
     "tokens_of",
     "written_tokens",
 ]
@@ -35,6 +41,12 @@ MIN_TOKENS = 100
 FEW_POSITIONS = 4
 # In a generation configuration: what an output begins with that the model has no choice about. Whisper's are the last.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
+# In a batch: what the encoder made of it, [b, m, D], where that is known already.
+ENCODER_OUTPUTS = "encoder_outputs"
+# In labels: nothing is to be predicted.
+IGNORED = -100
+# What an encoder reads that is as large as what it makes of it.
+FEATURES = "input_features"
 
 logger = logging.get_logger(__name__)
 
@@ -102,12 +114,45 @@ def written_tokens(batch: Batch, generation: GenerationConfig | None) -> list[li
         batch: a decoder's arguments, as `from_generated` makes them.
         generation: how the model generates; it names the start, the languages and the tasks of a prompt.
     """
-    begun = set()
-    for name in PROMPT_TOKENS:
-        value = getattr(generation, name, None)
-        begun |= set(value.values()) if isinstance(value, dict) else {value}
+    begun = _prompt_tokens(generation)
     rows = zip(batch["decoder_input_ids"].tolist(), batch["decoder_attention_mask"].tolist(), strict=True)
     return [[token for token, is_there in zip(*row, strict=True) if is_there and token not in begun] for row in rows]
+
+
+def continuations(ids: torch.Tensor, mask: torch.Tensor, generation: GenerationConfig | None = None) -> torch.Tensor:
+    """Return the next token at each place of a decoder's inputs, -100 where there is none.
+
+    Args:
+        ids: the inputs, [b, t].
+        mask: which of them are tokens, [b, t].
+        generation: how the model generates, whose prompt is not predicted; None = its tokens count as any other.
+    """
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
+    begun = sorted(_prompt_tokens(generation)) if generation is not None else []
+    return labels.masked_fill(torch.isin(labels, torch.tensor(begun, dtype=ids.dtype, device=ids.device)), IGNORED)
+
+
+def _prompt_tokens(generation: GenerationConfig | None) -> set[int]:
+    begun: set[int] = set()
+    for name in PROMPT_TOKENS:
+        value = getattr(generation, name, None)
+        begun |= set(value.values()) if isinstance(value, dict) else set() if value is None else {value}
+    return begun
+
+
+def read_by_decoder(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model whose encoder has nothing to do where what it makes of the batch is known."""
+    given = dict(batch)
+    if (states := given.pop(ENCODER_OUTPUTS, None)) is not None:
+        given.pop(FEATURES)
+        given[ENCODER_OUTPUTS] = BaseModelOutput(last_hidden_state=states)
+    return given
+
+
+def read_by_encoder(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model that begins with its encoder."""
+    return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
 
 def padded(rows: list[list[int]], pad_token_id: int) -> Batch:

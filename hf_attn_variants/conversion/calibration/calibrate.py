@@ -45,6 +45,10 @@ WORTH_SAYING = 20.0
 logger = logging.getLogger(__name__)
 
 
+# Batches of the source's arguments: of the examples to fit to, and of those that are held out.
+Batches = tuple[list[Batch], list[Batch]]
+
+
 class CalibrationResult(NamedTuple):
     """What a calibration made.
 
@@ -52,10 +56,12 @@ class CalibrationResult(NamedTuple):
         attentions: the new projections, on the CPU, of every attention that was fitted, by their modules' names.
         source_outputs: what the source makes of held-out examples, to compare the converted model with; None where
             nothing was fitted, or nobody asks.
+        batches: the examples as the source reads them, for another calibration of the same source on the same ones.
     """
 
     attentions: dict[str, AttentionTensors]
     source_outputs: SourceOutputs | None
+    batches: Batches | None = None
 
 
 def calibrate(
@@ -64,6 +70,7 @@ def calibrate(
     source: SourceModel,
     calibration: Calibration | None,
     with_source_outputs: bool = True,
+    batches: Batches | None = None,
 ) -> CalibrationResult:
     """Fit every attention that the plan changes to what the source makes of the calibration.
 
@@ -73,6 +80,7 @@ def calibrate(
         source: loads the source as this package's model with its own heads; only how it generates is changed.
         calibration: the text or audio; None = nothing is fitted.
         with_source_outputs: whether the converted model is to be compared with the source.
+        batches: those that an earlier calibration of this source on these examples, by the same seed, returned.
 
     Raises:
         ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that text
@@ -80,10 +88,10 @@ def calibrate(
     """
     if calibration is None or not is_calibrated(plan, calibration):
         return CalibrationResult({}, None)
-    with _course(plan, reader, source, calibration) as course, _finite(course):
+    with _course(plan, reader, source, calibration, batches) as course, _finite(course):
         outputs = course.source_outputs() if with_source_outputs else None
         course.find_shared_latents()
-        return CalibrationResult(course.converted(), outputs)
+        return CalibrationResult(course.converted(), outputs, course.batches)
 
 
 def forms_on_text(
@@ -119,7 +127,13 @@ def _finite(course: "_Course") -> Iterator[None]:
         ) from error
 
 
-def _course(plan: ConversionPlan, reader: TensorSource, source: SourceModel, calibration: Calibration) -> "_Course":
+def _course(
+    plan: ConversionPlan,
+    reader: TensorSource,
+    source: SourceModel,
+    calibration: Calibration,
+    batches: Batches | None = None,
+) -> "_Course":
     model, processor = source(plan)
     hears = calibration.audio is not None
     processor = calibration.processor or processor
@@ -128,6 +142,16 @@ def _course(plan: ConversionPlan, reader: TensorSource, source: SourceModel, cal
         raise ValueError(f"calibration needs the model's {name}: give `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
+    if batches is None:
+        batches = _batches(plan, model, processor, calibration)
+        config: Any = plan.config
+        check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, batches[0])
+    return _Course(plan, reader, model, processor, calibration, batches)
+
+
+def _batches(plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration) -> Batches:
+    """Return the examples as the source reads them; how it generates is theirs from then on."""
+    hears = calibration.audio is not None
     if not hears and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
         # Its own settings, beams or penalties, are for its users, but for what each text begins with.
         begin = model.generation_config.forced_bos_token_id
@@ -136,11 +160,8 @@ def _course(plan: ConversionPlan, reader: TensorSource, source: SourceModel, cal
         start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
         if start is not None:
             start.give(model)
-    batches = audio_batches if hears else make_batches
-    used, held_out = batches(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
-    config: Any = plan.config
-    check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, used)
-    return _Course(plan, reader, model, processor, calibration, used, held_out)
+    made: Callable[..., Batches] = audio_batches if hears else make_batches
+    return made(model, processor, calibration, seeded_generator(plan.seed, "held-out texts"))
 
 
 @dataclass(frozen=True)
@@ -167,12 +188,11 @@ class _Course:
         model: AttnVariantModelMixin,
         processor: Any,
         calibration: Calibration,
-        used: Sequence[Batch],
-        held_out: Sequence[Batch],
+        batches: Batches,
     ):
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
-        self._calibration, self._batches = calibration, (used, held_out)
+        self._calibration, self.batches = calibration, batches
         # A step each for the closed form, of which no number of steps is known; the estimate is of the mean so far.
         self._steps = 1 + self._method.steps(calibration)
         self.at = plan.reduced[0].name  # the attention that is worked on
@@ -197,7 +217,7 @@ class _Course:
 
     def source_outputs(self) -> SourceOutputs:
         """Run the source on the held-out examples."""
-        outputs = SourceOutputs(self._model, self._processor, self._calibration, self._batches[1])
+        outputs = SourceOutputs(self._model, self._processor, self._calibration, self.batches[1])
         check_source_loss(outputs.loss, self._model.config.vocab_size)
         return outputs
 
@@ -241,7 +261,7 @@ class _Course:
         return converted
 
     def _visits(self, modules: list[AttentionModule]) -> Iterator[_Visit]:
-        used, held_out = self._batches
+        used, held_out = self.batches
         batches, config = [*used, *held_out], self._model.config
         for group in recorded_together(modules, self._plan.model_class, config, batches):
             calls = recorded_inputs(self._model, [module.name for module in group], batches)

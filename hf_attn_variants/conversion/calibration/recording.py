@@ -22,6 +22,7 @@ from ...modeling.ops.softmax_attention import attention_with_weights, fused_atte
 from ...modeling.variant_names import EAGER, SDPA
 from ...progress import progress_bar
 from ..projections import AttentionTensors
+from .batches import read_by_decoder, read_by_encoder
 
 __all__ = ["AttentionInputs", "attend", "attention_weights", "recorded_inputs"]
 
@@ -118,6 +119,7 @@ def recorded_inputs(
         batches: the model's arguments, with their attention masks.
     """
     recorder = _Recorder(model, paths)
+    arguments = read_by_decoder if recorder.is_of_decoder() else read_by_encoder
     implementation = model.config._attn_implementation
     device = next(model.parameters()).device
     with recorder.hooked():
@@ -126,7 +128,7 @@ def recorded_inputs(
             for batch in progress_bar(batches, desc="reading the text", unit="batch", leave=False):
                 recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 with as_value_error(UNREADABLE), suppress(_AllRecorded):
-                    model.base_model(**recorder.batch)
+                    model.base_model(**arguments(recorder.batch))
                 recorder.end_batch()
         finally:
             model.set_attn_implementation(implementation)
@@ -152,6 +154,10 @@ class _Recorder:
                 maps = module.get_submodule(site.query), module.get_submodule(site.key)
                 self._modules[module.get_submodule(site.core)] = (path, site, *maps)
         self._inputs: dict[nn.Module, torch.Tensor] = {}
+
+    def is_of_decoder(self) -> bool:
+        """Say whether all that is recorded happens after the encoder."""
+        return all(site.stack == "decoder" for _, site, _, _ in self._modules.values())
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from ..checkpoint.reading import CheckpointReader
 from ..checkpoint_folder import generation_config
 from ..plan import ConversionPlan
 
-__all__ = ["SourceModel", "check_has_processor", "source_in_memory", "source_of_folder"]
+__all__ = ["SourceModel", "check_has_processor", "load_processor", "source_in_memory", "source_of_folder"]
 
 # Loads a plan's source, in float32, and what lies beside it to make its inputs; None where nothing does.
 SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
@@ -47,7 +47,7 @@ def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibr
         if (generation := generation_config(plan, folder)) is not None:
             model.generation_config = generation
         is_given = calibration is not None and calibration.processor is not None
-        return model, None if is_given else _load_processor(folder, calibration)
+        return model, None if is_given else load_processor(folder, calibration)
 
     return source
 
@@ -67,8 +67,13 @@ def check_has_processor(calibration: Calibration) -> None:
     )
 
 
-def _load_processor(folder: Path, calibration: Calibration | None) -> Any:
-    """Return the tokenizer in a checkpoint's folder, or the feature extractor where the calibration is of audio."""
+def load_processor(folder: Path, calibration: Calibration | None) -> Any:
+    """Return the tokenizer in a checkpoint's folder, or the feature extractor where the calibration is of audio.
+
+    Raises:
+        OSError: if it is not there.
+        ValueError: if it cannot be read.
+    """
     if calibration is not None and calibration.audio is not None:
         try:
             with reading_checkpoint(folder):

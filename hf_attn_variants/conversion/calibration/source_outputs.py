@@ -15,7 +15,7 @@ from ...progress import progress_bar
 from ..calibration_settings import Calibration
 from ..quality import BOUNDS, Quality, edit_distance
 from .audio import transcribed
-from .batches import Batch, own_targets, written_tokens
+from .batches import IGNORED, Batch, continuations, own_targets, read_by_decoder, read_by_encoder, written_tokens
 
 __all__ = ["SourceOutputs"]
 
@@ -92,6 +92,7 @@ class SourceOutputs:
             labels = batch.get("labels")
             given = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
             given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+            given = read_by_decoder(given) if is_source else read_by_encoder(given)
             for name, value in self._of_batch(model, given, labels, is_source).items():
                 outputs.setdefault(name, []).extend(value)
         return {name: rows if name == "tokens" else torch.stack(rows) for name, rows in outputs.items() if rows}
@@ -103,7 +104,7 @@ class SourceOutputs:
         if self._measure == "predictions":
             return {"predictions": _predictions(output, batch)}
         if labels is None:
-            labels = _shifted(batch["decoder_input_ids"], batch["decoder_attention_mask"])
+            labels = continuations(batch["decoder_input_ids"], batch["decoder_attention_mask"])
         found: dict[str, Any] = {"loss": _token_losses(output, labels)}
         if self._measure == "tokens":
             source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
@@ -126,12 +127,12 @@ def _measure(model: PreTrainedModel, writes: bool) -> str:
 
 
 def _with_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
-    """Return the batches with `labels`, -100 = none: of tokens that are masked, or of each next one.
+    """Return the batches with `labels`, `IGNORED` = none: of tokens that are masked, or of each next one.
 
     None where there is nothing to mask with.
     """
     if getattr(model.config, "is_decoder", False):
-        return [batch | {"labels": _shifted(batch["input_ids"], batch["attention_mask"])} for batch in batches]
+        return [batch | {"labels": continuations(batch["input_ids"], batch["attention_mask"])} for batch in batches]
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None or decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
         return None
@@ -141,15 +142,9 @@ def _with_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch
         ids = batch["input_ids"]
         is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
         chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED)
-        labels = ids.masked_fill(~chosen, -100)
+        labels = ids.masked_fill(~chosen, IGNORED)
         masked.append(batch | {"input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
     return masked if any((batch["labels"] >= 0).any() for batch in masked) else None
-
-
-def _shifted(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    labels = torch.full_like(ids, -100)
-    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), -100)
-    return labels
 
 
 def _token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What a variant loses, measured on text that no attention was fitted to, against the model that it is made of.
+"""What a variant loses, measured on text or audio that no attention was fitted to, against the model it is made of.
 
-The measure is what the model is for: the cross-entropy of an encoder-decoder's targets, of masked words, of the next
-word; the divergence from what a classifier predicts; and for an encoder without a head how far its sentence
+The measure is what the model is for: the cross-entropy of an encoder-decoder's targets, of what a Whisper writes, of
+masked words, of the next word; the divergence from what a classifier predicts; and for an encoder without a head how far its sentence
 embeddings, the means of its last hidden states, turn: one minus their cosine to the source's.
 """
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...conversion.calibration.audio import heard, read_features
+from ...conversion.calibration.batches import IGNORED, continuations, read_by_decoder, read_by_encoder
 from ...conversion.calibration_settings import Calibration
 from ...decoder_inputs import DecoderInput, decoder_input
 from ...generation_calls import limits_of_the_call
@@ -21,11 +23,11 @@ from ..sentence_similarity import mean_pooled
 
 __all__ = ["MEASURES", "HeldOutText", "held_out_text"]
 
-IGNORED = -100
 MASKED_SHARE = 0.15
 # Each measure's name with what a number of it is.
 MEASURES = {
     "targets": "cross-entropy of the targets, nats a token",
+    "transcripts": "cross-entropy of the source's own transcripts, nats a token",
     "masked words": "cross-entropy of masked words, nats a token",
     "next words": "cross-entropy of the next word, nats a token",
     "predictions": "divergence from the source's predictions, nats a prediction",
@@ -38,24 +40,27 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class HeldOutText:
-    """Batches of held-out text, and what the source makes of them where that is what a variant is compared with.
+    """Batches of held-out examples, and what the source makes of them where that is what a variant is compared with.
 
     Args:
         measure: one of `MEASURES`.
         batches: the model's arguments, with "labels" where the measure has some.
         source: of "predictions" and "embeddings", what the source says of each batch.
+        encoder: of audio, the source's: a variant that has the same weights there reads what it made.
     """
 
     measure: str
     batches: list[Batch]
     source: list[list[torch.Tensor]] = field(default_factory=list)
+    encoder: nn.Module | None = None
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
         """Return the summed loss of each text and over how many words or predictions, [texts, 2], in float64."""
         found, device = [], next(model.parameters()).device
-        for i, batch in enumerate(progress_bar(self.batches, desc="held-out text", unit="batch", leave=False)):
-            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        arguments = read_by_decoder if self._is_encoder_of(model) else read_by_encoder
+        for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):
+            inputs = arguments({name: tensor.to(device) for name, tensor in batch.items()})
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
             output = model(**inputs)  # an encoder-decoder makes its decoder's inputs of labels
             if labels is not None:
@@ -65,19 +70,37 @@ class HeldOutText:
                 found.append(_difference(self.measure, _answers(self.measure, output, batch), source, batch))
         return torch.cat(found).double().cpu()
 
+    def _is_encoder_of(self, model: Any) -> bool:
+        """Say whether a model's encoder is the source's own: the same tensors, under the same configuration."""
+        if self.encoder is None:
+            return False
+        own, other = self.encoder, model.get_encoder()
+        if own is other:
+            return True
+        tensors = [{name: each.data_ptr() for name, each in encoder.named_parameters()} for encoder in (own, other)]
+        return tensors[0] == tensors[1] and not _encoder_fields(own.config) ^ _encoder_fields(other.config)
 
-def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration) -> HeldOutText:
-    """Make batches of text and note what the source says of them.
+
+def _encoder_fields(config: Any) -> set[tuple[str, str]]:
+    return {(name, str(value)) for name, value in config.to_dict().items() if name.startswith("encoder_")}
+
+
+def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
+    """Make batches of text or audio and note what the source says of them.
 
     Args:
-        model: the source, in evaluation mode; an encoder-decoder answers texts without targets greedily.
-        tokenizer: its tokenizer.
-        text: the texts, their targets, and how they are cut and batched.
+        model: the source, in evaluation mode; it answers audio, and texts without targets, greedily.
+        processor: its tokenizer or, of audio, its feature extractor.
+        text: the texts, their targets, and how they are cut and batched; or files of audio.
 
     Raises:
-        ValueError: for a model that plain text does not measure, a multiple choice for example.
+        OSError, ValueError: for a model that plain text does not measure, a multiple choice for example, and files
+            of audio that cannot be read.
     """
     measure = _measure(model)
+    if text.audio is not None:
+        return _held_out_audio(model, processor, text, measure)
+    tokenizer: PreTrainedTokenizerBase = processor
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
     chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
     if measure == "targets" and text.target_texts is None:
@@ -88,11 +111,30 @@ def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     return held
 
 
+@torch.no_grad()
+def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
+    decodes = measure == "transcripts"
+    batches = []
+    starts = range(0, len(audio.examples), audio.batch_rows)
+    for start in progress_bar(starts, desc="held-out recordings", unit="batch", leave=False):
+        files = audio.examples[start : start + audio.batch_rows]
+        features = [read_features(feature_extractor, path)[0] for path in files]
+        batch = heard(model, features, audio.length, decodes)
+        if decodes:
+            tokens = batch["decoder_input_ids"], batch["decoder_attention_mask"]
+            batch["labels"] = continuations(*tokens, model.generation_config)
+        batches.append(batch)
+    held = HeldOutText(measure, batches, encoder=model.get_encoder() if decodes else None)
+    if not decodes:
+        held.source = list(_said(model, held))
+    return held
+
+
 def _measure(model: PreTrainedModel) -> str:
     name = type(model).__name__
     reads = decoder_input(type(model), model.config)
     if reads is DecoderInput.OWN_TARGETS:
-        return "targets"
+        return "transcripts" if model.main_input_name == "input_features" else "targets"
     # Of a discriminator, or of both stacks without a head.
     if reads is DecoderInput.TARGETS or name.endswith(("ForMultipleChoice", "ElectraForPreTraining")):
         raise ValueError(f"{name} has nothing that plain text measures: try the variants of another head of it.")
@@ -162,7 +204,9 @@ def _answers(measure: str, output: Any, batch: Batch) -> list[torch.Tensor]:
     if measure == "predictions":
         return [scores.float().log_softmax(-1) for scores in _scores(output)]
     states = output.last_hidden_state.float()
-    return [mean_pooled(states, batch["attention_mask"].to(states.device))]
+    mask = batch.get("attention_mask")  # all of audio counts
+    mask = torch.ones_like(states[..., 0]) if mask is None else mask.to(states.device)
+    return [mean_pooled(states, mask)]
 
 
 def _difference(
@@ -177,7 +221,7 @@ def _difference(
         if divergence.ndim == 1:
             losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
             continue
-        mask = batch["attention_mask"].to(divergence)
+        mask = batch["attention_mask"].to(divergence)  # of tokens: no model predicts for each position of audio
         losses.append(torch.stack([(divergence * mask).sum(1), mask.sum(1)], 1))
     return torch.stack(losses).sum(0)
 

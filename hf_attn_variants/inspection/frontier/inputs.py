@@ -1,4 +1,4 @@
-"""What a frontier begins with: the checkpoint as a model, its options, and text for fitting and text for measuring."""
+"""What a frontier begins with: the checkpoint as a model, its options, and examples to fit to and to measure on."""
 
 import os
 import random
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
+from ...conversion.calibration.source_models import load_processor
 from ...conversion.calibration_settings import Calibration
 from ...conversion.checkpoint.entries import checked_finite
-from ...conversion.checkpoint.loading import load_tokenizer_of, reading_checkpoint
+from ...conversion.checkpoint.loading import reading_checkpoint
 from ...conversion.checkpoint.source import read_config, resolve_source
 from ...conversion.plan import seeded_generator
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -23,28 +23,35 @@ __all__ = ["load_source", "split_text", "variants_to_try"]
 
 
 def load_source(
-    checkpoint: str, revision: str | None = None, token: str | None = None
-) -> tuple[AttnVariantModelMixin, PreTrainedTokenizerBase]:
-    """Return a checkpoint as this package's model of the same heads, in float32, and its tokenizer.
+    checkpoint: str, calibration: Calibration, revision: str | None = None, token: str | None = None
+) -> tuple[AttnVariantModelMixin, Any]:
+    """Return a checkpoint as this package's model of the same heads, in float32, and what makes its inputs.
+
+    Args:
+        checkpoint: a folder or a Hub id.
+        calibration: what its variants are fitted to, text or audio.
+        revision, token: of a Hub id.
+
+    Returns:
+        The model, and its tokenizer or, for audio, its feature extractor.
 
     Raises:
-        OSError: if there is no checkpoint, or no tokenizer beside it.
-        ValueError: if it is of no architecture here.
+        OSError: if there is no checkpoint, or no tokenizer or feature extractor beside it.
+        ValueError: if it is of no architecture here, or reads audio where the calibration is text, or the reverse.
     """
     folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
     config = variant_config(raw)
     model_class = variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
-    if model_class.main_input_name == "input_features":
-        raise ValueError(
-            f"{os.fspath(checkpoint)} ({model_class.__name__}) reads audio, and a frontier is measured on text: "
-            "convert it by `attn-variants convert --calibration_audio_dir`, and measure that on your recordings."
-        )
+    hears, wants = model_class.main_input_name == "input_features", calibration.audio is not None
+    if hears is not wants:
+        kinds = ("audio", "calibration_audio_dir") if hears else ("text", "calibration_file")
+        raise ValueError(f"{os.fspath(checkpoint)} ({model_class.__name__}) reads {kinds[0]}: give --{kinds[1]}.")
     with reading_checkpoint(folder):
         model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     for name, parameter in model.named_parameters():
         checked_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
-    return model, load_tokenizer_of(folder, ", which its text needs.")
+    return model, load_processor(folder, calibration)
 
 
 def variants_to_try(model: AttnVariantModelMixin, given: Mapping[str, Sequence[int] | None]) -> list[dict[str, Any]]:
@@ -73,7 +80,7 @@ def variants_to_try(model: AttnVariantModelMixin, given: Mapping[str, Sequence[i
 
 
 def split_text(calibration: Calibration, everything: Calibration, size: int, seed: int = 0) -> Calibration:
-    """Return text to measure on: examples that are not among the calibration's or, where few are left, its held-out.
+    """Return what to measure on: examples that are not among the calibration's or, where few are left, its held-out.
 
     Args:
         calibration: the examples that a conversion reads.
@@ -92,13 +99,15 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
         # As `calibration.batches` draws those that nothing is fitted to.
-        count, generator = len(calibration.texts), seeded_generator(seed, "held-out texts")
+        count, generator = len(calibration.examples), seeded_generator(seed, "held-out texts")
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
         chosen = [_examples(calibration)[i] for i in drawn[:size]]
-    texts, targets = zip(*chosen, strict=True)
-    return replace(calibration, texts=texts, target_texts=None if targets[0] is None else list(targets))
+    found, targets = zip(*chosen, strict=True)
+    if calibration.audio is not None:
+        return replace(calibration, audio=found)
+    return replace(calibration, texts=found, target_texts=None if targets[0] is None else list(targets))
 
 
 def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
-    targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.texts)
-    return list(zip(calibration.texts, targets, strict=True))
+    targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.examples)
+    return list(zip(calibration.examples, targets, strict=True))

@@ -73,7 +73,7 @@ class Frontier:
     Args:
         checkpoint, architecture: of the source.
         measure: one of `MEASURES`.
-        held_out_texts: how many the loss is of.
+        held_out_texts: how many texts, or recordings, the loss is of.
         calibration: what new attentions were fitted to and how (`Calibration.settings`).
         length: tokens that the decoder has in its cache, or those of a model without one.
         source_length: tokens that the encoder of an encoder-decoder reads.
@@ -123,11 +123,12 @@ def measure_frontier(
     Args:
         source: a variant model (a multi-head one, for example), in float32, on the device to use.
         options: configuration fields, as `convert` takes them.
-        calibration: the text that new attentions are fitted to, with the model's tokenizer.
-        held_out: other text of the same kind, on which the loss is measured.
+        calibration: the text or audio that new attentions are fitted to, with the model's tokenizer or feature
+            extractor.
+        held_out: other examples of the same kind, on which the loss is measured.
         checkpoint: its name, for the table.
         length: tokens in a decoder's cache, or those of an encoder's text.
-        source_length: tokens that an encoder-decoder's encoder reads; None = `length`.
+        source_length: tokens that an encoder-decoder's encoder reads; None = `length`, of audio all positions.
         seed: of everything random in a conversion.
         known: rows that another call of the same arguments measured, the source's first.
         on_row: called with the rows so far, and how many options are left, after each row that is measured.
@@ -136,13 +137,12 @@ def measure_frontier(
         ValueError: for an option that makes no model of this one, what a calibration refuses, a source whose loss is
             no number, or is not the one that is known.
     """
-    source_length = length if source_length is None else source_length
+    length, source_length = _lengths(source.config, calibration, length, source_length)
     pieces, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         pieces.config(fields)
     with as_value_error(f"{checkpoint or 'the source'} cannot read the text: its configuration is wrong"):
-        tokenizer: Any = calibration.tokenizer
-        text = held_out_text(source, tokenizer, held_out)
+        text = held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     about = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(calibration, seed))
@@ -172,12 +172,20 @@ def _in_turn(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin
 
 
 def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
-    settings = {"count": len(calibration.texts), "fit_steps": calibration.fit_option("fit_steps")}
+    settings = {"count": len(calibration.examples), "fit_steps": calibration.fit_option("fit_steps")}
     return settings | {
         "targets": calibration.target_texts is not None,
         "max_length": calibration.length,
         "seed": seed,
     }
+
+
+def _lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
+    """Return the tokens in a decoder's cache and those that its encoder reads, as far as the model has positions."""
+    if calibration.audio is None:
+        return length, length if source_length is None else source_length
+    positions = config.max_source_positions  # a window is always read whole
+    return min(length, config.max_target_positions), positions if source_length is None else source_length
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:

@@ -34,13 +34,15 @@ class ConvertedAttentions:
 
         Args:
             source: a variant model, in float32.
-            calibration: the text that new ones are fitted to, with its tokenizer.
+            calibration: the text or audio that new ones are fitted to, with its tokenizer or feature extractor.
             seed: of everything random in a conversion.
         """
         self.source, self.calibration, self.seed = source, calibration, seed
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, Tensors] = {}
         self._errors: dict[Key, float | None] = {}
+        # The examples as the source reads them, from the first conversion on: what it writes of them, it writes once.
+        self._batches: Any = None
         self._keep(source, {})
 
     def config(self, fields: Mapping[str, Any]) -> Any:
@@ -76,7 +78,8 @@ class ConvertedAttentions:
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, METHODS["calibrated"](), fields, self.seed)
         source = source_in_memory(reader, self.source)
-        fits = calibrate(plan, reader, source, self.calibration, with_source_outputs=False).attentions
+        result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
+        fits, self._batches = result.attentions, result.batches or self._batches
         tensors = converted_tensors(plan, reader, fits)
         converted = assemble(plan.model_class, plan.config, tensors, self.source)
         self._keep(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})

@@ -16,9 +16,17 @@ UNFINISHED = "unfinished"
 
 
 def hash_examples(calibration: Calibration) -> str:
-    """Return a short hash of texts and targets."""
-    content = json.dumps([calibration.texts, calibration.target_texts])
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    """Return a short hash of texts and targets, or of the files of audio.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    content = hashlib.blake2b(digest_size=8)
+    for path in calibration.audio or ():
+        content.update(hashlib.blake2b(Path(path).read_bytes()).digest())
+    if calibration.audio is None:
+        content.update(json.dumps([calibration.texts, calibration.target_texts]).encode())
+    return content.hexdigest()
 
 
 class SavedFrontier:

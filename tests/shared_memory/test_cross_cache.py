@@ -1,0 +1,77 @@
+"""Keys and values, or the encoder's outputs: what a cache holds of a source, and when what is read."""
+
+import pytest
+import torch
+from fixtures.caches import cache_of
+from fixtures.upstream_seq2seq import source_batch, tiny_model
+
+from hf_attn_variants import share_memory
+from hf_attn_variants.shared_memory.attention import SharesMemory
+from hf_attn_variants.shared_memory.cache_layers import SourceLayer
+
+IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
+
+
+def upstream_calls(model, monkeypatch):
+    """A list that grows with each call of upstream's own forward in the model's first cross-attention."""
+    module = next(each for each in model.modules() if isinstance(each, SharesMemory))
+    calls, forward = [], module.plain.forward
+    monkeypatch.setattr(
+        module.plain, "forward", lambda self, *args, **kw: calls.append(self is module) or forward(self, *args, **kw)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_single_beam_is_upstreams_own_call(name, monkeypatch):
+    model, batch = share_memory(tiny_model(name)), source_batch(name)
+    calls = upstream_calls(model, monkeypatch)
+    model.generate(**batch, max_new_tokens=4, min_new_tokens=4)
+    assert sum(calls) == 4
+    calls.clear()
+    model.generate(**batch, max_new_tokens=4, num_beams=3)
+    assert not any(calls)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_outputs_are_held_whatever_a_call_reads(name):
+    """Of a long prompt keys and values are made for that call alone: tokens as upstream's, one tensor kept."""
+    upstream, shared = (tiny_model(name).double() for _ in range(2))
+    share_memory(shared, cross_cache="encoder_outputs")
+    batch = {key: each.double() if each.is_floating_point() else each for key, each in source_batch(name).items()}
+    reads = []
+    for module in shared.modules():
+        if isinstance(module, SharesMemory):
+            absorbs = module._absorbs
+            object.__setattr__(module, "_absorbs", lambda *args, one=absorbs: reads.append(one(*args)) or reads[-1])
+    with torch.no_grad():
+        theirs, ours = (model(**batch, decoder_input_ids=IDS, use_cache=True) for model in (upstream, shared))
+        assert not any(reads) and reads
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-9, rtol=1e-9)
+        layers = cache_of(ours).cross_attention_cache.layers
+        assert all(type(layer) is SourceLayer and layer.source is layers[0].source for layer in layers)
+        reads.clear()
+        shared(**batch, decoder_input_ids=IDS[:, :1])
+        assert all(reads) and reads
+
+
+def test_one_becomes_the_other_in_place():
+    model, batch = share_memory(tiny_model("t5")), source_batch("t5")
+    expected = model.generate(**batch, max_new_tokens=6, num_beams=2)
+    plain = {type(each).plain for each in model.modules() if isinstance(each, SharesMemory)}
+    assert share_memory(model, cross_cache="encoder_outputs") is model
+    kinds = {each.cross_cache for each in model.modules() if isinstance(each, SharesMemory)}
+    assert kinds == {"encoder_outputs"}
+    assert torch.equal(model.generate(**batch, max_new_tokens=6, num_beams=2), expected)
+    share_memory(model, False)
+    assert {type(each) for each in model.modules()} >= plain
+    assert not any(isinstance(each, SharesMemory) for each in model.modules())
+
+
+def test_another_name_is_refused_before_anything_is_changed():
+    model = tiny_model("t5")
+    with pytest.raises(
+        ValueError, match="`cross_cache` must be 'keys_and_values' or 'encoder_outputs'; got 'outputs'"
+    ):
+        share_memory(model, cross_cache="outputs")
+    assert not any(isinstance(each, SharesMemory) for each in model.modules())
