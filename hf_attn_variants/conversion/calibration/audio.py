@@ -176,7 +176,7 @@ def heard(model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: 
     if decodes:
         with _encoder_outputs(model) as kept:
             batch |= transcribed(model, batch, max_length)
-        # A call that finds the language may come first. Of a part of the batch, what belongs to which row is not known.
+        # A call that finds the language may come first. Of a part of the batch nobody knows which rows it is.
         if kept and all(len(each) == len(features) for each in kept):
             batch[ENCODER_OUTPUTS] = kept[-1].cpu()
     return batch

@@ -1,8 +1,8 @@
 """What a variant loses, measured on text or audio that no attention was fitted to, against the model it is made of.
 
 The measure is what the model is for: the cross-entropy of an encoder-decoder's targets, of what a Whisper writes, of
-masked words, of the next word; the divergence from what a classifier predicts; and for an encoder without a head how far its sentence
-embeddings, the means of its last hidden states, turn: one minus their cosine to the source's.
+masked words, of the next word; the divergence from what a classifier predicts; and for an encoder without a head how
+far its sentence embeddings, the means of its last hidden states, turn: one minus their cosine to the source's.
 """
 
 from collections.abc import Iterator, Sequence
