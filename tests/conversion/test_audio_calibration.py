@@ -15,7 +15,7 @@ from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
 from hf_attn_variants.conversion.calibration.audio import audio_batches, load_audio
-from hf_attn_variants.conversion.calibration.batches import written_tokens
+from hf_attn_variants.conversion.calibration.batches import read_by_decoder, read_by_encoder, written_tokens
 
 SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
 
@@ -59,7 +59,10 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
     assert sum(len(batch["input_features"]) for batch in held_out) == 8
     batch = used[0]
     with torch.no_grad():
-        logits = model(**batch).logits
+        logits = model(**read_by_encoder(batch)).logits
+        # What the encoder made when the model wrote is what it makes.
+        torch.testing.assert_close(model(**read_by_decoder(batch)).logits, logits)
+    assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
     assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated
     assert set(ids[:, 0].tolist()) == {2} and set(ids[:, 1].tolist()) <= {30, 31} and set(ids[:, 2].tolist()) == {39}
