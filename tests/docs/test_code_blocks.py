@@ -281,7 +281,9 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
             more["--max_train_steps"] = 2
         if str(args.checkpointing_steps).isdigit():
             more["--checkpointing_steps"] = 1
-        if hasattr(args, "max_target_length"):
+        if getattr(args, "objective", None) == "span_corruption":
+            more |= {"--total_train_batch_size": 2, "--pretraining_steps": 40}
+        elif hasattr(args, "max_target_length"):
             more["--max_target_length"] = 8
         if getattr(args, "model_type", None) and not args.config_overrides:
             more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"

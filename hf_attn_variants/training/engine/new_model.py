@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
-from .settings import NewModelSettings
+from .settings import ModelSettings, NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
 
 __all__ = ["check_end_token", "load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
@@ -39,7 +39,7 @@ def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
     return config, tokenizer
 
 
-def check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError unless a tokenizer, its languages set, closes each target by its end token."""
     end = tokenizer.eos_token_id
     # mBART's first version puts the language behind it.

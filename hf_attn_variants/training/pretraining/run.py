@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..engine import outputs
-from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
+from ..engine.dataloaders import create_eval_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
 from ..engine.models import model_name
@@ -19,9 +19,9 @@ from ..engine.session import start_run
 from .context_check import MIN_COST
 from .evaluation import TextEvaluator
 from .settings import PretrainingSettings
-from .task import PreparedBlocks, PretrainingTask
+from .task import PreparedBlocks, PretrainingTask, stream_batches
 from .text_sources import PretrainingText
-from .text_stream import TextStream, read_blocks, stack_rows
+from .text_stream import read_blocks, stack_rows
 
 __all__ = ["pretrain"]
 
@@ -48,10 +48,7 @@ def pretrain(
     if text.train:  # text without a token is an error now
         read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    sizes = settings.per_device_train_batch_size, settings.seed, settings.shuffle_buffer_size
-    processes = accelerator.process_index, accelerator.num_processes
-    stream = TextStream(text.train, *packing, task.prepare, *sizes, *processes, task.prepare.takes_other_block)
-    train_loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
+    batches = stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size)
     total_steps = total_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
@@ -67,12 +64,12 @@ def pretrain(
         model,
         optimizer,
         scheduler,
-        train_loader,
+        batches.loader,
         replace(task.objective, examples=lambda batch: int(batch["examples"])),
         LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
         evaluate=evaluator,
-        start_epoch=stream.start_epoch,
-        seek=stream.seek,
+        start_epoch=batches.start_epoch,
+        seek=batches.seek,
     )
     history = start_run(settings, accelerator)
     state = loop.run()

@@ -8,15 +8,51 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.losses import target_logits
+from ..engine.new_model import check_end_token
+from ..engine.settings import ModelSettings
+from ..engine.tokenizers import check_max_length
 
-__all__ = ["SpanCorruption", "block_length", "corrupted_lengths", "noise_counts", "noise_spans", "target_sums"]
+__all__ = [
+    "SpanCorruption",
+    "block_length",
+    "check_span_corruption",
+    "corrupted_lengths",
+    "noise_counts",
+    "noise_spans",
+    "target_sums",
+]
 
 # What its random numbers are for; see `masking`.
 SPANS = 4
+
+
+def check_span_corruption(
+    settings: ModelSettings, max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a model and its tokenizer can learn by span corruption.
+
+    Raises:
+        ValueError: if the model is no encoder-decoder that starts with its padding token, the tokenizer has no
+            sentinels or ends no text in an end token, or `max_length` does not fit.
+    """
+    name = settings.model_name_or_path or "the new model"
+    if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
+        raise ValueError(
+            f"{name} ({config.model_type}) is no T5: span corruption needs an encoder-decoder that starts with its "
+            "padding token"
+        )
+    if "<extra_id_0>" not in tokenizer.get_vocab():
+        raise ValueError(
+            f"the tokenizer of {settings.tokenizer_name or name} has no sentinels (<extra_id_0>, <extra_id_1>, ...), "
+            "which span corruption puts in the place of text: it is for checkpoints that were pretrained so, such as "
+            "T5, mT5 and UMT5"
+        )
+    check_end_token(settings, tokenizer)
+    check_max_length(max_length, config, tokenizer)
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
