@@ -82,13 +82,13 @@ def pretrain(
         dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
         results = dev | results
     if accelerator.is_main_process:
-        _write_outputs(settings, results, task.name)
+        _write_outputs(settings, results, task)
     return results
 
 
-def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_name: str) -> None:
+def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
     shown = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown, f"{task_name}: {model_name(settings)}")
+    outputs.write_results(settings, results, shown, f"{task.name}: {model_name(settings)}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
@@ -97,10 +97,10 @@ def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_
         scores += f", of pairs {results['eval_sentence_accuracy']:.4f}"
     print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}")
     if "gate_passed" in results:
-        _print_context_check(results)
+        _print_context_check(results, task)
 
 
-def _print_context_check(results: dict[str, Any]) -> None:
+def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None:
     print(
         f"gate {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words cost "
         f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention {results['gate_zeroed_attention_cost']:+.3f}; "
@@ -108,7 +108,8 @@ def _print_context_check(results: dict[str, Any]) -> None:
     )
     if not results["gate_passed"]:
         logger.warning(
-            "this is still a unigram model: it does not read its context, and no experiment on its attention shows "
+            "this is still a %s model: it does not read its context, and no experiment on its attention shows "
             "anything. Train it longer, or with a higher --learning_rate, longer warm-up, shorter --max_length or a "
-            "smaller vocabulary"
+            "smaller vocabulary",
+            task.without_context,
         )

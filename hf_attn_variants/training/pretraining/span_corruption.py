@@ -7,11 +7,10 @@ examples, n input tokens, t target tokens.
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import target_logits
+from ..engine.losses import label_sums, target_logits
 from ..engine.new_model import check_end_token
 from ..engine.settings import ModelSettings
 from ..engine.tokenizers import check_max_length
@@ -173,9 +172,4 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 
 def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
-    logits, labels = target_logits(model, batch), batch["labels"]
-    losses = functional.cross_entropy(
-        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
-    )  # [b, t]
-    right = logits.argmax(-1) == labels
-    return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)
+    return label_sums(target_logits(model, batch), batch["labels"])

@@ -63,6 +63,7 @@ class PretrainingTask:
         items: what the number of items is called among the metrics.
         shuffle: a batch -> the same with its words in another order, always the same one.
         results: entries that `all_results.json` gets besides the shared ones.
+        without_context: what a model is called that does not read its context.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PretrainingTask:
     items: str
     shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     results: dict[str, Any] = field(default_factory=dict)
+    without_context: str = "unigram"
 
 
 def stream_batches(
