@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "frontier": ("hf_attn_variants.commands.frontier", "what it loses with a smaller cache: variants tried on text"),
     "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
-    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT or ALBERT as a masked language model"),
+    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT, ALBERT, ... as a language model"),
     "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),

@@ -52,6 +52,8 @@ def parse_settings(
 def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     """Return what argparse is told of a field."""
     shown = {"help": each.metadata["help"]}
+    if annotation is bool and each.default is None:  # what it is then, the settings say
+        return {**shown, "action": argparse.BooleanOptionalAction, "default": None}
     if annotation is bool:
         return {**shown, "action": "store_true"}
     if each.default_factory is not dataclasses.MISSING:

@@ -15,11 +15,15 @@ EPILOG = """examples (4 key/value heads, drawn towards the model they come from:
   %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
       --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
       --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
+and without a teacher, by T5's own pretraining (arXiv:2305.13245):
+  %(prog)s --model_name_or_path ./t5-mqa --objective span_corruption --alpha 0.05 --pretraining_steps 1000000 \\
+      --dataset_name allenai/c4 --dataset_config_name en --max_eval_samples 512 --output_dir runs/t5-mqa
 
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
 distribution over the targets (with --logits_weight 1 an encoder's over classes or answers, too). mlm, seq2seq: the
-task itself, and the teacher where one is given. embedding: the teacher's sentence embeddings. For a classification
-task, use `attn-variants glue`.
+task itself, and the teacher where one is given. embedding: the teacher's sentence embeddings. span_corruption: spans
+of a stream of text are left out, and are what a T5 is to write; its defaults are those of T5's pretraining. For a
+classification task, use `attn-variants glue`.
 Without --max_train_steps, --num_train_epochs or --alpha a run has 300 steps; without validation files the last 5 %% of
 the rows (at most 512) are held out. Dev metrics are computed before, during (--eval_steps) and after training.
 --output_dir gets the whole checkpoint (model, code, tokenizer, the source's side files), all_results.json,

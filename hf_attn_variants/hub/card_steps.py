@@ -202,7 +202,9 @@ def _has_trained(step: Step) -> bool:
 def _title(step: Step) -> str:
     if step["kind"] == "conversion":
         return "Conversion"
-    return "Uptraining" if "objective" in step or "objective" in step["arguments"] else "Training"
+    # Pretraining has an objective among its arguments, too.
+    of_uptraining = "objective" in step["arguments"] and "whole_word_mask" not in step["arguments"]
+    return "Uptraining" if "objective" in step or of_uptraining else "Training"
 
 
 def _source_name(step: Step, index: int, base_model: str | None) -> str:

@@ -281,8 +281,13 @@ def fewer_steps(args: argparse.Namespace) -> list[str]:
             more["--max_train_steps"] = 2
         if str(args.checkpointing_steps).isdigit():
             more["--checkpointing_steps"] = 1
-        if hasattr(args, "max_target_length"):
+        if getattr(args, "objective", None) == "span_corruption":
+            more |= {"--total_train_batch_size": 2, "--pretraining_steps": 40}
+        elif hasattr(args, "max_target_length"):
             more["--max_target_length"] = 8
+        if "hidden_size=1024" in (getattr(args, "config_overrides", None) or ""):  # for a GPU
+            sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 64}
+            more["--config_overrides"] = ",".join(f"{name}={value}" for name, value in sizes.items())
         if getattr(args, "model_type", None) and not args.config_overrides:
             more["--config_overrides"] = f"num_{'' if args.model_type == 't5' else 'hidden_'}layers=1"
     if hasattr(args, "rounds"):

@@ -121,7 +121,7 @@ def test_a_resumed_run_shares_what_decides_its_weights():
 def test_groups_come_in_an_order_that_a_reader_expects():
     titles = [title for title, _ in fields_by_group(GlueSettings)]
     assert titles == ["task", "model", "data", "training", "output", "hub"]
-    assert [title for title, _ in fields_by_group(MaskedLMSettings)][:2] == ["masking", "text"]
+    assert [title for title, _ in fields_by_group(MaskedLMSettings)][:3] == ["objective", "masking", "text"]
     shared = {each.name for each in dataclasses.fields(TrainingSettings)}
     more = {each.name for each in dataclasses.fields(FineTuningSettings)} - shared
     assert more == {"max_train_samples", "group_by_length", "pad_to_multiple_of"}

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "IGNORED_LABEL",
     "EpochSampler",
     "Rows",
+    "TrainingBatches",
     "create_eval_dataloader",
     "create_stream_dataloader",
     "create_train_dataloader",
@@ -36,6 +38,25 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Return one."""
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """A run's training batches.
+
+    Attributes:
+        loader: yields them; prepared by accelerate.
+        start_epoch: is told the epoch that begins.
+        count: how many each process sees in an epoch; None for a stream, whose length nobody knows.
+        examples: how many there are in an epoch; None for a stream.
+        seek: where to go on in a resumed epoch, see `TrainingLoop`; None: batches are read again.
+    """
+
+    loader: Any
+    start_epoch: Callable[[int], None]
+    count: int | None = None
+    examples: int | None = None
+    seek: Callable[[int, list[int]], None] | None = None
 
 
 # The label of a token that is not to be predicted: torch's own default.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...files import atomic_write
 from ...model_history import ModelHistory
 from . import outputs
-from .dataloaders import Rows, prepare_train_dataloader
+from .dataloaders import Rows, TrainingBatches, prepare_train_dataloader
 from .loop import TrainingLoop
 from .loop_settings import LoopSettings, total_training_steps
 from .losses import Objective
@@ -53,7 +53,8 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
     Attributes:
         settings, accelerator: the run's.
         tokenizer: saved with the model.
-        rows: the training examples by index; none for a run that only evaluates.
+        rows: the training examples by index; none for a run that only evaluates. A task whose `training_batches` are
+            others has no need of it.
         collate: a list of rows -> a batch, a dict of tensors.
         main_metric: the dev metric that tells the best weights where the settings name none.
         shown_metrics: those that are drawn and printed, where the results have them.
@@ -104,8 +105,20 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
     def start_epoch(self, epoch: int) -> None:
         """Be told which epoch begins."""
 
-    def total_steps(self, batches_per_epoch: int) -> int:
-        """Return the optimiser steps of the run."""
+    def training_batches(self) -> TrainingBatches:
+        """Return the training batches: those of `rows`, unless a task has others."""
+        loader, sampler = prepare_train_dataloader(
+            self.settings, self.accelerator, self.rows, self.collate, self.lengths
+        )
+
+        def start_epoch(epoch: int) -> None:
+            sampler.start_epoch(epoch)
+            self.start_epoch(epoch)
+
+        return TrainingBatches(loader, start_epoch, len(loader), len(self.rows))
+
+    def total_steps(self, batches_per_epoch: int | None) -> int:
+        """Return the optimiser steps of the run; an epoch of unknown length has None batches."""
         settings = self.settings
         return total_training_steps(
             batches_per_epoch,
@@ -180,21 +193,16 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
     set_seed(settings.seed)
     model: nn.Module = task.load_model()
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    loader, sampler = prepare_train_dataloader(settings, accelerator, task.rows, task.collate, task.lengths)
-    total_steps = task.total_steps(len(loader))
+    batches = task.training_batches()
+    total_steps = task.total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     evaluator = task.make_evaluator(model)
-
-    def start_epoch(epoch: int) -> None:
-        sampler.start_epoch(epoch)
-        task.start_epoch(epoch)
-
     loop = TrainingLoop(
         accelerator,
         model,
         optimizer,
         scheduler,
-        loader,
+        batches.loader,
         task.objective(),
         LoopSettings.from_settings(
             settings,
@@ -205,13 +213,14 @@ def _run(task: FineTuningTask) -> dict[str, Any]:
             **task.loop_options(total_steps),
         ),
         evaluate=evaluator,
-        start_epoch=start_epoch,
+        start_epoch=batches.start_epoch,
+        seek=batches.seek,
     )
     history = start_run(settings, accelerator)
     if not settings.resume_from_checkpoint:
         task.before_training(loop, evaluator)
-    loop.run()
-    trained = loop.results(len(task.rows), task.unit)
+    state = loop.run()
+    trained = loop.results(state.examples if batches.examples is None else batches.examples, task.unit)
     task.save(task.after_training(loop, evaluator, model), history)
     results: dict[str, Any] = {}
     if evaluator is not None:

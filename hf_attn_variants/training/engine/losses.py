@@ -13,6 +13,7 @@ __all__ = [
     "Objective",
     "Term",
     "label_objective",
+    "label_sums",
     "plain_logits",
     "sums_by_example",
     "target_logits",
@@ -61,6 +62,20 @@ def label_objective(
         )
 
     return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
+
+
+def label_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return of each example the sum of its labels' losses, how many are predicted right, and their number [b, 3].
+
+    Args:
+        logits: [b, n, V].
+        labels: [b, n], -100 where nothing is to be predicted.
+    """
+    losses = functional.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )  # [b, n]
+    right = logits.argmax(-1) == labels
+    return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)
 
 
 def plain_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
-from .settings import NewModelSettings
+from .settings import ModelSettings, NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
 
 __all__ = ["check_end_token", "load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
@@ -31,15 +32,30 @@ def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
 
 def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Do as `load_or_make_config`, with errors as there; a new model gets the special tokens of an encoder-decoder."""
-    config, tokenizer = load_or_make_config(settings)
-    if settings.model_name_or_path is None:
-        # T5's: no [CLS] and [SEP], and the decoder starts with padding.
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        config.decoder_start_token_id = tokenizer.pad_token_id
-    return config, tokenizer
+    if settings.model_name_or_path is not None:
+        return load_or_make_config(settings)
+    tokenizer = load_tokenizer(settings, None)
+    return new_config(settings, tokenizer, _seq2seq_tokens(settings, tokenizer)), tokenizer
 
 
-def check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+def _seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Return the special tokens of an encoder-decoder's config: no [CLS] and [SEP], and what its decoder starts with.
+
+    That is the end token, where the architecture's own checkpoints start so (BART), else padding (T5, Marian).
+    """
+    model_type: Any = settings.model_type
+    default, end = AutoConfig.for_model(model_type), tokenizer.eos_token_id
+    starts_with_end = getattr(default, "decoder_start_token_id", None) == default.eos_token_id
+    tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": end,
+        "decoder_start_token_id": end if starts_with_end else tokenizer.pad_token_id,
+    }
+    # What generation ends with where a text would be too long.
+    return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
+
+
+def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError unless a tokenizer, its languages set, closes each target by its end token."""
     end = tokenizer.eos_token_id
     # mBART's first version puts the language behind it.
@@ -51,8 +67,15 @@ def check_end_token(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBa
         )
 
 
-def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def new_config(
+    settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
     """Make the config of a model from scratch: upstream's class, or ours where a variant is asked for.
+
+    Args:
+        settings: which; its `config_overrides` are the last word.
+        tokenizer: the model's.
+        tokens: special tokens that are others than an encoder's.
 
     Raises:
         ValueError: if a field is unknown, or a value breaks a rule.
@@ -70,6 +93,7 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
+        **(tokens or {}),
         **_parse_overrides(overrides, default, variant_class),
     }
     try:

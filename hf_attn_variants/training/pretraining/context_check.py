@@ -41,7 +41,7 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)
     for row, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(int(batch["input_ids"][row].sum()))
-        order[row, 1 : length - 1] = 1 + torch.randperm(length - 2, generator=generator)
+        order[row, 1 : length - 1] = 1 + torch.randperm(max(length - 2, 0), generator=generator)
     order = order.to(batch["input_ids"].device)
     return batch | {key: batch[key].gather(1, order) for key in ("input_ids", "labels")}
 

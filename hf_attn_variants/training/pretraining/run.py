@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..engine import outputs
-from ..engine.dataloaders import create_eval_dataloader, create_stream_dataloader
+from ..engine.dataloaders import create_eval_dataloader
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import LoopSettings, total_training_steps
 from ..engine.models import model_name
@@ -19,9 +19,9 @@ from ..engine.session import start_run
 from .context_check import MIN_COST
 from .evaluation import TextEvaluator
 from .settings import PretrainingSettings
-from .task import PreparedBlocks, PretrainingTask
+from .task import PreparedBlocks, PretrainingTask, stream_batches
 from .text_sources import PretrainingText
-from .text_stream import TextStream, read_blocks, stack_rows
+from .text_stream import read_blocks, stack_rows
 
 __all__ = ["pretrain"]
 
@@ -48,10 +48,7 @@ def pretrain(
     if text.train:  # text without a token is an error now
         read_blocks(text.train, *packing, limit=1)
     set_seed(settings.seed, device_specific=True)  # processes drop out different units
-    sizes = settings.per_device_train_batch_size, settings.seed, settings.shuffle_buffer_size
-    processes = accelerator.process_index, accelerator.num_processes
-    stream = TextStream(text.train, *packing, task.prepare, *sizes, *processes, task.prepare.takes_other_block)
-    train_loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
+    batches = stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, settings.shuffle_buffer_size)
     total_steps = total_training_steps(
         None, settings.gradient_accumulation_steps, settings.num_train_epochs, settings.max_train_steps
     )
@@ -67,12 +64,12 @@ def pretrain(
         model,
         optimizer,
         scheduler,
-        train_loader,
+        batches.loader,
         replace(task.objective, examples=lambda batch: int(batch["examples"])),
         LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
         evaluate=evaluator,
-        start_epoch=stream.start_epoch,
-        seek=stream.seek,
+        start_epoch=batches.start_epoch,
+        seek=batches.seek,
     )
     history = start_run(settings, accelerator)
     state = loop.run()
@@ -85,13 +82,13 @@ def pretrain(
         dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
         results = dev | results
     if accelerator.is_main_process:
-        _write_outputs(settings, results, task.name)
+        _write_outputs(settings, results, task)
     return results
 
 
-def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_name: str) -> None:
+def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
     shown = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown, f"{task_name}: {model_name(settings)}")
+    outputs.write_results(settings, results, shown, f"{task.name}: {model_name(settings)}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
@@ -100,10 +97,10 @@ def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task_
         scores += f", of pairs {results['eval_sentence_accuracy']:.4f}"
     print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}")
     if "gate_passed" in results:
-        _print_context_check(results)
+        _print_context_check(results, task)
 
 
-def _print_context_check(results: dict[str, Any]) -> None:
+def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None:
     print(
         f"gate {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words cost "
         f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention {results['gate_zeroed_attention_cost']:+.3f}; "
@@ -111,7 +108,8 @@ def _print_context_check(results: dict[str, Any]) -> None:
     )
     if not results["gate_passed"]:
         logger.warning(
-            "this is still a unigram model: it does not read its context, and no experiment on its attention shows "
+            "this is still a %s model: it does not read its context, and no experiment on its attention shows "
             "anything. Train it longer, or with a higher --learning_rate, longer warm-up, shorter --max_length or a "
-            "smaller vocabulary"
+            "smaller vocabulary",
+            task.without_context,
         )

@@ -1,4 +1,4 @@
-"""Pretrains an encoder as a masked language model."""
+"""Pretrains a language model: an encoder on masked tokens, or, as `run_clm` does, a decoder on each next token."""
 
 import inspect
 from typing import Any
@@ -14,6 +14,7 @@ from ..engine.tokenizers import check_max_length
 from .context_check import shuffle_positions
 from .masked_lm import masked_lm_objective, masked_lm_sums
 from .run import pretrain
+from .run_clm import pretrain_causal_lm
 from .settings import MaskedLMSettings
 from .task import PretrainingTask
 from .text_sources import open_text_sources
@@ -22,7 +23,7 @@ __all__ = ["pretrain_masked_lm"]
 
 
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
-    """Train, evaluate, try whether the model reads its context, and save.
+    """Train, evaluate, try whether the model reads its context, and save; with the objective "clm" a causal one.
 
     Returns:
         The results that `all_results.json` begins with: `eval_loss` (nats a masked token), `eval_perplexity`,
@@ -32,6 +33,8 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         ValueError, OSError: if a setting, the text or the checkpoint is wrong; said before training where it can be.
         NonFiniteLossError: if training diverged.
     """
+    if settings.is_causal:
+        return pretrain_causal_lm(settings)
     with open_session(settings) as accelerator:
         config, tokenizer = load_or_make_config(settings)
         _check_encoder(settings, config)
@@ -65,7 +68,9 @@ def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None
             "pretrained by `attn-variants pretrain-t5`, others are trained by `attn-variants seq2seq`"
         )
     if getattr(config, "is_decoder", False):
-        raise ValueError(f"{name} is a decoder (is_decoder), masked-LM pretraining is for encoders")
+        raise ValueError(
+            f"{name} is a decoder (is_decoder), masked-LM pretraining is for encoders: give --objective clm"
+        )
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:

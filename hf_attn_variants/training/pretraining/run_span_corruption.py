@@ -3,15 +3,14 @@
 from typing import Any
 
 from accelerate.utils import set_seed
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM
 
 from ..engine.losses import label_objective, target_logits
-from ..engine.new_model import check_end_token, load_or_make_model, load_seq2seq_config
+from ..engine.new_model import load_or_make_model, load_seq2seq_config
 from ..engine.session import open_session
-from ..engine.tokenizers import check_max_length
 from .run import pretrain
 from .settings import SpanCorruptionSettings
-from .span_corruption import SpanCorruption, target_sums
+from .span_corruption import SpanCorruption, check_span_corruption, target_sums
 from .task import PretrainingTask
 from .text_sources import open_text_sources
 
@@ -32,7 +31,7 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
     """
     with open_session(settings) as accelerator:
         config, tokenizer = load_seq2seq_config(settings)
-        _check_config(settings, config, tokenizer)
+        check_span_corruption(settings, settings.max_length, config, tokenizer)
         text = open_text_sources(settings)
         prepare = SpanCorruption(
             tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
@@ -49,15 +48,3 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
             {"block_length": prepare.block_length, "target_length": prepare.target_length},
         )
         return pretrain(settings, accelerator, model, tokenizer, text, task)
-
-
-def _check_config(
-    settings: SpanCorruptionSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
-        raise ValueError(
-            f"{settings.model_name_or_path} ({config.model_type}) is no T5: span corruption needs an encoder-decoder "
-            "that starts with its padding token"
-        )
-    check_end_token(settings, tokenizer)
-    check_max_length(settings.max_length, config, tokenizer)

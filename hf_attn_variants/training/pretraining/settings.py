@@ -1,7 +1,7 @@
-"""The settings of pretraining: the text, and what each of its two ways adds."""
+"""The settings of pretraining: the text, and what each of its ways adds."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..engine.options import (
     ALWAYS,
@@ -21,6 +21,9 @@ METRICS = ("loss", "perplexity", "accuracy")
 # nsp, as BERT (arXiv:1810.04805); sop, as ALBERT (arXiv:1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
 MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
+# What a language model learns: masked tokens, or each next token. Those that transformers has a causal class of.
+MASKED, CAUSAL = "mlm", "clm"
+CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
 
 
 def check_evaluated(settings: TrainingSettings, why: str = "") -> None:
@@ -52,7 +55,7 @@ class TextSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
-    """What both ways of pretraining have."""
+    """What all ways of pretraining have."""
 
     def check(self) -> None:
         super().check()
@@ -92,9 +95,40 @@ class MaskingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMSettings(MaskingSettings, PretrainingSettings):
-    """The settings of masked language modelling."""
+    """The settings of masked language modelling and, with the objective "clm", of causal language modelling."""
 
+    title: ClassVar[str] = "objective"
+
+    objective: str = option(
+        "mlm: masked tokens, by an encoder. clm: each next token, by a decoder alone (BERT, RoBERTa or ELECTRA, whose "
+        "configuration then says is_decoder).",
+        MASKED,
+        choices=(MASKED, CAUSAL),
+    )
     model_type: str | None = redefault(NewModelSettings, "model_type", choices=MASKED_LM_TYPES)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each next token is learned, and not masked ones."""
+        return self.objective == CAUSAL
+
+    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+        """Return, as JSON holds them, the settings that a resumed run must share."""
+        # The checkpoints of earlier versions, all of masked language modelling, name no objective.
+        return super().resume_values(with_best_weights) | {"objective": self.objective if self.is_causal else None}
+
+    def check(self) -> None:
+        super().check()
+        if not self.is_causal:
+            return
+        for name in (name for name in MaskingSettings.__annotations__ if name != "title"):
+            if getattr(self, name) != getattr(MaskingSettings, name):
+                raise ValueError(f"--{name} is for masked tokens; --objective {CAUSAL} masks none")
+        if self.model_type not in (None, *CAUSAL_LM_TYPES):
+            raise ValueError(
+                f"--objective {CAUSAL}: transformers has no causal language model of the --model_type "
+                f"{self.model_type}; it has of {', '.join(CAUSAL_LM_TYPES)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,51 @@ examples, n input tokens, t target tokens.
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import target_logits
+from ..engine.losses import label_sums, target_logits
+from ..engine.new_model import check_end_token
+from ..engine.settings import ModelSettings
+from ..engine.tokenizers import check_max_length
 
-__all__ = ["SpanCorruption", "block_length", "corrupted_lengths", "noise_counts", "noise_spans", "target_sums"]
+__all__ = [
+    "SpanCorruption",
+    "block_length",
+    "check_span_corruption",
+    "corrupted_lengths",
+    "noise_counts",
+    "noise_spans",
+    "target_sums",
+]
 
 # What its random numbers are for; see `masking`.
 SPANS = 4
+
+
+def check_span_corruption(
+    settings: ModelSettings, max_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a model and its tokenizer can learn by span corruption.
+
+    Raises:
+        ValueError: if the model is no encoder-decoder that starts with its padding token, the tokenizer has no
+            sentinels or ends no text in an end token, or `max_length` does not fit.
+    """
+    name = settings.model_name_or_path or "the new model"
+    if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
+        raise ValueError(
+            f"{name} ({config.model_type}) is no T5: span corruption needs an encoder-decoder that starts with its "
+            "padding token"
+        )
+    if "<extra_id_0>" not in tokenizer.get_vocab():
+        raise ValueError(
+            f"the tokenizer of {settings.tokenizer_name or name} has no sentinels (<extra_id_0>, <extra_id_1>, ...), "
+            "which span corruption puts in the place of text: it is for checkpoints that were pretrained so, such as "
+            "T5, mT5 and UMT5"
+        )
+    check_end_token(settings, tokenizer)
+    check_max_length(max_length, config, tokenizer)
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
@@ -137,9 +172,4 @@ def _padded(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 
 def target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the sums of `PretrainingTask.row_sums`, of the target tokens."""
-    logits, labels = target_logits(model, batch), batch["labels"]
-    losses = functional.cross_entropy(
-        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
-    )  # [b, t]
-    right = logits.argmax(-1) == labels
-    return torch.stack([part.float().sum(-1) for part in (losses, right, labels != IGNORED_LABEL)], dim=-1)
+    return label_sums(target_logits(model, batch), batch["labels"])

@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
+from ..engine.dataloaders import TrainingBatches, create_stream_dataloader
 from ..engine.losses import Objective
+from ..engine.settings import TrainingSettings
+from .text_stream import TextSource, TextStream
 
-__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask"]
+__all__ = ["BlockPreparation", "PreparedBlocks", "PretrainingTask", "stream_batches"]
 
 
 class BlockPreparation(Protocol):
@@ -58,6 +63,7 @@ class PretrainingTask:
         items: what the number of items is called among the metrics.
         shuffle: a batch -> the same with its words in another order, always the same one.
         results: entries that `all_results.json` gets besides the shared ones.
+        without_context: what a model is called that does not read its context.
     """
 
     name: str
@@ -67,3 +73,30 @@ class PretrainingTask:
     items: str
     shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     results: dict[str, Any] = field(default_factory=dict)
+    without_context: str = "unigram"
+
+
+def stream_batches(
+    settings: TrainingSettings,
+    accelerator: Accelerator,
+    sources: Sequence[TextSource],
+    tokenizer: PreTrainedTokenizerBase,
+    prepare: BlockPreparation,
+    window: int,
+) -> TrainingBatches:
+    """Make the training batches of a stream of text, shuffled within windows of so many blocks; see `TextStream`."""
+    stream = TextStream(
+        sources,
+        tokenizer,
+        prepare.block_length,
+        prepare.separator,
+        prepare,
+        settings.per_device_train_batch_size,
+        settings.seed,
+        window,
+        accelerator.process_index,
+        accelerator.num_processes,
+        prepare.takes_other_block,
+    )
+    loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
+    return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)

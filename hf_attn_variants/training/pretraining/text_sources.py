@@ -11,10 +11,10 @@ from typing import Any
 import datasets
 from datasets import IterableDatasetDict
 
-from .settings import PretrainingSettings, check_evaluated
+from .settings import PretrainingSettings, TextSettings, check_evaluated
 from .text_stream import DatasetRows, TextFile, TextSource, check_text_files, hash_files
 
-__all__ = ["PretrainingText", "open_text_sources"]
+__all__ = ["PretrainingText", "open_text", "open_text_sources"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,22 @@ class PretrainingText:
 
 
 def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
-    """Open the text.
+    """Open the text of a pretraining.
 
     Raises:
-        OSError, ValueError: if a file or dataset cannot be read, or holds no text; there is none to evaluate on, and a
-            flag needs it.
+        OSError, ValueError: as `open_text`, or if there is no text to evaluate on, and a flag needs it.
+    """
+    text = open_text(settings)
+    if not text.dev and settings.dataset_name is not None:
+        check_evaluated(settings, f": {settings.dataset_name} has no split 'validation'")
+    return text
+
+
+def open_text(settings: TextSettings) -> PretrainingText:
+    """Open the text to train on, and that to evaluate on: files, or the splits of a dataset.
+
+    Raises:
+        OSError, ValueError: if a file or dataset cannot be read, or holds no text.
     """
     files = check_text_files(settings.validation_file or [])
     dev: Sequence[TextSource] = files
@@ -48,8 +59,6 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
         if not dev and "validation" in splits:
             dev = _dataset_shards(settings, splits, split_files, "validation")
             dev_hash = _hash_dataset(split_files.get("validation", ()))
-        if not dev:
-            check_evaluated(settings, f": {settings.dataset_name} has no split 'validation'")
         train = _dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
@@ -57,7 +66,7 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
     return PretrainingText(train, dev, *fingerprints)
 
 
-def _open_dataset(settings: PretrainingSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
+def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
     """Find the splits of `--dataset_name`: the paths or addresses of each one's files, where known, and its rows."""
     named = (settings.dataset_name, settings.dataset_config_name)
     files: Mapping[str, Sequence[str]] = {}
@@ -93,7 +102,7 @@ def _opening_error(name: str, files: Mapping[str, Sequence[str]], error: Excepti
 
 
 def _dataset_shards(
-    settings: PretrainingSettings, splits: IterableDatasetDict, files: Mapping[str, Sequence[str]], split: str
+    settings: TextSettings, splits: IterableDatasetDict, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
     rows, names = splits[split], [Path(file).name for file in files.get(split, ())]
     if len(names) != rows.num_shards:

@@ -105,7 +105,7 @@ class Seq2SeqSettings(DecodingSettings, LanguageSettings, NewModelSettings, Fine
     label_smoothing_factor: float = option(
         "Share of a label that is spread over all tokens.", 0.0, range=FROM_0_BELOW_1, resume=ALWAYS
     )
-    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5",))
+    model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5", "bart", "marian"))
     learning_rate: float = redefault(FineTuningSettings, "learning_rate", 3e-4)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
-from ..engine.text_rows import Collator, TextRows, masked_text_collator, pair_collator, text_collator
+from ..engine.text_rows import Collator, TextRows, hash_texts, masked_text_collator, pair_collator, text_collator
 from .settings import UptrainingSettings
 
 __all__ = ["UptrainingData", "hold_out", "load_uptraining_data"]
@@ -38,6 +38,23 @@ class UptrainingData:
     train: TextRows
     held_out: TextRows
     collate: Collator
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a row is a pair of texts."""
+        return isinstance(self.train.texts[0], tuple)
+
+    def first(self, count: int) -> list[Any]:
+        """Return the first training rows, no more than `count`."""
+        return [self.train[i] for i in range(min(count, len(self.train)))]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells the training rows from others."""
+        return {"training examples": len(self.train), "hash of the training data": hash_texts(self.train.texts)}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        """Return what tells the held-out rows from others."""
+        return {"hash of the held-out data": hash_texts(self.held_out.texts)}
 
 
 def load_uptraining_data(

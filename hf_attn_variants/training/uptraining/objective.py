@@ -28,7 +28,7 @@ from .distillation import (
     layer_error,
     logits_divergence,
 )
-from .settings import UptrainingSettings
+from .settings import SPAN_CORRUPTION, UptrainingSettings
 
 __all__ = [
     "TermWeights",
@@ -36,9 +36,12 @@ __all__ = [
     "UptrainingObjective",
     "check_architecture",
     "check_teacher_length",
+    "model_inputs",
     "term_weights",
 ]
 
+# What a batch holds besides the model's inputs: targets, and where a stream of text goes on behind it.
+NOT_INPUTS = ("labels", "position", "examples")
 # Each term, by its name among the metrics -> the weight that it is multiplied by.
 TERMS = {
     "cross_entropy": "cross_entropy",
@@ -62,6 +65,11 @@ class TermWeights:
     @property
     def need_hidden_states(self) -> bool:
         return self.hidden_states > 0 or self.embedding_distance > 0
+
+
+def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a batch the model is called with."""
+    return {key: value for key, value in batch.items() if key not in NOT_INPUTS}
 
 
 class UptrainingObjective:
@@ -101,7 +109,7 @@ class UptrainingObjective:
         Evaluating, also those that cost nothing more but have no weight: cross-entropy and embedding distance.
         """
         weights, labels = self.weights, batch.get("labels")
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        inputs = model_inputs(batch)
         # With a teacher, evaluation looks at embeddings whatever the terms are.
         embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
         student = self.recorder.run(model, inputs, hidden_states=weights.need_hidden_states or (evaluating and embeds))
@@ -238,7 +246,7 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
             f"{settings.model_name_or_path} is a {architecture}: uptraining has no texts of several "
             "choices; convert and uptrain the model that it was fine-tuned from"
         )
-    pairs = {"mlm": False, "embedding": False, "seq2seq": True}
+    pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
     wanted = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
     wanted += [("--predict_with_generate", True)] if settings.predict_with_generate else []
     for flag, is_encoder_decoder in wanted:
@@ -257,7 +265,7 @@ def term_weights(settings: UptrainingSettings, reads: DecoderInput) -> TermWeigh
     Raises:
         ValueError: if there is a teacher, and no term looks at it.
     """
-    has_task, embeds = settings.objective in ("mlm", "seq2seq"), settings.objective == "embedding"
+    has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
     if settings.logits_weight and reads is DecoderInput.TARGETS:
         raise ValueError(f"--logits_weight needs a head, and {settings.model_name_or_path} has none")
     if settings.predict_with_generate and reads is not DecoderInput.OWN_TARGETS:

@@ -23,7 +23,7 @@ from ...languages import set_languages
 from ...model_history import ModelHistory
 from ...registration import variant_config_class, variant_model_class
 from ..engine import outputs
-from ..engine.dataloaders import create_eval_dataloader
+from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.loop_settings import total_training_steps
@@ -37,10 +37,11 @@ from ..engine.models import (
     set_dropout,
 )
 from ..engine.settings import ModelSettings
-from ..engine.text_rows import TextRows, hash_texts
+from ..engine.text_rows import TextRows
 from ..engine.tokenizers import check_max_length, close_texts, fit_token_types, load_tokenizer
 from ..engine.tracking import read_log
-from .data import load_uptraining_data
+from .batch_size import fit_batch_size, sequences_per_step, step_size
+from .data import UptrainingData, load_uptraining_data
 from .distillation import Teacher, check_teacher
 from .objective import (
     TERMS,
@@ -48,9 +49,11 @@ from .objective import (
     UptrainingObjective,
     check_architecture,
     check_teacher_length,
+    model_inputs,
     term_weights,
 )
-from .settings import UptrainingSettings
+from .settings import SPAN_CORRUPTION, UptrainingSettings
+from .stream import UptrainingStream
 from .trainable import add_lora, freeze_unused, select_trainable
 
 __all__ = ["Uptraining"]
@@ -58,10 +61,19 @@ __all__ = ["Uptraining"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = 300
+# Of a task's own head; the other objectives take the class that the checkpoint was saved from.
+AUTO_CLASSES: dict[str, Any] = {
+    "mlm": AutoModelForMaskedLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    SPAN_CORRUPTION: AutoModelForSeq2SeqLM,
+}
 # Rows of the training text whose activations say what variance an error is divided by.
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
 RISING_METRICS = ("embedding_cosine", "bleu")
+# A teacher drops nothing, and what a student drops it could only answer with noise. T5's released checkpoints (1.1)
+# were pretrained without.
+WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
 class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
@@ -77,8 +89,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     shown_metrics: Sequence[str] = ()
 
     def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
-        super().__init__(settings, accelerator)
-        self.name = settings.objective
+        super().__init__(fit_batch_size(settings, accelerator), accelerator)
+        self.name, settings = settings.objective, self.settings
         self._load_config()
         self.reads = self._decoder_input(settings, self.config)
         self.weights = term_weights(settings, self.reads)
@@ -89,9 +101,9 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
-        self.data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads.is_target)
-        self.rows, self.collate = self.data.train, self.data.collate
-        pairs = not self.reads.is_target and isinstance(self.rows.texts[0], tuple)
+        self.data = self._load_data()
+        self.collate = self.data.collate
+        pairs = not self.reads.is_target and self.data.pairs
         if self.reads is DecoderInput.SOURCE:
             close_texts(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs)
@@ -99,14 +111,21 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             check_teacher_length(settings, self.teacher_config, self.reads, self.weights)
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
 
+    def _load_data(self) -> UptrainingData | UptrainingStream:
+        settings = self.settings
+        if settings.is_stream:
+            return UptrainingStream(settings, self.config, self.tokenizer)
+        data = load_uptraining_data(settings, self.config, self.tokenizer, self.reads.is_target)
+        self.rows = data.train
+        return data
+
     def _load_config(self) -> None:
         """Load the config to train with, and note the dropout probabilities that the saved one gets back."""
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
         self.own_dropout = {name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)}
-        if settings.dropout_rate is None and settings.objective in ("distill", "embedding") and self.own_dropout:
-            # The teacher drops nothing; what a student drops it could only answer with noise.
+        if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.own_dropout:
             set_dropout(self.config, 0.0)
 
     def _decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
@@ -149,8 +168,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             )
 
     def _model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
-        auto_class = {"mlm": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}.get(self.settings.objective)
-        return auto_class or resolve_architecture(source.source, config)
+        return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
@@ -182,7 +200,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         )
 
     def _first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        rows = [self.rows[i] for i in range(min(count, len(self.rows)))]
+        rows = self.data.first(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
@@ -192,7 +210,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             return
         teacher: Any = objective.teacher  # whose layers the terms compare
         teacher.measure_variances(
-            ({key: value for key, value in batch.items() if key != "labels"}, objective.masks(batch))
+            (model_inputs(batch), objective.masks(batch))
             for batch in self._first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
@@ -204,7 +222,10 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             logger.info("frozen, because the loss does not depend on them: %s", ", ".join(unused))
 
     def objective(self) -> Objective:
-        return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
+        uptraining = self.uptraining_objective
+        if isinstance(self.data, UptrainingStream):
+            return Objective(uptraining.loss_sum, uptraining.count, lambda batch: int(batch["examples"]))
+        return Objective(uptraining.loss_sum, uptraining.count)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
@@ -212,15 +233,30 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def start_epoch(self, epoch: int) -> None:
         self.rows.start_epoch(epoch)
 
-    def total_steps(self, batches_per_epoch: int) -> int:
+    def training_batches(self) -> TrainingBatches:
+        if isinstance(self.data, UptrainingStream):
+            return self.data.training_batches(self.accelerator)
+        return super().training_batches()
+
+    def total_steps(self, batches_per_epoch: int | None) -> int:
         settings, steps = self.settings, self.settings.max_train_steps
-        if settings.alpha is not None and settings.pretraining_steps is not None:
-            steps = math.ceil(settings.alpha * settings.pretraining_steps)
+        if (of_alpha := settings.alpha_steps) is not None:
+            steps = of_alpha
         elif steps is None and settings.num_train_epochs is None:
             steps = DEFAULT_STEPS
-        return total_training_steps(
+        total = total_training_steps(
             batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
+        if self.accelerator.is_main_process:
+            self._say_length(total)
+        return total
+
+    def _say_length(self, steps: int) -> None:
+        settings = self.settings
+        if settings.alpha is not None:
+            logger.info("%d steps: %s of %d, rounded up", steps, settings.alpha, settings.pretraining_steps)
+        if isinstance(self.data, UptrainingStream):
+            logger.info("%s", step_size(settings, self.accelerator, self.data.prepare))
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
@@ -231,7 +267,9 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
         )
         loader = self.accelerator.prepare(loader)
-        references = [target for _, target in held_out.texts] if settings.predict_with_generate else None
+        references = None
+        if settings.predict_with_generate and isinstance(held_out, TextRows):
+            references = [target for _, target in held_out.texts]
         objective = self.uptraining_objective
         return UptrainingEvaluator(self.accelerator, model, objective, loader, self.tokenizer, references, settings)
 
@@ -246,12 +284,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             "mlm_probability": settings.mlm_probability,
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
-            "training examples": len(self.rows),
-            "hash of the training data": hash_texts(self.rows.texts),
+            **self.data.fingerprint(),
         }
 
     def dev_fingerprint(self) -> dict[str, Any]:
-        return {"hash of the held-out data": hash_texts(self.data.held_out.texts)}
+        return self.data.dev_fingerprint()
 
     def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
         metrics = evaluator()
@@ -293,7 +330,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         return {**initial, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
-        return {"num_trainable_parameters": self.trainable_parameters, "objective": self.settings.objective}
+        settings = self.settings
+        found = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
+        if isinstance(self.data, UptrainingStream):
+            found |= self.data.results() | {"sequences_per_step": sequences_per_step(settings, self.accelerator)}
+        return found
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(

@@ -1,0 +1,296 @@
+"""`pretrain --objective clm`: the loss by hand, nothing of the future, whole runs, decoding, resume, refusals."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixtures.processes import run_processes, run_script
+from fixtures.uptraining import make_bert
+from safetensors.torch import load_file
+from transformers import (
+    AlbertConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BertConfig,
+    BertLMHeadModel,
+    DistilBertConfig,
+    ElectraConfig,
+    ElectraForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+
+from hf_attn_variants import (
+    AttnVariantBertConfig,
+    AttnVariantBertLMHeadModel,
+    AttnVariantElectraConfig,
+    AttnVariantElectraForCausalLM,
+    AttnVariantRobertaConfig,
+    AttnVariantRobertaForCausalLM,
+)
+from hf_attn_variants.commands.pretrain import main, parse_args
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.engine.losses import label_objective
+from hf_attn_variants.training.pretraining.causal_lm import CausalLMPreparation, causal_lm_sums, causal_logits
+from hf_attn_variants.training.pretraining.context_check import shuffle_positions
+
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "is_decoder": True,
+}
+GLOBAL = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
+MODELS = {
+    "bert": (BertLMHeadModel, BertConfig, {}),
+    "roberta": (RobertaForCausalLM, RobertaConfig, {}),
+    "electra": (ElectraForCausalLM, ElectraConfig, {"embedding_size": 8}),
+    "MQA bert": (AttnVariantBertLMHeadModel, AttnVariantBertConfig, {"num_key_value_heads": 1}),
+    "GQA roberta": (AttnVariantRobertaForCausalLM, AttnVariantRobertaConfig, {"num_key_value_heads": 2}),
+    "window": (AttnVariantBertLMHeadModel, AttnVariantBertConfig, WINDOW | {"num_key_value_heads": 2}),
+    "elu": (AttnVariantBertLMHeadModel, AttnVariantBertConfig, {"attention_kernel": "elu"}),
+    "talking electra": (AttnVariantElectraForCausalLM, AttnVariantElectraConfig, {"talking_heads": "both"}),
+    "latent": (AttnVariantBertLMHeadModel, AttnVariantBertConfig, {"kv_lora_rank": 8}),
+}
+
+
+def model_of(name):
+    model_class, config_class, fields = MODELS[name]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SIZES, **fields)).eval()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_bert):
+    return AutoTokenizer.from_pretrained(tiny_bert)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Two shards and a held-out file of the licence."""
+    folder = tmp_path_factory.mktemp("text")
+    articles = LICENCE.read_text().split("\n\n")[:14]
+    for i in range(2):
+        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
+    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
+    return folder
+
+
+@pytest.fixture
+def run(text, tokenizer, tmp_path):
+    def flags(*more, model=None, output_dir=tmp_path / "out", objective="clm"):
+        argv = ["--objective", objective, "--output_dir", output_dir, "--max_length", 24]
+        argv += ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
+        argv += ["--model_name_or_path", model] if model is not None else ["--tokenizer_name", tokenizer.name_or_path]
+        argv += ["--per_device_train_batch_size", 8, "--max_eval_samples", 8, "--learning_rate", "5e-3", "--cpu"]
+        argv += ["--logging_steps", 1, "--shuffle_buffer_size", 10, "--disable_tqdm", *more]
+        return [str(item) for item in argv]
+
+    def call(*more, **options):
+        return main(parse_args(flags(*more, **options)))
+
+    call.flags, call.out = flags, tmp_path / "out"
+    return call
+
+
+def scratch(model_type="bert", *more):
+    return ["--model_type", model_type, "--config_overrides", TINY, *more]
+
+
+def batch_of(tokenizer, length=10, rows=3):
+    """Random blocks, the last of them short, and the batch that they make."""
+    prepare = CausalLMPreparation(tokenizer, length)
+    generator = np.random.default_rng(0)
+    blocks = [generator.integers(5, 60, length if i < rows - 1 else length - 4) for i in range(rows)]
+    examples = [prepare(block, (0, i)) for i, block in enumerate(blocks)]
+    return blocks, {name: torch.from_numpy(np.stack([e[name] for e in examples])) for name in examples[0]}
+
+
+def test_each_token_of_a_block_is_predicted_once_from_those_before(tokenizer):
+    blocks, batch = batch_of(tokenizer)
+    prepare = CausalLMPreparation(tokenizer, 10)
+    assert prepare.block_length == 10 and prepare.separator == tokenizer.sep_token_id
+    for i, block in enumerate(blocks):
+        n = len(block)
+        assert batch["input_ids"][i, :n].tolist() == [tokenizer.cls_token_id, *block[:-1]]
+        assert batch["labels"][i, :n].tolist() == block.tolist()
+        assert batch["attention_mask"][i].tolist() == [1] * n + [0] * (10 - n)
+        assert (batch["labels"][i, n:] == IGNORED_LABEL).all()
+        assert (batch["input_ids"][i, n:] == tokenizer.pad_token_id).all()
+    assert prepare(blocks[0][:1], (0, 0))["attention_mask"].sum() == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_the_formulas_and_upstreams(tokenizer, name):
+    model, (blocks, batch) = model_of(name), batch_of(tokenizer)
+    found = label_objective(causal_logits).loss_sum(model, batch)
+    sums = causal_lm_sums(model, batch)
+    assert label_objective(causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
+    torch.testing.assert_close(found, sums[:, 0].sum())
+    for i, block in enumerate(blocks):
+        ids = torch.tensor([[tokenizer.cls_token_id, *block]])
+        with torch.no_grad():
+            output = model(input_ids=ids, labels=ids)  # upstream moves the labels itself
+        expected = 0.0
+        for place, token in enumerate(block):
+            logits = output.logits[0, place].double()
+            expected -= math.log(
+                math.exp(logits[token] - logits.max()) / float(torch.exp(logits - logits.max()).sum())
+            )
+        assert sums[i, 0].item() == pytest.approx(expected, rel=1e-5)
+        assert sums[i, 0].item() / len(block) == pytest.approx(output.loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_no_loss_depends_on_a_later_token(tokenizer, name):
+    model, (_, batch) = model_of(name), batch_of(tokenizer)
+    changed = {key: tensor.clone() for key, tensor in batch.items()}
+    changed["input_ids"][:, 5] = (changed["input_ids"][:, 5] + 7) % 60
+    before, after = causal_logits(model, batch), causal_logits(model, changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:2, 5:], after[:2, 5:])
+
+
+def test_shuffled_words_keep_their_next_tokens(tokenizer):
+    _, batch = batch_of(tokenizer)
+    shuffled = shuffle_positions(batch)
+    for i in range(3):
+        pairs = [
+            sorted(zip(b["input_ids"][i].tolist(), b["labels"][i].tolist(), strict=True)) for b in (batch, shuffled)
+        ]
+        assert pairs[0] == pairs[1]
+    assert not torch.equal(batch["input_ids"], shuffled["input_ids"])
+    one = {name: tensor[:, :1] for name, tensor in batch.items()}
+    assert torch.equal(shuffle_positions(one)["input_ids"], one["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--num_key_value_heads", 1],
+        ["--attention_pattern", "sliding_window", "--attention_window", 8],
+        ["--config_overrides", f"{TINY},attention_kernel=elu"],
+    ],
+    ids=["MQA", "window", "elu"],
+)
+def test_a_variant_from_scratch_learns_and_generates_from_its_cache(run, tokenizer, more, tmp_path):
+    results = run(*scratch(), *more, "--max_train_steps", 40, "--eval_steps", 20)
+    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert results["eval_predicted_tokens"] == 8 * 24 and "gate_passed" in results
+    model = AutoModelForCausalLM.from_pretrained(run.out).eval()
+    assert type(model) is AttnVariantBertLMHeadModel and model.config.is_decoder
+    auto_map = json.loads((run.out / "config.json").read_text())["auto_map"]
+    assert (run.out / f"{auto_map['AutoModelForCausalLM'].partition('.')[0]}.py").is_file()
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (
+        tokenizer.cls_token_id,
+        tokenizer.sep_token_id,
+    )
+    prompt = tokenizer(["you may", "any"], add_special_tokens=False)["input_ids"]
+    for ids in prompt:
+        inputs = torch.tensor([[tokenizer.cls_token_id, *ids]])
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+        cached, plain = (model.generate(inputs, use_cache=use, **options) for use in (True, False))
+        assert cached.shape[1] == inputs.shape[1] + 12 and torch.equal(cached, plain)
+    again = run("--num_train_epochs", 0, model=run.out, output_dir=tmp_path / "again")
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "electra"])
+def test_relatives_of_bert_are_decoders_too(run, model_type):
+    results = run(*scratch(model_type), "--max_train_steps", 2)
+    model = AutoModelForCausalLM.from_pretrained(run.out)
+    assert type(model).__name__ == {"roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM"}[model_type]
+    assert model.config.is_decoder and math.isfinite(results["eval_loss"])
+
+
+def test_an_encoder_goes_on_as_a_decoder(run, tiny_bert, tmp_path, caplog):
+    encoder = make_bert(tmp_path / "bert", tiny_bert)
+    with caplog.at_level("INFO", logger="hf_attn_variants"):
+        run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
+    assert "(bert) was an encoder: from here on it is a decoder" in caplog.text
+    weights, own = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
+    assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
+    assert json.loads((run.out / "config.json").read_text())["is_decoder"]
+    with pytest.raises(ValueError, match=r"is a decoder .* give --objective clm"):
+        run("--max_train_steps", 2, model=run.out, objective="mlm", output_dir=tmp_path / "mlm")
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    flags = [*scratch("bert", "--num_key_value_heads", 2), "--max_train_steps", 7, "--checkpointing_steps", 4]
+    whole = run(*flags)
+    checkpoint = ["--resume_from_checkpoint", run.out / "checkpoint-4"]
+    resumed = run(*flags, *checkpoint, output_dir=tmp_path / "resumed")
+    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "resumed")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match="objective was clm and is None"):
+        run(*flags, *checkpoint, objective="mlm", output_dir=tmp_path / "masked")
+
+
+def test_two_processes_train_like_one(run, tmp_path):
+    flags = [*scratch(), "--dropout_rate", 0, "--max_train_steps", 3]
+    expected = run(*flags, output_dir=tmp_path / "one")
+    argv = run.flags(*flags, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
+    statuses, printed = run_processes(2, run_script, "pretrain_mlm", argv)
+    assert statuses == [0, 0], printed
+    results = json.loads((tmp_path / "two/all_results.json").read_text())
+    for name in ("train_loss", "eval_loss"):
+        assert results[name] == pytest.approx(expected[name], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (scratch("albert"), "no causal language model of the --model_type albert; it has of bert, electra, roberta"),
+        (["--model_type", "distilbert"], "has no causal language model of the --model_type distilbert"),
+        (scratch("bert", "--whole_word_mask"), "--whole_word_mask is for masked tokens"),
+        (scratch("bert", "--mlm_probability", 0.3), "--mlm_probability is for masked tokens"),
+        (scratch("bert", "--sentence_task", "nsp"), "--sentence_task is for masked tokens"),
+        (scratch("bert", *GLOBAL), "`num_global_tokens` is of encoders"),
+        (["--model_type", "bert", "--config_overrides", f"{TINY},attention_kernel=linformer"], "linformer"),
+        (scratch("bert", "--max_length", 65), "--max_length 65 is too long: the model has 64 positions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_causal_is_refused_before_anything_is_written(run, more, message, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    with pytest.raises(ValueError, match=message):
+        run(*more, "--max_train_steps", 1)
+    assert not run.out.exists()
+
+
+def test_checkpoints_without_a_causal_class_are_refused_by_name(run, tiny_bert, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    size = len(tokenizer)
+    configs = {
+        "albert": (AlbertConfig(vocab_size=size), r"albert \(albert\): transformers has no causal language model"),
+        "distilbert": (DistilBertConfig(vocab_size=size), r"distilbert \(distilbert\): transformers has no causal"),
+        "bart": (
+            BartConfig(vocab_size=size),
+            r"bart \(bart\) is an encoder-decoder, --objective clm",
+        ),
+        "cross": (BertConfig(vocab_size=size, is_decoder=True, add_cross_attention=True), "reads an encoder"),
+    }
+    for name, (config, message) in configs.items():
+        config.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=message):
+            run("--max_train_steps", 1, model=tmp_path / name)

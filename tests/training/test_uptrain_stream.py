@@ -1,0 +1,328 @@
+"""`uptrain --objective span_corruption`: T5's pretraining goes on: batches, schedule, length, resume, refusals."""
+
+import dataclasses
+import gzip
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.processes import run_processes, run_script
+from fixtures.span_corruption import make_sentinel_tokenizer
+from fixtures.uptraining import make_bert, make_t5
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_attn_variants.commands import pretrain_t5, uptrain
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.training.engine.loop import TrainingLoop
+from hf_attn_variants.training.engine.optimization import create_optimizer, create_scheduler
+from hf_attn_variants.training.uptraining.settings import UptrainingSettings
+
+LICENCE = Path(__file__).parents[2] / "LICENSE"
+LENGTH = ["--max_length", 32]
+# A step of one batch, where a test says no other.
+BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Two shards and a held-out file of the licence."""
+    folder = tmp_path_factory.mktemp("text")
+    articles = LICENCE.read_text().split("\n\n")[:14]
+    for i in range(2):
+        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
+    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    """A multi-head T5 with dropout 0.1 that has sentinels, and in "mqa" beside it the same with averaged heads."""
+    folder = tmp_path_factory.mktemp("t5")
+    make_sentinel_tokenizer(folder / "mha")
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    vocabulary = len(AutoTokenizer.from_pretrained(folder / "mha"))
+    config = T5Config(vocab_size=vocabulary, relative_attention_num_buckets=8, decoder_start_token_id=0, **sizes)
+    T5ForConditionalGeneration(config).save_pretrained(folder / "mha")
+    convert_checkpoint(folder / "mha", folder / "mqa", 1, method="mean")
+    return folder
+
+
+def files_of(text):
+    return ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
+
+
+@pytest.fixture
+def run(text, t5, tmp_path):
+    def flags(*more, model=t5 / "mqa", output_dir=tmp_path / "out", files=None):
+        argv = ["--model_name_or_path", model, "--objective", "span_corruption", "--output_dir", output_dir, *LENGTH]
+        argv += [*(files_of(text) if files is None else files), "--max_eval_samples", 8, "--shuffle_buffer_size", 16]
+        return [str(part) for part in [*argv, "--logging_steps", 1, "--cpu", "--disable_tqdm", *more]]
+
+    def call(*more, **options):
+        return uptrain.main(uptrain.parse_args(flags(*more, **options)))
+
+    call.flags, call.out = flags, tmp_path / "out"
+    return call
+
+
+def settings_of(**changed):
+    files = {"train_file": ("a",), "validation_file": ("b",)}
+    shared = {"model_name_or_path": "t5", "objective": "span_corruption", "output_dir": "o"}
+    return UptrainingSettings(**shared | files | changed)
+
+
+def test_the_batches_are_those_of_the_pretraining(run, text, t5, tmp_path, monkeypatch):
+    seen, step = [], TrainingLoop._step
+
+    def watched(self, group):
+        seen.append([{name: tensor.clone() for name, tensor in batch.items()} for batch in group])
+        step(self, group)
+
+    monkeypatch.setattr(TrainingLoop, "_step", watched)
+    steps = ["--max_train_steps", 4, "--seed", 7, "--gradient_accumulation_steps", 2]
+    steps += ["--per_device_train_batch_size", 5]
+    results = run(*steps, "--noise_density", 0.2)
+    ours, seen = seen, []
+    argv = ["--model_name_or_path", t5 / "mqa", "--output_dir", tmp_path / "pretrained", *files_of(text), *LENGTH]
+    argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
+    pretrain_t5.main(pretrain_t5.parse_args([str(each) for each in [*argv, "--noise_density", 0.2]]))
+    assert len(ours) == len(seen) == 4 and all(len(group) == 2 for group in ours)
+    for group, expected in zip(ours, seen, strict=True):
+        for batch, other in zip(group, expected, strict=True):
+            assert batch.keys() == other.keys() >= {"input_ids", "decoder_input_ids", "labels", "position"}
+            assert all(torch.equal(batch[name], other[name]) for name in batch)
+    assert results["sequences_per_step"] == 10 and results["train_samples"] == 40
+
+
+def test_the_loss_falls_and_is_that_of_the_pretraining(run, text, t5, tmp_path):
+    results = run(*BATCH, "--max_train_steps", 60, "--learning_rate", 2e-2)
+    assert results["eval_loss"] == results["eval_cross_entropy"] < 0.8 * results["initial_eval_loss"]
+    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log if "eval_loss" in record] == [0, 12, 24, 36, 48, 60]
+    assert (results["block_length"], results["target_length"], results["objective"]) == (34, 8, "span_corruption")
+    for folder, expected in ((t5 / "mqa", "initial_eval_loss"), (run.out, "eval_loss")):
+        argv = ["--model_name_or_path", folder, "--output_dir", tmp_path / expected, *files_of(text), *LENGTH]
+        argv += ["--num_train_epochs", 0, "--max_eval_samples", 8, "--cpu", "--disable_tqdm"]
+        again = pretrain_t5.main(pretrain_t5.parse_args(list(map(str, argv))))
+        assert again["eval_loss"] == pytest.approx(results[expected], rel=1e-5)
+    before, after = (load_file(folder / "model.safetensors") for folder in (t5 / "mqa", run.out))
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+    assert results["num_trainable_parameters"] == sum(tensor.numel() for tensor in before.values())
+    # Dropout is off while it trains, as in T5 1.1; the checkpoint keeps its own.
+    assert AutoConfig.from_pretrained(run.out).dropout_rate == 0.1
+
+
+def test_a_teacher_adds_its_terms(run, t5):
+    results = run(*BATCH, "--max_train_steps", 30, "--learning_rate", 1e-2, "--teacher", t5 / "mha")
+    terms = ["cross_entropy", "logits_divergence"]
+    sides = ("encoder", "decoder")
+    terms += [f"{side}_{kind}_error" for side in sides for kind in ("hidden_states", "attention_outputs")]
+    assert results["eval_loss"] == pytest.approx(sum(results[f"eval_{name}"] for name in terms), rel=1e-5)
+    name = "decoder_attention_outputs_error"
+    assert results[f"eval_{name}"] < results[f"initial_eval_{name}"]
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    flags = [*BATCH, "--max_train_steps", 9, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--eval_steps", 3]
+    whole = run(*flags)
+    shutil.copytree(run.out, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoint-8")
+    resumed = run(*flags, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "again")
+    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "again")]
+    assert weights[0] == weights[1]
+    for more, message in (
+        (["--noise_density", 0.3], r"noise was \[0.15, 3.0\] and is \[0.3, 3.0\]"),
+        (["--shuffle_buffer_size", 8], "shuffle_buffer_size was 16 and is 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*flags, *more, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "again")
+
+
+def test_two_processes_train_like_one(run, tmp_path):
+    more = ["--max_train_steps", 3, "--total_train_batch_size", 16]
+    expected = run(*more, "--per_device_train_batch_size", 8, output_dir=tmp_path / "one")
+    argv = run.flags(*more, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
+    statuses, printed = run_processes(2, run_script, "uptrain", argv)
+    assert statuses == [0, 0], printed
+    results = json.loads((tmp_path / "two/all_results.json").read_text())
+    assert printed.count("a step reads 16 sequences (2 process(es), 4 at a time, accumulated 2 time(s))") == 1
+    for name in ("eval_loss", "initial_eval_loss", "train_loss"):
+        assert results[name] == pytest.approx(expected[name], rel=1e-4)
+    assert results["train_samples"] == expected["train_samples"] == 48
+
+
+@pytest.mark.parametrize(
+    ("alpha", "steps", "expected"),
+    [(0.05, 1_000_000, 50_000), (0.05, 41, 3), (0.07, 100, 7), (0.1, 3, 1), (0, 10, 0), (1, 7, 7), (1e-6, 10, 1)],
+)
+def test_alpha_is_a_share_that_is_rounded_up(alpha, steps, expected):
+    assert settings_of(alpha=alpha, pretraining_steps=steps).alpha_steps == expected
+
+
+def test_alpha_says_how_long_the_run_is(run, caplog):
+    with caplog.at_level(logging.INFO, logger="hf_attn_variants"):
+        results = run(*BATCH, "--alpha", 0.05, "--pretraining_steps", 41)
+    assert results["steps"] == 3 and results["train_samples"] == 24
+    assert "3 steps: 0.05 of 41, rounded up" in caplog.text
+    assert "a step reads 8 sequences (1 process(es), 8 at a time, accumulated 1 time(s)): 256 tokens" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_defaults_are_those_of_t5():
+    settings = settings_of(alpha=0.05, pretraining_steps=1_000_000)
+    assert (settings.optim, settings.adafactor_scale_parameter, settings.adafactor_relative_step) == (
+        "adafactor",
+        True,
+        False,
+    )
+    assert (settings.max_length, settings.total_train_batch_size, settings.trainable) == (512, 2048, "all")
+    assert (settings.max_grad_norm, settings.warmup_ratio, settings.learning_rate) == (0.0, 0.0, 1e-3)
+    assert dataclasses.replace(settings, seed=1).values() == settings.values() | {"seed": 1}
+    assert settings_of(max_train_steps=3, gradient_accumulation_steps=4).total_train_batch_size is None
+    others = settings_of(max_train_steps=3, optim="adamw", adafactor_scale_parameter=None)
+    assert (others.adafactor_scale_parameter, others.max_grad_norm) == (False, 1.0)
+    assert not settings_of(max_train_steps=3, adafactor_scale_parameter=False).adafactor_scale_parameter
+    rows = UptrainingSettings(model_name_or_path="t5", objective="mlm", output_dir="o", train_file=("a",))
+    assert (rows.optim, rows.max_length, rows.lr_scheduler_type, rows.warmup_ratio) == ("adamw", 64, "linear", 0.05)
+    assert (rows.trainable, rows.max_grad_norm, rows.lr_scheduler_kwargs) == ("attention", 1.0, {})
+
+
+@pytest.mark.parametrize("pretrained", [20_000, 1_000_000])
+def test_the_rate_goes_on_where_pretraining_ended(pretrained):
+    settings = settings_of(alpha=0.05, pretraining_steps=pretrained)
+    optimizer = create_optimizer(torch.nn.Linear(2, 2), settings)
+    scheduler = create_scheduler(optimizer, settings, settings.alpha_steps)
+    for step in range(300):
+        expected = 1 / math.sqrt(max(pretrained + step, 10_000))  # arXiv:1910.10683, section 3.1.2
+        assert scheduler.get_last_lr()[0] == pytest.approx(expected, rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_what_is_given_changes_the_schedule():
+    constant = settings_of(max_train_steps=9)
+    assert (constant.lr_scheduler_type, constant.learning_rate, constant.lr_scheduler_kwargs) == ("constant", 1e-3, {})
+    short = settings_of(max_train_steps=9, pretraining_steps=500)
+    assert (short.learning_rate, short.lr_scheduler_kwargs) == (0.01, {"timescale": 10_000})
+    assert settings_of(max_train_steps=9, num_warmup_steps=3).lr_scheduler_type == "constant_with_warmup"
+    linear = settings_of(max_train_steps=9, pretraining_steps=500, lr_scheduler_type="linear")
+    assert (linear.lr_scheduler_type, linear.lr_scheduler_kwargs) == ("linear", {})
+    own = settings_of(max_train_steps=9, pretraining_steps=500, adafactor_relative_step=True)
+    assert own.lr_scheduler_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4],
+            "makes 5 steps, and --max_train_steps 4",
+        ),
+        (["--alpha", 0.05, "--pretraining_steps", 100, "--num_train_epochs", 1], "and --num_train_epochs 1.0 says"),
+        (["--alpha", 0.05], "--alpha is a share of those steps"),
+        ([], "a stream without a length: give --alpha and --pretraining_steps, or --max_train_steps"),
+        (["--num_train_epochs", 2], "a stream without a length"),
+        (["--max_train_steps", 1, "--group_by_length"], "--group_by_length is for rows of text"),
+        (["--max_train_steps", 1, "--source_file", "x"], "--source_file is for rows of text"),
+        (["--max_train_steps", 1, "--predict_with_generate"], "--predict_with_generate is for rows of text"),
+        (["--max_train_steps", 1, "--dataset_name", "x"], "needs --train_file or --dataset_name, one of them"),
+        (["--max_train_steps", 1, "--text_columns", "x"], "--text_columns names the one column of --dataset_name"),
+        (["--max_train_steps", 1, "--dataloader_num_workers", 2], "must be 0 or 1 for a stream, got 2"),
+        (["--max_train_steps", 1, "--noise_density", 1], r"--noise_density must be in \(0, 1\)"),
+        (["--max_train_steps", 1, "--max_length", 512], "has 8 sentinels .* needs 28"),
+        (["--max_train_steps", 1, "--total_train_batch_size", 20], "20 is no multiple of the 32 examples"),
+        (
+            ["--max_train_steps", 1, "--total_train_batch_size", 64, "--gradient_accumulation_steps", 2],
+            "give --total_train_batch_size or --gradient_accumulation_steps, not both",
+        ),
+    ],
+)
+def test_errors_before_any_work(run, more, message, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    with pytest.raises(ValueError, match=message):
+        run(*more)
+    assert not run.out.exists()
+
+
+def test_what_is_no_text_to_pretrain_on_is_refused(run, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    steps = ["--max_train_steps", 1]
+    with pytest.raises(ValueError, match="needs --validation_file: of a stream of text no rows are held out"):
+        run(*steps, files=["--train_file", text / "train-0.txt.gz"])
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    table = ["--train_file", tmp_path / "rows.jsonl", "--validation_file", text / "valid.txt"]
+    with pytest.raises(ValueError, match=r"rows\.jsonl is a table: name the folder of such files as --dataset_name"):
+        run(*steps, files=table)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"body": "some text"}\n' * 50)
+    source = ["--dataset_name", tmp_path / "data", "--text_columns", "body"]
+    with pytest.raises(ValueError, match="has no split 'validation', and of a stream no rows are held out"):
+        run(*steps, files=source)
+
+
+def test_a_dataset_is_a_stream(run, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    articles = LICENCE.read_text().split("\n\n")
+    for name, rows in (("train", articles[1:9]), ("validation", articles[9:12])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"body": row}) + "\n" for row in rows))
+    results = run(*BATCH, "--max_train_steps", 2, files=["--dataset_name", folder, "--text_columns", "body"])
+    assert results["steps"] == 2 and results["eval_samples"] == 8
+
+
+def test_models_that_learn_otherwise_are_refused_by_name(run, tiny_bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_step", None)
+    steps = ["--max_train_steps", 1]
+    bert = make_bert(tmp_path / "bert", tiny_bert)
+    with pytest.raises(ValueError, match=r"span_corruption is for an encoder-decoder; .*bert \(bert\) is an encoder"):
+        run(*steps, model=bert)
+    plain = make_t5(tmp_path / "plain-t5")
+    with pytest.raises(ValueError, match=r"the tokenizer of .*plain-t5 has no sentinels \(<extra_id_0>"):
+        run(*steps, model=plain)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 200}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    make_sentinel_tokenizer(tmp_path / "bart")
+    BartForConditionalGeneration(BartConfig(**sizes, **heads)).save_pretrained(tmp_path / "bart")
+    with pytest.raises(ValueError, match=r"bart \(bart\) is no T5: span corruption needs"):
+        run(*steps, model=tmp_path / "bart")
+
+
+@pytest.mark.parametrize("given", [{"noise_density": 0.5}, {"mean_noise_span_length": 1}, {"dataset_name": "x"}])
+def test_what_a_stream_has_is_refused_elsewhere(given):
+    with pytest.raises(ValueError, match=f"--{next(iter(given))} is for --objective span_corruption"):
+        settings_of(objective="mlm", **given)
+
+
+@pytest.mark.slow
+def test_a_real_t5_learns_from_real_text(shared_data, tmp_path):
+    """The T5 of captions has never seen a sentinel: they are added, and it learns what they are for."""
+    source = shared_data / "checkpoints/t5-mini-multi30k-en-de"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)
+    model = AutoModelForSeq2SeqLM.from_pretrained(source)
+    model.resize_token_embeddings(len(tokenizer))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "mha")
+    convert_checkpoint(tmp_path / "mha", tmp_path / "mqa", 1, method="mean")
+    wikipedia = shared_data / "wikipedia"
+    argv = ["--model_name_or_path", tmp_path / "mqa", "--objective", "span_corruption", "--output_dir", tmp_path / "o"]
+    argv += ["--train_file", wikipedia / "train-00000.txt.gz", "--validation_file", wikipedia / "valid.txt.gz"]
+    argv += ["--max_length", 64, "--max_train_steps", 60, "--pretraining_steps", 7543, *BATCH, "--cpu"]
+    argv += ["--max_eval_samples", 32, "--eval_steps", 60, "--shuffle_buffer_size", 256, "--disable_tqdm"]
+    results = uptrain.main(uptrain.parse_args(list(map(str, argv))))
+    assert results["eval_loss"] < results["initial_eval_loss"] - 1
