@@ -9,7 +9,7 @@ DESCRIPTION = (
     "Fine-tune and evaluate a classifier of texts, or of pairs, on your own tables: one label a row, several, or a "
     "number (regression)."
 )
-EPILOG = """examples (one label a row; several; a number for pairs; predictions of a saved model):
+EPILOG = """examples (one label a row, several, a number for pairs; predictions alone):
   %(prog)s ./minilm-gqa4 --train_file train.csv \\
       --validation_file dev.csv --test_file test.csv --output_dir runs/reviews
   %(prog)s ./minilm-gqa4 --train_file train.csv \\

@@ -20,7 +20,7 @@ class ClassificationSplit:
     """The rows of one split."""
 
     name: str  # the Hub's: "train", "validation_matched", "test", ...
-    # Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index`: the row's number or, in GLUE, the
+    # Columns `text1`, `text2` (pairs only), `label` (where there is one) and `index`: the row's number, in GLUE the
     # submission's. Rows of a user's tables have their `file` as well.
     data: Dataset
 
