@@ -128,25 +128,30 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
             file, the row and the column.
     """
     sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
+    if not sources:
+        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
     text_columns, label_column = _columns(next(iter(sources.items())), settings)
-    scheme = _scheme_of_checkpoint(settings, config) if settings.only_evaluates else None
-    splits = {}
+    read = {}
     for name, source in sources.items():
-        column = label_column
-        if column is not None and not _has(source.first, column):
-            if name != "test":
-                raise _no_column(source.first, column, "--label_column")
-            column = None
-        rows = source.read(name, text_columns, column, settings.label_separator)
-        scheme = scheme or _scheme_of_training(settings, rows, source.class_names(column))
-        is_labelled = column is not None and not (name == "test" and _is_unlabelled(rows.cells, scheme))
-        values = scheme.values(rows.cells, rows.where) if is_labelled else None
-        if name == "train" and values is not None:
-            _describe(scheme, values)
-        splits[name] = rows.split(name, values)
-    if scheme is None:  # there is a source
-        raise ValueError("there are no rows")
+        has_labels = label_column is not None and _has(source.first, label_column)
+        if label_column is not None and not has_labels and name != "test":
+            raise _no_column(source.first, label_column, "--label_column")
+        read[name] = source.read(name, text_columns, label_column if has_labels else None, settings.label_separator)
+    if settings.only_evaluates:
+        scheme = _scheme_of_checkpoint(settings, config)
+    else:
+        scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
+    values = {name: _values(name, rows, scheme) for name, rows in read.items()}
+    _describe(scheme, values.get("train") or [])
+    splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
     return ClassificationData(splits, scheme, text_columns, label_column)
+
+
+def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
+    """Return the labels of a split as numbers; None of test rows whose labels are not known."""
+    if rows.label_column is None or (name == "test" and _is_unlabelled(rows.cells, scheme)):
+        return None
+    return scheme.values(rows.cells, rows.where)
 
 
 def _file_sources(settings: ClassificationSettings) -> dict[str, Source]:
@@ -190,7 +195,11 @@ def _dataset_sources(settings: ClassificationSettings) -> dict[str, Source]:
                 f"{', '.join(map(str, found))}: name one with --{name}_split_name"
             )
     if not sources:
-        raise ValueError(f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate")
+        there = ", ".join(map(str, found))
+        raise ValueError(
+            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
+            f"{there}: name one with --validation_split_name"
+        )
     return sources
 
 
@@ -277,6 +286,8 @@ def _scheme_of_checkpoint(settings: ClassificationSettings, config: PreTrainedCo
 
 
 def _describe(scheme: LabelScheme, values: Sequence[Any]) -> None:
+    if not values:  # the run only evaluates
+        return
     if scheme.problem_type == REGRESSION:
         logger.info("train: %d rows, labels from %g to %g: regression", len(values), min(values), max(values))
         return
