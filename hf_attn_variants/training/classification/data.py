@@ -150,6 +150,7 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
     """Return the labels of a split as numbers; None of test rows whose labels are not known."""
     if rows.label_column is None or (name == "test" and _is_unlabelled(rows.cells, scheme)):
+        logger.info("%s: no labels are known: its rows are predicted and not scored", name)
         return None
     return scheme.values(rows.cells, rows.where)
 
