@@ -5,6 +5,7 @@ import json
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
@@ -125,9 +126,9 @@ def test_a_cell_is_read(value, separator, expected):
         (["a", ["b"]], None, r"a label is a text or a finite number, got \['b'\]"),
         (["a", None], None, "a label is a text or a finite number, got None"),
         ({"x": 1}, None, "a label is a text or a finite number"),
-        (float("nan"), None, "finite number, got nan"),
-        (float("inf"), None, "finite number, got inf"),
-        ("\ud800", None, "got half a surrogate pair"),
+        (float("nan"), None, ".*finite number, got nan"),
+        (float("inf"), None, ".*finite number, got inf"),
+        ("\ud800", None, ".*got half a surrogate pair"),
     ],
 )
 def test_a_cell_that_is_no_label_is_refused(value, separator, message):
@@ -163,7 +164,7 @@ def test_labels_become_numbers():
 
 def test_weights_are_balanced_as_scikit_learn_does_or_given():
     scheme, values = LabelScheme(SINGLE_LABEL, ("a", "b", "c")), [0, 1, 1, 2, 2, 2, 2]
-    expected = compute_class_weight("balanced", classes=[0, 1, 2], y=values).tolist()
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=values).tolist()
     assert class_weights("balanced", scheme, values) == pytest.approx(expected)
     assert class_weights({"c": 3}, scheme, values) == [1.0, 1.0, 3.0]
     assert class_weights(None, scheme, values) is None

@@ -61,7 +61,8 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
             if number:
                 colour = "white" if number > 0.5 * totals[row, 0] else "black"
                 fit = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
-                axes.text(column, row, str(number), ha="center", va="center", color=colour, fontsize=fit)
+                inside = {"ha": "center", "va": "center", "in_layout": False}  # the layout would ask each for its size
+                axes.text(column, row, str(number), color=colour, fontsize=fit, **inside)
     figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
     axes.set_title(title, fontsize=10, parse_math=False)
     return figure
