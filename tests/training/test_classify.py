@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from fixtures.uptraining import make_t5
+from fixtures.uptraining import make_bert, make_t5
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -45,19 +45,26 @@ def run(tiny_bert, tmp_path):
 @pytest.fixture
 def sorts(tmp_path):
     """Texts about an animal, a thing, or both: of one label each, of several, and with a number."""
-    both = [(f"the {a} and the {p}", "both", f"animal|{p}", 2.5) for a in ANIMALS for p in PLACES]
-    rows = [(f"a man sees the {a}", "animal", "animal", 1) for a in ANIMALS for _ in range(4)]
-    rows += [(f"a man sees the {p}", "thing", p, -1) for p in PLACES for _ in range(4)]
+    both = [(f"{a} {p}", "both", f"animal|{p}", 2.5) for a in ANIMALS for p in PLACES]
+    rows = [(a, "animal", "animal", 1) for a in ANIMALS for _ in range(4)]
+    rows += [(p, "thing", p, -1) for p in PLACES for _ in range(4)]
     rows += [("a man", "thing", "", -1), *both]
     table = [(i, text, one, several, number) for i, (text, one, several, number) in enumerate(rows)]
     header = ("id", "what is said", "kind of $", "tags", "size")
     train = write_csv(tmp_path / "train.csv", header, table)
-    dev = write_csv(tmp_path / "dev.csv", header, table[::3])
+    dev = write_csv(tmp_path / "dev.csv", header, table[2::3])
     (tmp_path / "test.jsonl").write_text("".join(json.dumps({"what is said": row[1]}) + "\n" for row in table[::5]))
     return train, dev, tmp_path / "test.jsonl", [row[1] for row in table[::5]]
 
 
+@pytest.fixture(scope="module")
+def learner(tiny_bert, tmp_path_factory):
+    """A BERT that learns in few steps."""
+    return make_bert(tmp_path_factory.mktemp("learner") / "bert", tiny_bert)
+
+
 TEXT = ("--text_columns", "what is said")
+LEARNS = ("--learning_rate", "3e-3", "--dropout_rate", 0, "--num_train_epochs", 8)
 
 
 def lines_of(path):
@@ -104,11 +111,11 @@ def test_a_plain_table_gives_the_scores_of_glue_to_the_digit(run, tiny_bert, glu
 # Whole runs
 
 
-def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, tiny_bert, tmp_path):
+def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp_path):
     train, dev, test, texts = sorts
-    convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
+    convert_checkpoint(learner, tmp_path / "gqa", 2)
     label = "--label_column", "kind of $"
-    results, out = run(train, dev, *TEXT, *label, "--num_train_epochs", 8, model=tmp_path / "gqa", test=test)
+    results, out = run(train, dev, *TEXT, *label, *LEARNS, model=tmp_path / "gqa", test=test)
     assert results["eval_accuracy"] > 0.9 and results["eval_f1_macro"] > 0.9 and results["eval_roc_auc"] > 0.9
     assert results["problem_type"] == "single_label_classification" and "test_accuracy" not in results
     assert results["labels"] == ["animal", "both", "thing"] and results["label_column"] == "kind of $"
@@ -158,10 +165,10 @@ def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
     )
 
 
-def test_several_labels_a_row_are_learned(run, sorts):
+def test_several_labels_a_row_are_learned(run, sorts, learner):
     train, dev, test, texts = sorts
     flags = "--label_column", "tags", "--label_separator", "|"
-    results, out = run(train, dev, *TEXT, *flags, "--num_train_epochs", 8, test=test)
+    results, out = run(train, dev, *TEXT, *flags, *LEARNS, test=test, model=learner)
     assert results["labels"] == ["animal", "guitar", "house", "mat", "street"]
     assert results["eval_f1_micro"] > 0.9 and results["eval_roc_auc"] > 0.9
     assert not (out / "confusion_matrix.png").exists() and "eval_confusion_matrix" not in results
@@ -176,10 +183,10 @@ def test_several_labels_a_row_are_learned(run, sorts):
         assert said == pytest.approx(row["probabilities"], abs=1e-4)
 
 
-def test_a_number_is_learned(run, sorts):
+def test_a_number_is_learned(run, sorts, learner):
     train, dev, test, _ = sorts
-    flags = "--label_column", "size", "--num_train_epochs", 10, "--metric_for_best_model", "rmse", "--eval_steps", 8
-    results, out = run(train, dev, *TEXT, *flags, test=test)
+    flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
+    results, out = run(train, dev, *TEXT, *flags, test=test, model=learner)
     assert results["eval_pearson"] > 0.9 and results["eval_rmse"] < 1 and "labels" not in results
     records = [row for row in lines_of(out / "train_log.jsonl") if "eval_rmse" in row]
     assert results["eval_rmse"] == min(row["eval_rmse"] for row in records)
@@ -367,4 +374,4 @@ def test_what_is_learned_is_said(run, sorts, caplog, capsys):
         run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     assert "train: 49 rows, labels 'animal' 16, 'both' 16, 'thing' 17: single_label_classification" in caplog.text
     said = capsys.readouterr().out
-    assert re.search(r"single label classification dev \(17 rows\): accuracy 0\.\d{4}, f1_macro", said)
+    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", said)

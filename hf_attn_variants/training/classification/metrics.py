@@ -86,7 +86,9 @@ def score(scheme: LabelScheme, found: Predictions, labels: np.ndarray) -> dict[s
         "f1_micro": float(f1_score(labels, found.chosen, average="micro", zero_division=0.0)),
     }
     if scheme.problem_type != MULTI_LABEL:
-        values["matthews_correlation"] = float(matthews_corrcoef(labels, found.chosen))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rows of one class, all predicted so: 0
+            values["matthews_correlation"] = float(matthews_corrcoef(labels, found.chosen))
     areas = [area for area in _areas(scheme, found, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
