@@ -179,7 +179,7 @@ def test_several_labels_a_row_are_learned(run, sorts, learner):
     # transformers' own pipeline says the same.
     classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
     for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
-        said = {each["label"]: each["score"] for each in classifier(text)}
+        said = {each["label"]: each["score"] for each in classifier([text])[0]}
         assert said == pytest.approx(row["probabilities"], abs=1e-4)
 
 

@@ -4,7 +4,7 @@ import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0)
     small = 8 if count <= MOST_NUMBERED else max(2.0, 500 / count)
-    ticks = {"fontsize": small, "parse_math": False}  # a name with $ is no formula
+    ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is no formula
     axes.set_xticks(range(count), shown, rotation=90, **ticks)
     axes.set_yticks(range(count), shown, **ticks)
     axes.set(xlabel="predicted", ylabel="true")
@@ -61,7 +61,11 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
             if number:
                 colour = "white" if number > 0.5 * totals[row, 0] else "black"
                 fit = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
-                inside = {"ha": "center", "va": "center", "in_layout": False}  # the layout would ask each for its size
+                inside: Any = {
+                    "ha": "center",
+                    "va": "center",
+                    "in_layout": False,
+                }  # the layout would ask each for its size
                 axes.text(column, row, str(number), color=colour, fontsize=fit, **inside)
     figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
     axes.set_title(title, fontsize=10, parse_math=False)

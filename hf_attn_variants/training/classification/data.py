@@ -267,7 +267,8 @@ def _scheme_of_training(
 
 
 def _scheme_of_checkpoint(settings: ClassificationSettings, config: PreTrainedConfig) -> LabelScheme:
-    name, numbered = settings.model_name_or_path, dict(config.id2label or {})
+    name: Any = settings.model_name_or_path
+    numbered: Any = config.id2label or {}
     if not any("ForSequenceClassification" in each for each in config.architectures or []):
         saved = ", ".join(config.architectures or []) or "no class"
         raise ValueError(f"--num_train_epochs 0 needs a model that classifies texts; {name} was saved as {saved}")

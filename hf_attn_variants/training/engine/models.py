@@ -98,7 +98,7 @@ def load_classifier(
     config: PreTrainedConfig,
     labels: Sequence[str] | None,
     model_class: type[Any],
-    problem_type: str | None = None,
+    problem_type: Any = None,
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
