@@ -92,7 +92,7 @@ def table_of(suffix):
 
 
 def read_classified(path):
-    settings = ClassificationSettings(model_name_or_path="m", output_dir="o", train_file=path, text_columns="a")
+    settings = ClassificationSettings(model_name_or_path="m", output_dir="o", train_file=str(path), text_columns="a")
     return load_classification_data(settings, None)
 
 
