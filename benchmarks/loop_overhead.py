@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.page_faults import Usage, Watch, memory_now, summary
+from hf_attn_variants.training.classification.evaluation import classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     create_stream_dataloader,
@@ -41,7 +42,6 @@ from hf_attn_variants.training.engine.loop_settings import LoopSettings
 from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.masking import MaskedLMPreparation
 from hf_attn_variants.training.engine.tracking import library_versions
-from hf_attn_variants.training.glue.evaluation import classification_objective
 from hf_attn_variants.training.pretraining.masked_lm import masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
     "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT, ALBERT, ... as a language model"),
     "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
+    "classify": ("hf_attn_variants.commands.classify", "fine-tune and evaluate a classifier on your own tables"),
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
     "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),

@@ -18,6 +18,7 @@ __all__ = [
     "BEST_MODEL_FILE",
     "CARD_NAME",
     "CONFIG_NAME",
+    "CONFUSION_FILE",
     "CURVES_FILE",
     "GENERATED_CARD",
     "HISTORY_NAME",
@@ -28,6 +29,7 @@ __all__ = [
     "PICKLE_INDEX_NAME",
     "PICKLE_SUFFIXES",
     "PICKLE_WEIGHTS_NAME",
+    "PICTURES",
     "REFRESH_PREFIX",
     "REPORT_NAME",
     "RESULTS_NAME",
@@ -66,6 +68,7 @@ REPORT_NAME = "conversion_report.json"
 RESULTS_NAME = "all_results.json"
 LOG_FILE = "train_log.jsonl"
 CURVES_FILE = "training_curves.png"
+CONFUSION_FILE = "confusion_matrix.png"  # of the dev rows; that of the test rows ends in _test.png
 BEST_MODEL_FILE = "best_model.safetensors"
 # While a model is written into a folder that was there, its config.json begins so: no loader takes it.
 NO_MODEL = b"This is no model: "
@@ -95,7 +98,8 @@ TRAINER_FILES = (
     "latest",
 )
 # What a training run or a conversion wrote about the model that it made: it is not true of what is made of that.
-RESULT_FILES = (RESULTS_NAME, LOG_FILE, CURVES_FILE, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
+PICTURES = (CURVES_FILE, CONFUSION_FILE, CONFUSION_FILE.replace(".", "_test."))
+RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PICTURES, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
 # Lists and objects in each other that JSON may have: more than any file of ours, fewer than any Python's limit.
 MOST_NESTED = 200
 

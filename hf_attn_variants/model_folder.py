@@ -15,11 +15,11 @@ from .files import (
     BEST_MODEL_FILE,
     CARD_NAME,
     CONFIG_NAME,
-    CURVES_FILE,
     HISTORY_NAME,
     INDEX_NAME,
     NO_MODEL,
     PICKLE_INDEX_NAME,
+    PICTURES,
     REPORT_NAME,
     RESULTS_NAME,
     SENTENCE_MODULES_NAME,
@@ -40,7 +40,7 @@ _VOCABULARIES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt"
 TOKENIZER_FILES = (*_VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
 OTHER_FILES = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
 # What is true of a set of weights alone, and what would make another model of the new weights.
-RESULTS = (RESULTS_NAME, CURVES_FILE, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
+RESULTS = (RESULTS_NAME, *PICTURES, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
 OF_WEIGHTS = (*WEIGHT_FILES, *RESULTS)
 OF_MODEL = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENIZER_FILES, *OTHER_FILES)
 # A tokenizer loads by itself: its settings leave first and come last.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..training.engine.options import Settings, alternatives, fields_by_group
 from ..training.engine.settings import NewModelSettings
+from .hf_names import check_names
 
 __all__ = ["parse_settings"]
 
@@ -29,7 +30,7 @@ def parse_settings(
 
     Returns:
         The settings. A flag that is unknown, lacks its value or has one of another type ends the process with a line
-        and status 2, as argparse does.
+        and status 2, as argparse does; one of HF's scripts with what it is called here.
 
     Raises:
         ValueError: if a value is outside its range, or the settings do not go together.
@@ -45,6 +46,7 @@ def parse_settings(
                 add_checkpoint_argument(group, each.metadata["help"])
             else:
                 group.add_argument(f"--{each.name}", **_argument(each, types_of[each.name]))
+    check_names(parser, argv)
     given = parse_with_checkpoint(parser, argv, required=not issubclass(settings, NewModelSettings))
     return settings(**vars(given))
 

@@ -21,7 +21,7 @@ from ..model_history import ModelHistory, read_front_matter, read_history
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
 from .card_escapes import plain
-from .card_steps import Step, data_name, hub_source, last_training, step_lines, step_sections, task_of
+from .card_steps import Step, data_name, hub_source, last_training, reads_pairs, step_lines, step_sections, task_of
 from .card_text import PIPELINE_TAGS, code_paragraph, licence_text, limits, papers, size_rows, summary, usage_snippet
 from .heads_diagram import heads_diagram
 from .local_paths import without_local_paths
@@ -133,7 +133,7 @@ def model_card(
         notes=options.notes,
         diagram=heads_diagram(variant, fields) if variant is not None else None,
         sizes=size_rows(table, variant, fields) if variant is not None else [],
-        usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps)),
+        usage=usage_snippet(repo_id, config, is_sentence_model, task_of(steps), reads_pairs(steps)),
         code=code_paragraph(repo_id) if config.get("auto_map") else None,
         steps=step_lines(steps, origin),
         sections=step_sections(steps, origin, (folder / REPORT_NAME).is_file()),

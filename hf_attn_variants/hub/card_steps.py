@@ -9,16 +9,32 @@ from ..conversion.quality import Quality
 from ..glue_tasks import TASKS, GlueTask
 from .card_escapes import code, plain
 
-__all__ = ["chain_sentence", "data_name", "hub_source", "last_training", "step_lines", "step_sections", "task_of"]
+__all__ = [
+    "chain_sentence",
+    "data_name",
+    "hub_source",
+    "last_training",
+    "reads_pairs",
+    "step_lines",
+    "step_sections",
+    "task_of",
+]
 
 # Arguments that say how a model was trained; paths and the like stay at home.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
-alpha per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type num_warmup_steps
-warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
+alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
+num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
 max_target_length mixed_precision trainable seed""".split()
 TRAINING_FILES = ("train_file", "source_file")
 PRETRAINING = ("mlm_probability", "noise_density")
 Step = Mapping[str, Any]
+# What a classifier of a user's own tables does, by transformers' name of the problem.
+PROBLEMS = {
+    "single_label_classification": "It gives each text one of {} labels",
+    "multi_label_classification": "It gives each text any of {} labels",
+    "regression": "It gives each text a number",
+}
+MOST_LABELS = 30
 
 
 def last_training(steps: Sequence[Step]) -> Step | None:
@@ -38,9 +54,20 @@ def hub_source(steps: Sequence[Step]) -> str | None:
 
 
 def task_of(steps: Sequence[Step]) -> GlueTask | None:
-    """Return the GLUE task that the model was last trained on."""
+    """Return the GLUE task that the model was last trained on; None where a user's own came after."""
+    last = _last_with_task(steps)
+    return TASKS.get(_task_name(last) or "") if last is not None else None
+
+
+def reads_pairs(steps: Sequence[Step]) -> bool:
+    """Say whether the model was last trained on two columns of text of a user's own."""
+    last = _last_with_task(steps)
+    return last is not None and len(last.get("text_columns", ())) == 2
+
+
+def _last_with_task(steps: Sequence[Step]) -> Step | None:
     trainings = [step for step in reversed(steps) if step["kind"] == "training"]
-    return next((TASKS[name] for name in map(_task_name, trainings) if name in TASKS), None)
+    return next((step for step in trainings if "problem_type" in step or _task_name(step) in TASKS), None)
 
 
 def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
@@ -164,11 +191,24 @@ def _training(step: Step) -> dict[str, Any]:
     sentence = f"{', '.join(parts)}." if parts else ""
     if {"initial_eval_loss", "eval_loss"} <= step.keys():
         sentence += f" Loss on held-out text: {step['initial_eval_loss']:.4f} before, {step['eval_loss']:.4f} after."
+    sentence += _problem(step)
     arguments = step["arguments"]
     if arguments.get("max_train_steps") is not None:
         arguments = {name: value for name, value in arguments.items() if name != "num_train_epochs"}
     rows = [(name, arguments[name]) for name in TRAINING_ARGUMENTS if arguments.get(name) not in (None, "")]
     return {"sentence": sentence, "rows": rows}
+
+
+def _problem(step: Step) -> str:
+    """Return what a classifier of a user's own tables does, with its labels; "" for others."""
+    if step.get("problem_type") not in PROBLEMS:
+        return ""
+    names, what = step.get("labels", []), PROBLEMS[step["problem_type"]]
+    if reads_pairs([step]):
+        what = what.replace("each text", "each pair of texts")
+    shown = ", ".join(code(name) for name in names[:MOST_LABELS])
+    more = f" and {len(names) - MOST_LABELS} more" if len(names) > MOST_LABELS else ""
+    return f" {what.format(len(names))}{f': {shown}{more}' if names else ''}."
 
 
 def _line(step: Step, source: str) -> str:

@@ -39,7 +39,7 @@ PIPELINE_TAGS = {
 }
 SENTENCE = "Two dogs run in the snow."
 # By the columns of a task of pairs: a premise and what may follow from it, two questions, a question and its answer.
-PAIRS = {
+PAIRS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sentence1", "sentence2"): (SENTENCE, "Dogs are running outside."),
     ("question1", "question2"): ("How do dogs keep warm in the snow?", "What keeps a dog warm in winter?"),
     ("question", "sentence"): ("Where do the dogs run?", SENTENCE),
@@ -139,7 +139,11 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
 
 
 def usage_snippet(
-    repo_id: str, config: Mapping[str, Any], is_sentence_model: bool, task: GlueTask | None = None
+    repo_id: str,
+    config: Mapping[str, Any],
+    is_sentence_model: bool,
+    task: GlueTask | None = None,
+    pair: bool = False,
 ) -> str:
     """Return Python that loads the model and runs it once.
 
@@ -148,6 +152,7 @@ def usage_snippet(
         config: config.json.
         is_sentence_model: whether it is a folder of sentence-transformers.
         task: what a classifier was trained on; a task of pairs is shown with a pair.
+        pair: whether a classifier without such a task reads pairs.
     """
     architecture = (config.get("architectures") or [""])[0]
     auto_class = _auto_class(architecture, config)
@@ -175,7 +180,7 @@ def usage_snippet(
             "outputs = model(**{name: tensor.unsqueeze(0) for name, tensor in inputs.items()})",
         ]
     else:
-        text = ", ".join(f'"{each}"' for each in _example(auto_class, task))
+        text = ", ".join(f'"{each}"' for each in _example(auto_class, task, pair))
         load.append(f'inputs = tokenizer({text}, return_tensors="pt")')
         reads_both = auto_class == "AutoModel" and config.get("is_encoder_decoder")
         decoder = ', decoder_input_ids=inputs["input_ids"]' if reads_both else ""
@@ -294,13 +299,15 @@ def _by_layer(variant: Any, name: str) -> str:
     return ", ".join("none" if value is None else str(value) for value in values) + " (by layer)"
 
 
-def _example(auto_class: str, task: GlueTask | None) -> tuple[str, ...]:
+def _example(auto_class: str, task: GlueTask | None, pair: bool) -> tuple[str, ...]:
     if auto_class == "AutoModelForQuestionAnswering":
         return "Where do the dogs run?", SENTENCE
-    columns = task.text_columns if task is not None and auto_class == "AutoModelForSequenceClassification" else ()
-    if len(columns) < 2:
+    if auto_class != "AutoModelForSequenceClassification":
         return (SENTENCE,)
-    return PAIRS.get((columns[0][0], columns[1][0]), PAIRS["sentence1", "sentence2"])
+    columns = tuple(names[0] for names in task.text_columns) if task is not None else ()
+    if len(columns) == 2 or (task is None and pair):
+        return PAIRS.get(columns, PAIRS["sentence1", "sentence2"])
+    return (SENTENCE,)
 
 
 def _attention(variant: Any, fields: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "ClassificationFineTuning": "classification.task",
+    "ClassificationSettings": "classification.settings",
     "fine_tune": "engine.finetune",
     "FineTuningTask": "engine.finetune",
     "GlueFineTuning": "glue.task",
@@ -25,6 +27,8 @@ _HOMES = {
     "pretrain_span_corruption": "pretraining.run_span_corruption",
 }
 __all__ = [
+    "ClassificationFineTuning",
+    "ClassificationSettings",
     "FineTuningTask",
     "GlueFineTuning",
     "GlueSettings",
@@ -52,6 +56,8 @@ def _found(name: str) -> Any:
 
 # A type checker that saw it would take any name for one that is here.
 if TYPE_CHECKING:
+    from .classification.settings import ClassificationSettings
+    from .classification.task import ClassificationFineTuning
     from .engine.finetune import FineTuningTask, fine_tune
     from .glue.settings import GlueSettings
     from .glue.task import GlueFineTuning

@@ -265,6 +265,7 @@ COMMAND_LINES = {
     "uptrain": ["--objective", "mlm", "--train_file", "a.txt", "--output_dir", "out"],
     "pretrain": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
     "pretrain-t5": ["--output_dir", "out", "--train_file", "a.txt", "--max_train_steps", "3"],
+    "classify": ["--output_dir", "out", "--train_file", "a.csv", "--problem_type", "regression"],
     "glue": ["--task_name", "sst2", "--output_dir", "out", "--cpu"],
     "ner": ["--output_dir", "out", "--train_file", "a.txt", "--validation_file", "b.txt"],
     "squad": ["--output_dir", "out", "--learning_rate", "1e-5"],

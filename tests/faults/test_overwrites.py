@@ -36,6 +36,8 @@ TINY_T5 = "d_model=16,d_kv=4,d_ff=16,num_layers=1,num_heads=4,relative_attention
 TRAININGS = {
     "glue": ["--model_name_or_path", "BERT", "--task_name", "stsb", "--data_dir", GLUE_DATA, "--max_length", 16],
     "uptrain": ["--model_name_or_path", "SENTENCES", "--objective", "mlm", "--train_file", "LINES"],
+    "classify": ["--model_name_or_path", "BERT", "--train_file", "TABLE.CSV", "--validation_file", "TABLE.CSV",
+                 "--max_length", 16],
     "ner": ["--model_name_or_path", "BERT", "--train_file", "CONLL", "--validation_file", "CONLL",
             "--max_length", 16],
     "squad": ["--model_name_or_path", "READER", "--train_file", "QUESTIONS", "--validation_file", "QUESTIONS",
@@ -71,6 +73,7 @@ def sources(tmp_path_factory):
     source, target = make_text(folder)
     source.rename(folder / "LINES")
     target.rename(folder / "TARGETS")
+    (folder / "TABLE.CSV").write_text("text,label\na man,x\na dog,y\n" * 4)
     (folder / "CONLL").write_text("Ann B-PER\nsees O\nRome B-LOC\n\n" * 8)
     (folder / "QUESTIONS").write_bytes(Path(write_questions(folder / "v1.json", False)).read_bytes())
     return folder

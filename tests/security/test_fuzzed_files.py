@@ -22,6 +22,8 @@ from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import plan_push
 from hf_attn_variants.model_history import read_history
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
+from hf_attn_variants.training.classification.data import load_classification_data
+from hf_attn_variants.training.classification.settings import ClassificationSettings
 from hf_attn_variants.training.engine.tracking import read_log
 from hf_attn_variants.training.glue.data import read_tsv
 from hf_attn_variants.training.ner.data import read_conll
@@ -89,6 +91,16 @@ def table_of(suffix):
     return ("\n".join(map(json.dumps, ROWS)) if suffix == "jsonl" else json.dumps(ROWS, indent=1)).encode()
 
 
+def read_classified(path):
+    settings = ClassificationSettings(model_name_or_path="m", output_dir="o", train_file=str(path), text_columns="a")
+    return load_classification_data(settings, None)
+
+
+CLASSIFIED = {
+    "classes.csv": b'a,label\ndog,x\n"a ""cat""",y\n',
+    "numbers.csv.gz": gzip.compress(b"a,score\ndog,0.5\ncat,-1\n", mtime=0),
+    "several.jsonl": b'{"a": "dog", "labels": ["x", "y"]}\n{"a": "cat", "labels": []}\n',
+}
 # The file's name, its content unharmed, and what reads it (given its path).
 GLUE_FILES = {
     name: b"".join((FIXTURES / folder / "dev.tsv").read_bytes().splitlines(keepends=True)[:5])
@@ -101,6 +113,7 @@ READERS = {
     },
     "nested.jsonl": (table_of("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
     "packed.csv.gz": (gzip.compress(table_of("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),
+    **{name: (content, read_classified) for name, content in CLASSIFIED.items()},
     "lines.txt": ("one\n\nzwei \u2028 drei\n".encode(), lambda path: read_lines([path])),
     "pairs.txt": (b"one\ntwo\n", lambda path: read_pairs(path, path)),
     "squad.json": (json.dumps(SQUAD).encode(), read_squad),

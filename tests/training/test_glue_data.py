@@ -3,8 +3,9 @@ from datasets import Dataset, DatasetDict
 from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
+from hf_attn_variants.training.classification.splits import ClassificationSplit, tokenize_split
 from hf_attn_variants.training.engine.tokenizers import fit_token_types
-from hf_attn_variants.training.glue.data import GlueSplit, load_ax, load_glue, read_tsv, tokenize_split
+from hf_attn_variants.training.glue.data import load_ax, load_glue, read_tsv
 
 
 def write(path, text, encoding="utf-8"):
@@ -186,5 +187,5 @@ def test_labels_and_submission_formats():
 
 
 def test_first_keeps_everything_without_a_count(glue):
-    split = GlueSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
+    split = ClassificationSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
     assert len(split.first(None)) == len(split.first(99)) == 12 and len(split.first(3)) == 3

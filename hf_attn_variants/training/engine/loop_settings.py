@@ -12,7 +12,7 @@ from .settings import TrainingSettings
 __all__ = ["LoopSettings", "greater_is_better", "total_training_steps"]
 
 # The dev metrics that fall as a model gets better; all others rise.
-FALLING_METRICS = re.compile(r"loss(_mm)?|perplexity|cross_entropy|\w+_(error|distance|divergence)")
+FALLING_METRICS = re.compile(r"loss(_mm)?|perplexity|cross_entropy|rmse|mae|\w+_(error|distance|divergence)")
 
 
 def greater_is_better(metric: str) -> bool:

@@ -94,12 +94,16 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_classifier(
-    settings: ModelSettings, config: PreTrainedConfig, labels: Sequence[str] | None, model_class: type[Any]
+    settings: ModelSettings,
+    config: PreTrainedConfig,
+    labels: Sequence[str] | None,
+    model_class: type[Any],
+    problem_type: Any = None,
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint as a classifier of texts or of tokens (or, without labels, as a regressor) in float32.
 
-    The config gets the labels' names. Return the model, and how its outputs are numbered: a checkpoint trained on the
-    same class names in another order keeps its own.
+    The config gets the labels' names and, for texts, the problem type. Return the model, and how its outputs are
+    numbered: a checkpoint trained on the same class names in another order keeps its own.
 
     Raises:
         OSError: if the checkpoint cannot be read.
@@ -127,7 +131,7 @@ def load_classifier(
     config.id2label = {i: names[task_id] for i, task_id in enumerate(order)}
     config.label2id = {name: i for i, name in config.id2label.items()}
     if model_class is AutoModelForSequenceClassification:
-        config.problem_type = "regression" if labels is None else "single_label_classification"
+        config.problem_type = problem_type
     return load_model(settings, config, model_class, ignore_mismatched_sizes=replaced), LabelMap(order)
 
 

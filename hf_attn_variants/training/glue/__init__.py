@@ -1,1 +1,1 @@
-"""Sequence classification on GLUE: the shape of the tasks' folders."""
+"""GLUE: `classification` with the nine tasks' files and scores."""

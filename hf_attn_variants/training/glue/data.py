@@ -1,59 +1,19 @@
-"""Reads GLUE from a folder of TSVs or from the Hub, and tokenises it."""
+"""Reads GLUE from a folder of TSVs or from the Hub."""
 
-import hashlib
-import json
 import logging
-import uuid
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
-from datasets.table import InMemoryTable
-from transformers import PreTrainedTokenizerBase
 
 from ...glue_tasks import TASKS, GlueTask, parse_label
 from ...open_files import read_file
 from ...text_lines import is_blank
+from ..classification.splits import ClassificationSplit, make_rows
 
-__all__ = ["GlueSplit", "hash_rows", "load_ax", "load_glue", "make_rows", "read_tsv", "tokenize_split"]
+__all__ = ["load_ax", "load_glue", "read_tsv"]
 
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
-
-
-@dataclass
-class GlueSplit:
-    """The rows of one split."""
-
-    name: str  # the Hub's: "train", "validation_matched", "test", ...
-    data: Dataset  # columns `text1`, `text2` (pairs only), `label` (where there is one) and `index` (the submission's)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def first(self, count: int | None) -> "GlueSplit":
-        """Return the split's first `count` rows, with None all of them."""
-        return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
-
-
-def make_rows(columns: dict[str, list]) -> Dataset:
-    """Make rows in memory, of columns of one length.
-
-    Given no fingerprint, as by `Dataset.from_dict`, datasets hashes the table by dill, which fails where pyarrow lies
-    in a folder that is not named site-packages.
-    """
-    return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
-
-
-def hash_rows(split: GlueSplit, chunk: int = 10_000) -> str:
-    """Return a short hash of a split's texts and labels, in their order."""
-    columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
-    data = split.data.select_columns(columns)
-    digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(data), chunk):
-        rows = data[start : start + chunk]
-        digest.update(json.dumps([rows[name] for name in columns]).encode())
-    return digest.hexdigest()
 
 
 def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
@@ -167,7 +127,7 @@ def _file_splits(
 
 def load_glue(
     task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
-) -> dict[str, GlueSplit]:
+) -> dict[str, ClassificationSplit]:
     """Read every split of a task that is there: from TSVs where a folder or a file is given, otherwise from the Hub.
 
     The folder has `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv`, `dev_mismatched.tsv`) and test files; these and
@@ -181,7 +141,8 @@ def load_glue(
     if data_dir is not None or any(files.values()):
         paths = _file_splits(task, data_dir, files, with_train)
         is_labelled = {split: split not in task.test_splits for split in paths}
-        return {split: GlueSplit(split, read_tsv(path, task, is_labelled[split])) for split, path in paths.items()}
+        rows = {split: read_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
+        return {split: ClassificationSplit(split, data) for split, data in rows.items()}
     try:
         loaded = load_dataset(HUB_DATASET, task.name)
     except Exception as error:  # the Hub's many ways to fail are one thing to the user
@@ -193,7 +154,7 @@ def load_glue(
     return {split: _hub_split(task, split, loaded[split]) for split in splits if split in loaded}
 
 
-def _hub_split(task: GlueTask, split: str, data: Dataset) -> GlueSplit:
+def _hub_split(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
     renamed = {}
     for i, names in enumerate(task.text_columns):
         at = _find(data.column_names, names)
@@ -207,10 +168,10 @@ def _hub_split(task: GlueTask, split: str, data: Dataset) -> GlueSplit:
         data = data.rename_column("idx", "index")
     if split in task.test_splits and "label" in data.column_names:
         data = data.remove_columns("label")
-    return GlueSplit(split, data)
+    return ClassificationSplit(split, data)
 
 
-def load_ax(data_dir: str | None = None) -> GlueSplit | None:
+def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
     """Read the diagnostic set where it is: beside the MNLI files, in a sibling folder, or on the Hub.
 
     Return None where a folder was given and the file is not in it.
@@ -221,28 +182,5 @@ def load_ax(data_dir: str | None = None) -> GlueSplit | None:
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():
-                return GlueSplit("test", read_tsv(folder / name, task, has_labels=False))
+                return ClassificationSplit("test", read_tsv(folder / name, task, has_labels=False))
     return None
-
-
-def tokenize_split(split: GlueSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenise a split without padding; that is done per batch. The longer text of a pair is cut first.
-
-    Return the tokenizer's columns (lists of ints), `label` where there is one, and `length` (tokens).
-    """
-    pair = "text2" in split.data.column_names
-
-    def encode(rows: dict) -> dict:
-        texts = (rows["text1"], rows["text2"]) if pair else (rows["text1"],)
-        encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length, padding=False))
-        encoded["length"] = [len(ids) for ids in encoded["input_ids"]]
-        return encoded
-
-    unused = [name for name in split.data.column_names if name != "label"]
-    # A longer name than this leaves no room for the bar in 80 columns.
-    shown = f"{split.name.replace('validation', 'dev')} tokens"
-    data = split.data.map(encode, batched=True, remove_columns=unused, desc=shown)
-    if full := sum(length == max_length for length in data["length"]):
-        message = "%s: %d of %d examples fill --max_length %d and may have been cut"
-        logger.info(message, split.name, full, len(data), max_length)
-    return data

@@ -1,23 +1,13 @@
 """GLUE's official metrics: scikit-learn's and scipy's functions under GLUE's names."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from ..classification.metrics import pearson, spearman
+
 __all__ = ["METRICS", "compute_metrics"]
-
-
-def _correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
-    def compute(references: np.ndarray, predictions: np.ndarray) -> float:
-        with warnings.catch_warnings():
-            # A constant prediction has no correlation: the value is NaN, which says it without scipy's warning.
-            warnings.simplefilter("ignore")
-            return function(np.asarray(predictions, dtype=np.float64), references)[0]
-
-    return compute
 
 
 # (true values, predictions) -> the metric. F1 is that of class 1. Where every prediction is the same, Matthews
@@ -26,8 +16,8 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
     "matthews_correlation": matthews_corrcoef,
-    "pearson": _correlation(pearsonr),
-    "spearmanr": _correlation(spearmanr),
+    "pearson": pearson,
+    "spearmanr": spearman,
 }
 
 

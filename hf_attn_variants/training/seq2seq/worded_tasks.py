@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from ...glue_tasks import GlueTask, get_task
-from ..glue.data import GlueSplit, load_glue
+from ..classification.splits import ClassificationSplit
+from ..glue.data import load_glue
 from ..glue.metrics import compute_metrics
 from ..squad.data import Question, load_squad
 from ..squad.metrics import score_answer
@@ -103,7 +104,7 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
 
 
-def _glue_split(task: GlueTask, name: str, split: GlueSplit) -> Seq2SeqSplit:
+def _glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
     columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
     sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
     if "label" not in split.data.column_names:

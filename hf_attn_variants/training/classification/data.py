@@ -1,0 +1,301 @@
+"""Reads tables, or a `datasets` source, as splits of texts and labels."""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, load_dataset
+from transformers import PreTrainedConfig
+
+from ...table_files import read_records
+from ...text_files import column_names, column_value
+from ...text_lines import is_blank, is_unicode
+from .columns import find_label_column, find_text_columns
+from .labels import Cell, LabelScheme, counted, listed, problem_type_of, read_cell, sorted_names
+from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
+from .splits import ClassificationSplit, make_rows
+
+__all__ = ["ClassificationData", "load_classification_data"]
+
+logger = logging.getLogger(__name__)
+SPLITS = ("train", "validation", "test")
+# What the Hub has as a label that is not public.
+UNKNOWN = {"-1", "-1.0"}
+
+
+@dataclass(frozen=True)
+class ClassificationData:
+    """What is trained on, evaluated and predicted.
+
+    Attributes:
+        splits: by name, those that there are of "train", "validation" and "test".
+        scheme: what their labels are.
+        text_columns: one, or the two of pairs.
+        label_column: None where there is none, and texts are predicted alone.
+    """
+
+    splits: dict[str, ClassificationSplit]
+    scheme: LabelScheme
+    text_columns: tuple[str, ...]
+    label_column: str | None
+
+
+@dataclass
+class Record:
+    """A row as it came: its file, or `datasets` source, its number in that (from 1), and where an error says it is."""
+
+    file: str
+    number: int
+    place: str
+    values: dict[str, Any]
+
+
+@dataclass
+class Rows:
+    """The rows of a split as they were read; `texts` has a list a text column."""
+
+    label_column: str | None
+    texts: list[list[str]]
+    cells: list[Cell] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def where(self, row: int) -> str:
+        """Say where a label is: file, row and column."""
+        return f"{self.files[row]}, row {self.numbers[row]}, column {self.label_column!r}"
+
+    def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
+        """Return the split with these labels."""
+        columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
+        columns |= {"index": self.numbers, "file": self.files}
+        return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
+
+
+class Source:
+    """The rows of a split, one after the other, and what its features say of its labels."""
+
+    def __init__(self, records: Iterator[Record], features: dict[str, Any] | None = None):
+        self.first = next(records)
+        self.records = itertools.chain([self.first], records)
+        self.features = features or {}
+
+    def class_names(self, label_column: str | None) -> list[str] | None:
+        """Return the names of labels that are numbers of names."""
+        feature = self.features.get(label_column or "")
+        feature = getattr(feature, "feature", feature)  # of a list
+        return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
+
+    def read(self, name: str, text_columns: Sequence[str], label_column: str | None, separator: str | None) -> Rows:
+        """Read all rows; a blank text is one, and is counted.
+
+        Raises:
+            OSError, ValueError: see `load_classification_data`.
+        """
+        rows = Rows(label_column, [[] for _ in text_columns])
+        names = self.class_names(label_column)
+        blank: list[str] = []
+        for record in self.records:
+            for column, texts in zip(text_columns, rows.texts, strict=True):
+                texts.append(_text_of(record, column))
+            if any(is_blank(texts[-1]) for texts in rows.texts):
+                blank.append(record.place)
+            rows.files.append(record.file)
+            rows.numbers.append(record.number)
+            if label_column is not None:
+                value = column_value(record.values, label_column)
+                value = value if names is None else _named(value, names)
+                rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
+        if blank:
+            message = "%s: %d of %d rows have a blank text, which is read as it is; the first is %s"
+            logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
+        return rows
+
+
+def load_classification_data(settings: ClassificationSettings, config: PreTrainedConfig) -> ClassificationData:
+    """Read what the settings name.
+
+    Args:
+        settings: of the run.
+        config: of the checkpoint, whose labels they are where the run only evaluates.
+
+    Raises:
+        OSError: if a file or the Hub's dataset cannot be read.
+        ValueError: if it holds something else, lacks a column, or labels are not of one kind; the message names the
+            file, the row and the column.
+    """
+    sources = _file_sources(settings) if settings.dataset_name is None else _dataset_sources(settings)
+    if not sources:
+        raise ValueError("there is no row to read: give dev rows, or test rows without --skip_predict")
+    text_columns, label_column = _columns(next(iter(sources.items())), settings)
+    read = {}
+    for name, source in sources.items():
+        has_labels = label_column is not None and _has(source.first, label_column)
+        if label_column is not None and not has_labels and name != "test":
+            raise _no_column(source.first, label_column, "--label_column")
+        read[name] = source.read(name, text_columns, label_column if has_labels else None, settings.label_separator)
+    if settings.only_evaluates:
+        scheme = _scheme_of_checkpoint(settings, config)
+    else:
+        scheme = _scheme_of_training(settings, read["train"], sources["train"].class_names(label_column))
+    values = {name: _values(name, rows, scheme) for name, rows in read.items()}
+    _describe(scheme, values.get("train") or [])
+    splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
+    return ClassificationData(splits, scheme, text_columns, label_column)
+
+
+def _values(name: str, rows: Rows, scheme: LabelScheme) -> list[Any] | None:
+    """Return the labels of a split as numbers; None of test rows whose labels are not known."""
+    if rows.label_column is None or (name == "test" and _is_unlabelled(rows.cells, scheme)):
+        logger.info("%s: no labels are known: its rows are predicted and not scored", name)
+        return None
+    return scheme.values(rows.cells, rows.where)
+
+
+def _file_sources(settings: ClassificationSettings) -> dict[str, Source]:
+    wanted = _wanted(settings)
+    paths = {name: getattr(settings, f"{name}_file") for name in wanted}
+    return {name: Source(_file_records(each)) for name, each in paths.items() if each}
+
+
+def _wanted(settings: ClassificationSettings) -> list[str]:
+    unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
+    return [name for name in SPLITS if not unread.get(name)]
+
+
+def _file_records(paths: Sequence[str]) -> Iterator[Record]:
+    for path in paths:
+        number = 0
+        for number, (place, values) in enumerate(read_records(Path(path)), start=1):
+            yield Record(path, number, place, values)
+        if not number:
+            raise ValueError(f"{path} is empty: it has no row")
+
+
+def _dataset_sources(settings: ClassificationSettings) -> dict[str, Source]:
+    try:
+        found = load_dataset(settings.dataset_name, settings.dataset_config_name)
+    except Exception as error:  # the Hub's many ways to fail are one thing to the user
+        raise OSError(
+            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
+        ) from error
+    sources = {}
+    for name in _wanted(settings):
+        given = getattr(settings, f"{name}_split_name")
+        split = given or name
+        if split in found and len(found[split]):
+            file = f"{settings.dataset_name} ({split})"
+            records = (Record(file, i, f"{file}, row {i}", row) for i, row in enumerate(found[split], start=1))
+            sources[name] = Source(records, found[split].features)
+        elif given is not None:
+            raise ValueError(
+                f"--dataset_name {settings.dataset_name} has no row of a split {split!r}; its splits are "
+                f"{', '.join(map(str, found))}: name one with --{name}_split_name"
+            )
+    if not sources:
+        there = ", ".join(map(str, found))
+        raise ValueError(
+            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split to evaluate; its splits are "
+            f"{there}: name one with --validation_split_name"
+        )
+    return sources
+
+
+def _columns(first: tuple[str, Source], settings: ClassificationSettings) -> tuple[tuple[str, ...], str | None]:
+    name, source = first
+    record = source.first
+    given, label = settings.text_columns, settings.label_column
+    texts = given or find_text_columns(record.values, record.place, label)
+    if label is None:
+        label = find_label_column(record.values, record.place, texts, needed=name != "test")
+    return texts, label
+
+
+def _has(record: Record, column: str) -> bool:
+    return column in record.values or column_value(record.values, column) is not None
+
+
+def _no_column(record: Record, column: str, flag: str) -> ValueError:
+    there = " ".join(", ".join(column_names(record.values)).split()) or "none"
+    return ValueError(f"{record.place}: there is no column {column!r}; its columns are {there}: {flag} names it")
+
+
+def _text_of(record: Record, column: str) -> str:
+    text = column_value(record.values, column)
+    if isinstance(text, str) and is_unicode(text):
+        return text
+    if text is None and not _has(record, column):
+        raise _no_column(record, column, "--text_columns")
+    what = "half a surrogate pair, which is no text" if isinstance(text, str) else f"no text but {text!r:.60}"
+    raise ValueError(f"{record.place}: column {column!r} holds {what}; another is named with --text_columns")
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
+
+
+def _is_unlabelled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
+    """Say whether a test split's labels are not known: all empty, or the -1 of the Hub's."""
+    found = set(cells)
+    return found <= {None, ()} or (len(found) == 1 and found <= UNKNOWN and not found & {*scheme.names})
+
+
+def _scheme_of_training(
+    settings: ClassificationSettings, rows: Rows, class_names: Sequence[str] | None
+) -> LabelScheme:
+    kind = settings.problem_type
+    if kind is None and class_names is not None:
+        kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
+    kind = kind or problem_type_of(rows.cells, rows.where)
+    if kind == REGRESSION:
+        if settings.labels is not None:
+            raise ValueError(f"{rows.where(0)}: labels are numbers on a scale (regression), and --labels are names")
+        return LabelScheme(kind, ())
+    names = tuple(settings.labels or class_names or sorted_names(rows.cells))
+    if len(names) < 1 + (kind == SINGLE_LABEL):
+        what = f"every training row has the label {names[0]!r}" if names else "no training row has a label"
+        raise ValueError(f"{rows.where(0)}: {what}: there is nothing to tell apart")
+    lowered = Counter(name.lower() for name in names)
+    if alike := [name for name in names if lowered[name.lower()] > 1]:
+        logger.warning("labels that differ in case alone are different ones: %s", listed(alike))
+    return LabelScheme(kind, names)
+
+
+def _scheme_of_checkpoint(settings: ClassificationSettings, config: PreTrainedConfig) -> LabelScheme:
+    name: Any = settings.model_name_or_path
+    numbered: Any = config.id2label or {}
+    if not any("ForSequenceClassification" in each for each in config.architectures or []):
+        saved = ", ".join(config.architectures or []) or "no class"
+        raise ValueError(f"--num_train_epochs 0 needs a model that classifies texts; {name} was saved as {saved}")
+    names = tuple(str(numbered[i]) for i in sorted(numbered))
+    kind = settings.problem_type or config.problem_type
+    if kind is None:
+        kind = REGRESSION if len(names) == 1 else MULTI_LABEL if settings.label_separator else SINGLE_LABEL
+    if kind == REGRESSION:
+        if len(names) != 1:
+            raise ValueError(f"{name} has {len(names)} outputs, and a regression has one")
+        return LabelScheme(kind, ())
+    if all(each == f"LABEL_{i}" for i, each in enumerate(names)):  # transformers' own, which say nothing
+        names = tuple(map(str, range(len(names))))
+    if settings.labels is not None and len(settings.labels) != len(names):
+        raise ValueError(f"--labels has {len(settings.labels)}, and {name} classifies {len(names)}: {listed(names)}")
+    return LabelScheme(kind, settings.labels or names)
+
+
+def _describe(scheme: LabelScheme, values: Sequence[Any]) -> None:
+    if not values:  # the run only evaluates
+        return
+    if scheme.problem_type == REGRESSION:
+        logger.info("train: %d rows, labels from %g to %g: regression", len(values), min(values), max(values))
+        return
+    counts = dict(zip(scheme.names, counted(scheme, values), strict=True))
+    shown = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
+    more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
+    logger.info("train: %d rows, labels %s%s: %s", len(values), shown, more, scheme.problem_type)
+    if without := [name for name, count in counts.items() if not count]:
+        logger.warning("no training row has the labels %s", listed(without))

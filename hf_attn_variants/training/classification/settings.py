@@ -1,0 +1,158 @@
+"""The settings of classification and regression on a user's own tables."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..engine.options import ALWAYS, BETWEEN_0_AND_1, WITH_BEST_WEIGHTS, check_metric, option
+from ..engine.settings import FineTuningSettings
+
+__all__ = ["METRICS", "MULTI_LABEL", "PROBLEM_TYPES", "REGRESSION", "SINGLE_LABEL", "ClassificationSettings"]
+
+# transformers' names.
+SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+# The dev metrics of each, beside the loss; the first one tells the best weights where none is named.
+METRICS: dict[str, tuple[str, ...]] = {
+    SINGLE_LABEL: ("accuracy", "f1_macro", "f1_micro", "matthews_correlation", "roc_auc"),
+    MULTI_LABEL: ("f1_micro", "f1_macro", "accuracy", "roc_auc"),
+    REGRESSION: ("rmse", "mae", "pearson", "spearmanr"),
+}
+NEEDS_DEV = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+
+
+def _weights(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationSettings(FineTuningSettings):
+    """Which tables, which of their columns, and what their labels mean."""
+
+    title: ClassVar[str] = "task"
+
+    train_file: tuple[str, ...] | None = option("Training tables: .csv, .tsv, .json, .jsonl, each also .gz.", None)
+    validation_file: tuple[str, ...] | None = option("Dev tables, likewise.", None, resume=WITH_BEST_WEIGHTS)
+    test_file: tuple[str, ...] | None = option("Tables to predict, with or without labels.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source instead of files.", None)
+    dataset_config_name: str | None = option("Its configuration.", None)
+    train_split_name: str = option("Its training split (default: %(default)s).", "train")
+    validation_split_name: str | None = option(
+        "Its dev split (default: validation, where there is one).", None, resume=WITH_BEST_WEIGHTS
+    )
+    test_split_name: str | None = option("Its test split (default: test, where there is one).", None)
+    text_columns: tuple[str, ...] | None = option(
+        "The column of texts, or the two of pairs (default: a common name, such as text, or sentence1 and sentence2).",
+        None,
+        metavar="NAME",
+        resume=WITH_BEST_WEIGHTS,
+    )
+    label_column: str | None = option(
+        "The column of labels (default: a common name, such as label).", None, resume=WITH_BEST_WEIGHTS
+    )
+    label_separator: str | None = option(
+        "What divides the labels of a row that has several, as ';' in 'sports;politics'; in JSON they are a list.",
+        None,
+        resume=ALWAYS,
+    )
+    problem_type: str | None = option(
+        f"One of {', '.join(PROBLEM_TYPES)} (default: what the training labels are; see below).",
+        None,
+        choices=PROBLEM_TYPES,
+        resume=ALWAYS,
+        metavar="TYPE",
+    )
+    labels: tuple[str, ...] | None = option(
+        "The labels in the order of the model's outputs (default: those of the training rows, sorted).",
+        None,
+        metavar="NAME",
+        resume=ALWAYS,
+    )
+    class_weights: dict[str, Any] | str | None = option(  # noqa: RUF009 (None, which nobody changes)
+        "What each label's examples count in the loss: 'balanced', or JSON, as in '{\"spam\": 3}', others 1; with "
+        "several labels a row, what having the label counts.",
+        None,
+        metavar="balanced|JSON",
+        resume=ALWAYS,
+        parse=_weights,
+    )
+    threshold: float = option(
+        "Several labels a row: those are predicted whose probability is more (default: %(default)s).",
+        0.5,
+        range=BETWEEN_0_AND_1,
+        resume=WITH_BEST_WEIGHTS,
+    )
+    shuffle_train_dataset: bool = option(
+        "Shuffle the training rows before --max_train_samples takes the first; each epoch does in any case.",
+        False,
+        resume=ALWAYS,
+    )
+    skip_predict: bool = option("Do not predict the test rows.", False)
+
+    def check(self) -> None:
+        super().check()
+        self._check_sources()
+        self._check_columns()
+        self._check_labels()
+        known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS[kind])
+        check_metric(self.metric_for_best_model, ("loss", *METRICS.get(self.problem_type or "", known)))
+
+    def _check_sources(self) -> None:
+        files = {split: getattr(self, f"{split}_file") for split in ("train", "validation", "test")}
+        if any(files.values()) == (self.dataset_name is not None):
+            got = "; got both" if self.dataset_name is not None else ""
+            raise ValueError(f"give --train_file (and --validation_file, --test_file), or --dataset_name{got}")
+        if self.dataset_name is not None:
+            return
+        if self.dataset_config_name is not None:
+            raise ValueError("--dataset_config_name needs --dataset_name")
+        for split, default in (("train", "train"), ("validation", None), ("test", None)):
+            if getattr(self, f"{split}_split_name") != default:
+                raise ValueError(f"--{split}_split_name needs --dataset_name; of files give --{split}_file")
+        if not self.only_evaluates and not files["train"]:
+            raise ValueError("training needs --train_file (or --num_train_epochs 0, to evaluate or predict only)")
+        if self.only_evaluates and not (files["validation"] or files["test"]):
+            raise ValueError("--num_train_epochs 0 only evaluates: give --validation_file or --test_file")
+        self.check_dev(bool(files["validation"]))
+
+    def check_dev(self, is_there: bool) -> None:
+        """Raise ValueError where a setting asks for dev rows that are not there."""
+        for name in NEEDS_DEV if not is_there else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} needs dev rows: --validation_file, or a dev split of --dataset_name")
+
+    def _check_columns(self) -> None:
+        columns = self.text_columns
+        if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
+            raise ValueError(
+                f"--text_columns takes one column, or the two of pairs, divided by spaces; got {', '.join(columns)}"
+            )
+        if columns is not None and self.label_column in columns:
+            raise ValueError(f"--label_column {self.label_column} is one of --text_columns")
+
+    def _check_labels(self) -> None:
+        kind, names, weights = self.problem_type, self.labels, self.class_weights
+        if self.label_separator == "":
+            raise ValueError("--label_separator must not be empty")
+        if self.label_separator is not None and kind not in (None, MULTI_LABEL):
+            raise ValueError(f"--label_separator is for several labels a row; --problem_type is {kind}")
+        if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
+            raise ValueError(f"--labels must be different, none blank or with space around it; got {list(names)}")
+        if kind == REGRESSION and (names is not None or weights is not None):
+            raise ValueError("--labels and --class_weights are for classes; --problem_type is regression")
+        if isinstance(weights, dict):
+            wrong = [name for name, each in weights.items() if not _is_weight(each)]
+            if wrong or not weights:
+                got = f"; got {wrong[0]!r}: {weights[wrong[0]]!r}" if wrong else ", got none"
+                raise ValueError(f"--class_weights must be numbers above 0, a label each{got}")
+        elif weights not in (None, "balanced"):
+            raise ValueError(f'--class_weights must be balanced or a JSON object ({{"spam": 3}}), got {weights!r}')
+        if weights == "balanced" and self.only_evaluates:
+            raise ValueError("--class_weights balanced counts training rows, and --num_train_epochs 0 reads none")
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

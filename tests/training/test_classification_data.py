@@ -1,0 +1,463 @@
+"""A user's tables as splits: columns found by name, labels of every kind, and what is refused with its row."""
+
+import gzip
+import json
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import List as ListFeature
+from sklearn.utils.class_weight import compute_class_weight
+
+from hf_attn_variants.commands.classify import parse_args
+from hf_attn_variants.training.classification import data as data_module
+from hf_attn_variants.training.classification.columns import find_label_column, find_text_columns
+from hf_attn_variants.training.classification.data import load_classification_data
+from hf_attn_variants.training.classification.labels import (
+    LabelScheme,
+    class_weights,
+    problem_type_of,
+    read_cell,
+    sorted_names,
+)
+from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+
+NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type=None)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Writes files by name and reads those that are called train, dev and test, with these flags."""
+
+    def call(files, *flags, config=NO_CLASSIFIER):
+        argv = ["model", "--output_dir", "out"]
+        for name, text in files.items():
+            content = text if isinstance(text, bytes) else text.encode()
+            (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
+            if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
+                argv += [f"--{flag}", *found]
+        return load_classification_data(parse_args([*argv, *map(str, flags)]), config)
+
+    return call
+
+
+def columns_of(split):
+    return {name: split.data[name][:] for name in split.data.column_names if name != "file"}
+
+
+# Which kind of labels
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["good", "bad", "good"], (SINGLE_LABEL, ("bad", "good"))),
+        (["1", "0", "1"], (SINGLE_LABEL, ("0", "1"))),
+        (["10", "-3", "9", "100"], (SINGLE_LABEL, ("-3", "9", "10", "100"))),
+        (["01", "10", "02"], (SINGLE_LABEL, ("01", "02", "10"))),
+        (["01", "1"], (SINGLE_LABEL, ("01", "1"))),
+        (["B", "a", "ä", "A"], (SINGLE_LABEL, ("A", "B", "a", "ä"))),
+        (["True", "False"], (SINGLE_LABEL, ("False", "True"))),
+        (["nan", "inf", "none"], (SINGLE_LABEL, ("inf", "nan", "none"))),
+        (["4.5", "3", "1e-1"], (REGRESSION, None)),
+        (["-.5", "2."], (REGRESSION, None)),
+        ([("a", "b"), (), ("c",)], (MULTI_LABEL, ("a", "b", "c"))),
+        ([("10",), ("9", "2")], (MULTI_LABEL, ("2", "9", "10"))),
+    ],
+)
+def test_labels_say_what_they_are(cells, expected):
+    kind, names = expected
+    assert problem_type_of(cells, str) == kind
+    if names is not None:
+        assert sorted_names(cells) == names
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (["1", "2", "good"], "^row 2: the label 'good' is a word, and that of row 0 is the number '1': mend one"),
+        (["0.5", "nan"], "^row 1: the label 'nan' is a word"),
+        (["1,5", "2"], "^row 0: the label '1,5' is a word, and that of row 1 is the number '2'"),
+        (["0", "1.0", "0"], "^row 1: all labels are whole numbers, and '1.0' is written with a point: say by --prob"),
+        (["a", None], "^row 1: there is no label"),
+        ([("a",), "b"], r"^row 1: one label, 'b', where row 0 has a list"),
+        (["['a', 'b']", "['c']"], r"^row 0: the label .* looks like a list: .* --label_separator"),
+        ([f"text {i}" for i in range(201)], r"^row 0: there are 201 different labels, such as 'text 0', 'text 1'"),
+        ([str(i) for i in range(201)], r"there are 201 different labels, such as '0', '1', '2': say by --problem"),
+    ],
+)
+def test_what_could_be_meant_otherwise_is_refused(cells, message):
+    with pytest.raises(ValueError, match=message):
+        problem_type_of(cells, lambda row: f"row {row}")
+
+
+def test_two_hundred_labels_are_classes():
+    assert problem_type_of([f"intent {i}" for i in range(200)], str) == SINGLE_LABEL
+
+
+@pytest.mark.parametrize(
+    ("value", "separator", "expected"),
+    [
+        (" a b ", None, "a b"),
+        ("a; b;c", ";", ("a", "b", "c")),
+        ("a  b", " ", ("a", "b")),
+        (" ", ";", ()),
+        ("", None, None),
+        (None, None, None),
+        ([], None, ()),
+        ([1, "b", True], None, ("1", "b", "True")),
+        (3, None, "3"),
+        (0.5, None, "0.5"),
+        (False, None, "False"),
+    ],
+)
+def test_a_cell_is_read(value, separator, expected):
+    assert read_cell(value, separator, "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "separator", "message"),
+    [
+        ("a;;b", ";", "one of the labels .* is empty"),
+        ("a;b;a", ";", "the label 'a' stands twice"),
+        (["a", ["b"]], None, r"a label is a text or a finite number, got \['b'\]"),
+        (["a", None], None, "a label is a text or a finite number, got None"),
+        ({"x": 1}, None, "a label is a text or a finite number"),
+        (float("nan"), None, ".*finite number, got nan"),
+        (float("inf"), None, ".*finite number, got inf"),
+        ("\ud800", None, ".*got half a surrogate pair"),
+    ],
+)
+def test_a_cell_that_is_no_label_is_refused(value, separator, message):
+    with pytest.raises(ValueError, match=f"^here: {message}"):
+        read_cell(value, separator, "here")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "message"),
+    [
+        (SINGLE_LABEL, "c", "row 0: the label 'c' is none of 'a', 'b'"),
+        (SINGLE_LABEL, ("a",), "row 0: a list of labels, .* single_label_classification has one"),
+        (SINGLE_LABEL, None, "row 0: there is no label"),
+        (MULTI_LABEL, ("a", "c"), "row 0: the label 'c' is none of 'a', 'b'"),
+        (MULTI_LABEL, "a", "row 0: one label, 'a', where .* has several, by --label_separator"),
+        (REGRESSION, "a", "row 0: the label 'a' is no finite number"),
+        (REGRESSION, "1e999", "row 0: the label '1e999' is no finite number"),
+        (REGRESSION, "1_0", "row 0: the label '1_0' is no finite number"),
+        (REGRESSION, ("1",), "row 0: a list of labels, .* regression has one"),
+    ],
+)
+def test_a_label_of_another_kind_names_its_row(kind, cell, message):
+    scheme = LabelScheme(kind, () if kind == REGRESSION else ("a", "b"))
+    with pytest.raises(ValueError, match=message):
+        scheme.values([cell], lambda row: f"row {row}")
+
+
+def test_labels_become_numbers():
+    assert LabelScheme(SINGLE_LABEL, ("a", "b")).values(["b", "a"], str) == [1, 0]
+    assert LabelScheme(MULTI_LABEL, ("a", "b")).values([("b",), (), ("b", "a")], str) == [[0, 1], [0, 0], [1, 1]]
+    assert LabelScheme(REGRESSION, ()).values(["-1", "2.5"], str) == [-1.0, 2.5]
+
+
+def test_weights_are_balanced_as_scikit_learn_does_or_given():
+    scheme, values = LabelScheme(SINGLE_LABEL, ("a", "b", "c")), [0, 1, 1, 2, 2, 2, 2]
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=values).tolist()
+    assert class_weights("balanced", scheme, values) == pytest.approx(expected)
+    assert class_weights({"c": 3}, scheme, values) == [1.0, 1.0, 3.0]
+    assert class_weights(None, scheme, values) is None
+    several = LabelScheme(MULTI_LABEL, ("a", "b"))
+    assert class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
+    for given, of, rows, message in (
+        ({"d": 1}, scheme, values, "'d' is none of 'a', 'b', 'c'"),
+        ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
+        ("balanced", several, [[1, 0], [1, 1]], "every training row has the label 'a'"),
+        ("balanced", LabelScheme(REGRESSION, ()), [1.0], "numbers on a scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            class_weights(given, of, rows)
+
+
+# Which columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "texts", "label"),
+    [
+        ("text label", ("text",), "label"),
+        ("id Sentence Stars", ("Sentence",), "Stars"),
+        ("sentence2 sentence1 gold label", ("sentence1", "sentence2"), "label"),
+        ("premise hypothesis score", ("premise", "hypothesis"), "score"),
+        ("question sentence label", ("question", "sentence"), "label"),
+        ("text label score", ("text",), "label"),
+        ("TEXT text label", ("text",), "label"),
+    ],
+)
+def test_common_names_are_found(columns, texts, label):
+    record = dict.fromkeys(columns.split(), "x")
+    assert find_text_columns(record, "t.csv, row 1") == texts
+    assert find_label_column(record, "t.csv, row 1", texts) == label
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("a b", "^t.csv, row 1: no column is called as texts often are; its columns are a, b: name one, .*text_col"),
+        ("text review label", "the texts may be in text or review; its columns are text, review, label"),
+        ("text sentence1 sentence2", "the texts may be in sentence1 and sentence2 or text;"),
+        ("text kind", "^t.csv, row 1: no column is called as labels often are; its columns are text, kind: .*label_"),
+        ("text class topic", "the labels may be in class or topic; .*: name one with --label_column"),
+        ("Text TEXT label", "no column is called as texts often are"),
+    ],
+)
+def test_other_names_are_to_be_given(columns, message):
+    record = dict.fromkeys(columns.split(), "x")
+    with pytest.raises(ValueError, match=message):
+        find_label_column(record, "t.csv, row 1", find_text_columns(record, "t.csv, row 1"))
+
+
+# Files
+
+
+def test_files_of_all_kinds_give_the_same_rows(load):
+    rows = [('a, "b"\nc', "yes"), ("d", "no"), ("é\u2028", "yes")]
+    csv = '\ufefftext,label\r\n"a, ""b""\nc", yes\r\nd,no\r\né\u2028,yes\r\n'
+    lines = "".join(json.dumps({"label": label, "text": text}) + "\n" for text, label in rows)
+    listed = json.dumps([{"text": text, "label": label} for text, label in rows])
+    for files in (
+        {"train.csv": csv},
+        {"train.csv.gz": csv},
+        {"train.jsonl": lines},
+        {"train.json": listed},
+        {"train.jsonl.gz": lines},
+    ):
+        found = load(files)
+        assert columns_of(found.splits["train"]) == {
+            "text1": [text for text, _ in rows],
+            "index": [1, 2, 3],
+            "label": [1, 0, 1],
+        }
+        assert found.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and found.text_columns == ("text",)
+    tabs = load({"train.tsv": 'text\tlabel\na "b\t0\nc\t1\n'})
+    assert columns_of(tabs.splits["train"])["text1"] == ['a "b', "c"]
+
+
+def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
+    files = {"train1.csv": "text,label\na,x\nb,y\n", "train2.jsonl": '{"text": "c", "label": "x"}\n'}
+    train = load(files).splits["train"]
+    assert train.data["index"][:] == [1, 2, 1] and train.where(2).endswith("train2.jsonl, row 1")
+    files["train2.jsonl"] += '{"text": "d", "label": null}\n'
+    with pytest.raises(ValueError, match=r"train2.jsonl, row 2, column 'label': there is no label"):
+        load(files)
+
+
+def test_pairs_nested_columns_and_odd_names(load):
+    rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
+    found = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
+    assert columns_of(found.splits["train"]) == {
+        "text1": ["a", "c"],
+        "text2": ["b", "d"],
+        "index": [1, 2],
+        "label": [0.5, 3.0],
+    }
+    assert found.scheme.problem_type == REGRESSION
+
+
+def test_several_labels_a_row_of_cells_and_of_lists(load):
+    flags = "--label_separator", ";"
+    cells = load({"train.csv": "text,labels\na,x;y\nb,\nc,z; x\n"}, *flags)
+    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": each}) + "\n" for t, each in (
+        ("a", ["x", "y"]), ("b", []), ("c", ["z", "x"])))})  # fmt: skip
+    for found in (cells, lists):
+        assert found.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
+        assert found.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
+
+
+TRAIN = "text,label\na,x\nb,y\n"
+
+
+@pytest.mark.parametrize(
+    ("dev", "message"),
+    [
+        ("text,label\na,x\nb,z\n", r"dev.csv, row 2, column 'label': the label 'z' is none of 'x', 'y'"),
+        ("text,label\na,x\nb,\n", r"dev.csv, row 2, column 'label': there is no label"),
+        ("text,labl\na,x\n", r"dev.csv, line 2, row 1: there is no column 'label'; its columns are text, labl"),
+        ("txt,label\na,x\n", r"dev.csv, line 2, row 1: there is no column 'text'; its columns are txt, label: --text"),
+        ("text,label\na,x\nb\n", r"dev.csv, line 3, row 2: 1 cells where the header has 2"),
+        ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: 3 cells"),
+        ('text,label\n"a,x\n', r"dev.csv, line 2, row 1: a quote begins in this row and does not end"),
+        ("text,label,label\na,x,y\n", r"dev.csv, line 1, the header: two columns are named 'label'"),
+        ("text,label\n", r"dev.csv is empty: it has no row"),
+        ("", r"dev.csv is empty: it has no row"),
+    ],
+)
+def test_what_is_wrong_with_a_table_names_the_row(load, dev, message):
+    with pytest.raises(ValueError, match=message):
+        load({"train.csv": TRAIN, "dev.csv": dev})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: column 'text' holds no text but 5"),
+        ({"text": None, "label": "x"}, "row 2: column 'text' holds no text but None"),
+        ({"text": "\ud800", "label": "x"}, "row 2: column 'text' holds half a surrogate pair"),
+        ({"label": "x"}, "row 2: there is no column 'text'; its columns are label"),
+        ({"text": "b", "label": float("nan")}, "row 2, column 'label': a label is a text or a finite number, got nan"),
+        ({"text": "b", "label": {"x": 1}}, "row 2, column 'label': a label is a text or a finite number"),
+        ({"text": "b"}, "row 2, column 'label': there is no label"),
+    ],
+)
+def test_what_is_wrong_with_an_object_names_the_row(load, row, message):
+    rows = [{"text": "a", "label": "x"}, row, {"text": "c", "label": "y"}]
+    with pytest.raises(ValueError, match=message):
+        load({"train.jsonl": "".join(json.dumps(each) + "\n" for each in rows)})
+
+
+def test_blank_texts_are_rows_and_said(load, caplog):
+    found = load({"train.csv": "text,label\n,x\nb,y\n \t,y\n"})
+    assert found.splits["train"].data["text1"][:] == ["", "b", " \t"]
+    assert "train: 2 of 3 rows have a blank text, which is read as it is; the first is" in caplog.text
+    assert "train.csv, line 2, row 1" in caplog.text
+
+
+def test_one_class_is_nothing_to_learn(load):
+    with pytest.raises(ValueError, match=r"train.csv, row 1, column 'label': every training row has the label 'x'"):
+        load({"train.csv": "text,label\na,x\nb,x\n"})
+    with pytest.raises(ValueError, match=r"no training row has a label: there is nothing to tell apart"):
+        load({"train.csv": "text,label\na,\nb,\n"}, "--label_separator", ";")
+
+
+def test_labels_that_differ_in_case_alone_are_kept_apart_and_said(load, caplog):
+    found = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
+    assert found.scheme.names == ("Good", "bad", "good")
+    assert "labels that differ in case alone are different ones: 'Good', 'good'" in caplog.text
+
+
+def test_a_problem_type_that_is_given_decides(load):
+    words = load({"train.csv": "text,label\na,1\nb,many\n"}, "--problem_type", SINGLE_LABEL)
+    assert words.scheme.names == ("1", "many")
+    stars = load({"train.csv": "text,label\na,1\nb,5\n"}, "--problem_type", REGRESSION)
+    assert stars.splits["train"].data["label"][:] == [1.0, 5.0] and stars.scheme.names == ()
+    points = load({"train.csv": "text,label\na,10.0\nb,9.0\n"}, "--problem_type", SINGLE_LABEL)
+    assert points.scheme.names == ("9.0", "10.0")
+    with pytest.raises(ValueError, match=r"row 1, .*one label, 'x', where the problem type multi_label"):
+        load({"train.csv": TRAIN}, "--problem_type", MULTI_LABEL)
+    with pytest.raises(ValueError, match=r"train.csv, row 1.* --labels are names"):
+        load({"train.csv": "text,label\na,0.5\nb,1\n"}, "--labels", "a", "b")
+
+
+def test_labels_may_be_named_in_another_order_and_beyond_the_training_rows(load, caplog):
+    found = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
+    assert found.scheme.names == ("z", "y", "x") and found.splits["train"].data["label"][:] == [2, 1]
+    assert found.splits["validation"].data["label"][:] == [0]
+    assert "no training row has the labels 'z'" in caplog.text
+    with pytest.raises(ValueError, match=r"train.csv, row 2, column 'label': the label 'y' is none of 'x', 'z'"):
+        load({"train.csv": TRAIN}, "--labels", "x", "z")
+
+
+@pytest.mark.parametrize(
+    ("test", "labels"),
+    [
+        ("text\na\nb\n", None),
+        ("text,label\na,\nb,\n", None),
+        ("text,label\na,-1\nb,-1\n", None),
+        ("text,label\na,y\nb,x\n", [1, 0]),
+    ],
+)
+def test_a_test_table_may_have_labels(load, test, labels):
+    found = load({"train.csv": TRAIN, "test.csv": test}).splits["test"]
+    assert len(found) == 2 and (found.data["label"][:] if "label" in found.data.column_names else None) == labels
+
+
+def test_a_test_table_has_all_labels_or_none(load):
+    with pytest.raises(ValueError, match=r"test.csv, row 2, column 'label': there is no label"):
+        load({"train.csv": TRAIN, "test.csv": "text,label\na,x\nb,\n"})
+    minus_one = {"train.csv": "text,label\na,-1\nb,1\n", "test.csv": "text,label\na,-1\nb,-1\n"}
+    assert load(minus_one).splits["test"].data["label"][:] == [0, 0]
+
+
+def test_what_was_decided_is_said(load, caplog):
+    with caplog.at_level(logging.INFO, "hf_attn_variants"):
+        load({"train.csv": TRAIN})
+        load({"train.csv": "text,label\na,0.5\nb,-1\n"})
+    assert "train: 2 rows, labels 'x' 1, 'y' 1: single_label_classification" in caplog.text
+    assert "train: 2 rows, labels from -1 to 0.5: regression" in caplog.text
+
+
+# A saved model's labels
+
+
+def classifier(names, kind=None):
+    return SimpleNamespace(
+        architectures=["AttnVariantBertForSequenceClassification"], id2label=dict(enumerate(names)), problem_type=kind
+    )
+
+
+def test_a_run_that_only_evaluates_has_the_models_labels(load):
+    only = "--num_train_epochs", 0
+    rows = {"dev.csv": "text,label\na,b\nc,a\n"}
+    assert load(rows, *only, config=classifier(["b", "a"])).splits["validation"].data["label"][:] == [0, 1]
+    numbers = {"dev.csv": "text,label\na,1\nc,0\n"}
+    assert load(numbers, *only, config=classifier(["LABEL_0", "LABEL_1"])).scheme.names == ("0", "1")
+    found = load(numbers, *only, config=classifier(["score"], REGRESSION))
+    assert found.splits["validation"].data["label"][:] == [1.0, 0.0]
+    alone = load({"test.csv": "text,other\na,b\n"}, *only, config=classifier(["b", "a"]))
+    assert alone.label_column is None and list(alone.splits) == ["test"]
+    for config, message in (
+        (NO_CLASSIFIER, "--num_train_epochs 0 needs a model that classifies texts; model was saved as BertModel"),
+        (classifier(["x", "y"]), r"dev.csv, row 1, column 'label': the label 'b' is none of 'x', 'y'"),
+        (classifier(["x", "y"], REGRESSION), "model has 2 outputs, and a regression has one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(rows, *only, config=config)
+
+
+# A `datasets` source
+
+
+@pytest.fixture
+def load_source(monkeypatch):
+    def call(splits, *flags):
+        monkeypatch.setattr(data_module, "load_dataset", lambda name, config: DatasetDict(splits))
+        return load_classification_data(
+            parse_args(["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]), NO_CLASSIFIER
+        )
+
+    return call
+
+
+def test_names_of_classes_come_with_a_datasets_source(load_source):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["world", "sports"])})
+    rows = Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
+    hidden = Dataset.from_dict({"text": ["c", "d"], "label": [-1, -1]}, features=features)
+    found = load_source({"train": rows, "validation": rows, "test": hidden})
+    assert found.scheme == LabelScheme(SINGLE_LABEL, ("world", "sports"))
+    assert found.splits["train"].data["label"][:] == [0, 1] and "label" not in found.splits["test"].data.column_names
+    several = Features({"text": Value("string"), "label": ListFeature(ClassLabel(names=["joy", "anger"]))})
+    many = Dataset.from_dict({"text": ["a", "b"], "label": [[1], [0, 1]]}, features=several)
+    found = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
+    assert found.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(found.splits) == ["train", "validation"]
+    assert found.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
+
+
+def test_a_datasets_source_that_is_wrong_is_refused(load_source):
+    rows = Dataset.from_dict({"text": ["a", None], "label": [0.5, 1.5]})
+    with pytest.raises(ValueError, match=r"me/data \(train\), row 2: column 'text' holds no text but None"):
+        load_source({"train": rows})
+    with pytest.raises(ValueError, match="has no row of a split 'train'; its splits are all: name one with --train"):
+        load_source({"all": rows})
+    with pytest.raises(ValueError, match="has neither a dev nor a test split to evaluate"):
+        load_source({"train": rows}, "--num_train_epochs", "0")
+
+
+def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
+    def fail(name, config):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(data_module, "load_dataset", fail)
+    flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
+    with pytest.raises(OSError, match=r"cannot load --dataset_name nowhere/none \(RuntimeError: no network\); give"):
+        load_classification_data(parse_args(flags), NO_CLASSIFIER)

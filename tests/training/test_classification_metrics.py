@@ -1,0 +1,185 @@
+"""Scores of classification and regression against scikit-learn and by hand, what is not defined, and the loss."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_attn_variants.training.classification import confusion
+from hf_attn_variants.training.classification.confusion import draw_confusion, shown_name
+from hf_attn_variants.training.classification.evaluation import classification_objective, labels_of_model
+from hf_attn_variants.training.classification.labels import LabelScheme
+from hf_attn_variants.training.classification.metrics import Predictions, score, score_details
+from hf_attn_variants.training.classification.settings import METRICS, MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from hf_attn_variants.training.engine.loop_settings import greater_is_better
+from hf_attn_variants.training.engine.models import LabelMap
+
+
+def made(kind, classes, rows=60, seed=0):
+    generator = np.random.default_rng(seed)
+    names = tuple(f"class {i}" for i in range(classes)) if kind != REGRESSION else ()
+    logits = generator.normal(size=(rows, max(classes, 1)))
+    if kind == SINGLE_LABEL:
+        labels = np.where(generator.random(rows) < 0.5, logits.argmax(-1), generator.integers(classes, size=rows))
+    elif kind == MULTI_LABEL:
+        labels = ((logits + generator.normal(size=logits.shape)) > 0).astype(float)
+    else:
+        labels = logits[:, 0] + generator.normal(size=rows)
+    scheme = LabelScheme(kind, names)
+    return scheme, Predictions(scheme, logits.astype(np.float32), 0.5), labels
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_one_label_a_row_is_scored_as_scikit_learn_does(classes):
+    scheme, found, labels = made(SINGLE_LABEL, classes)
+    values, details = score(scheme, found, labels), score_details(scheme, found, labels)
+    assert tuple(values) == METRICS[SINGLE_LABEL]
+    assert values["accuracy"] == values["f1_micro"] == pytest.approx((found.chosen == labels).mean())
+    precision, recall, f1, support = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["f1_macro"] == pytest.approx(f1.mean())
+    rows = details["per_class"].values()
+    for name, expected in (("precision", precision), ("recall", recall), ("f1", f1), ("support", support)):
+        assert [row[name] for row in rows] == pytest.approx(expected.tolist())
+    shares = found.probabilities[:, 1] if classes == 2 else found.probabilities
+    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr"))
+    matrix = np.array(details["confusion_matrix"])
+    assert matrix.sum() == len(labels) and matrix.trace() == (found.chosen == labels).sum()
+    assert matrix.sum(1).tolist() == support.tolist()
+    assert matrix.sum(0).tolist() == [row["predicted"] for row in rows] and "undefined" not in details
+
+
+def test_several_labels_a_row_are_scored_as_scikit_learn_does():
+    scheme, found, labels = made(MULTI_LABEL, 4)
+    values, details = score(scheme, found, labels), score_details(scheme, found, labels)
+    assert values.keys() == set(METRICS[MULTI_LABEL]) and "confusion_matrix" not in details
+    assert values["accuracy"] == pytest.approx((found.chosen == labels).all(1).mean())
+    right, said, true = (found.chosen * labels).sum(), found.chosen.sum(), labels.sum()
+    assert values["f1_micro"] == pytest.approx(2 * right / (said + true))
+    precision, recall, f1, _ = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["f1_macro"] == pytest.approx(f1.mean())
+    assert [row["precision"] for row in details["per_class"].values()] == pytest.approx(precision.tolist())
+    assert [row["recall"] for row in details["per_class"].values()] == pytest.approx(recall.tolist())
+    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, found.probabilities))
+    many = Predictions(scheme, np.log(found.probabilities / (1 - found.probabilities)), 0.2)
+    assert many.chosen.sum() == (found.probabilities > 0.2).sum() > said
+
+
+def test_a_regression_is_scored():
+    scheme, found, labels = made(REGRESSION, 0)
+    values = score(scheme, found, labels)
+    assert tuple(values) == METRICS[REGRESSION]
+    assert values["rmse"] == pytest.approx(math.sqrt(((found.chosen - labels) ** 2).mean()))
+    assert values["mae"] == pytest.approx(np.abs(found.chosen - labels).mean())
+    assert values["pearson"] == pytest.approx(np.corrcoef(found.chosen, labels)[0, 1])
+    ranks = [np.argsort(np.argsort(each)) for each in (found.chosen, labels)]
+    assert values["spearmanr"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert not greater_is_better("rmse") and not greater_is_better("mae") and greater_is_better("pearson")
+
+
+def scored(kind, names, logits, labels):
+    scheme = LabelScheme(kind, names)
+    found = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
+    return score(scheme, found, np.array(labels)), score_details(scheme, found, np.array(labels))
+
+
+def test_what_is_not_defined_says_why():
+    values, details = scored(SINGLE_LABEL, ("a", "b"), [[1, 0], [0, 1]], [0, 0])
+    assert math.isnan(values["roc_auc"]) and values["accuracy"] == 0.5
+    assert details["undefined"]["roc_auc"] == "all 2 rows have 'a' and no row has 'b': it is not defined"
+    assert math.isnan(details["per_class"]["b"]["recall"]) and details["per_class"]["b"]["precision"] == 0.0
+    values, details = scored(SINGLE_LABEL, ("a", "b", "c"), [[2, 1, 0], [1, 2, 0]], [0, 1])
+    assert values["roc_auc"] == 1.0 and math.isnan(details["per_class"]["c"]["f1"])
+    assert details["undefined"]["roc_auc"] == "no row has 'c': it is the mean over the other 2"
+    values, details = scored(MULTI_LABEL, ("a", "b"), [[1, -1], [-1, -1]], [[1.0, 0.0], [0.0, 0.0]])
+    assert values["roc_auc"] == 1.0 and details["undefined"]["roc_auc"].startswith("no row has 'b'")
+    values, details = scored(REGRESSION, (), [[1.0], [1.0]], [0.5, 1.5])
+    assert math.isnan(values["pearson"]) and details["undefined"]["pearson"] == "all predictions are the same"
+    values, _ = scored(REGRESSION, (), [[1.0]], [0.5])
+    assert math.isnan(values["spearmanr"]) and values["mae"] == 0.5
+
+
+# The loss
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_bert):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    return dict(tokenizer(["a man", "a dog sees a cat", "a cat", "the red mat"], padding=True, return_tensors="pt"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "outputs"),
+    [
+        (SINGLE_LABEL, torch.tensor([0, 2, 1, 2]), 3),
+        (MULTI_LABEL, torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0.0]]), 3),
+        (MULTI_LABEL, torch.tensor([[0.0], [1], [1], [0]]), 1),
+        (REGRESSION, torch.tensor([0.5, -1, 2, 4]), 1),
+    ],
+)
+def test_the_loss_is_upstreams(tiny_bert, batch, kind, labels, outputs):
+    torch.manual_seed(0)
+    options = {"num_labels": outputs, "problem_type": kind}
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, **options).eval()
+    upstream = model(**batch, labels=labels).loss
+    objective = classification_objective()
+    given = {**batch, "labels": labels}
+    assert torch.allclose(objective.loss_sum(model, given) / objective.count(given), upstream)
+
+
+def test_weights_are_torchs():
+    logits, ids = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
+    weights = torch.tensor([1.0, 2.0, 0.5])
+
+    def model(**_):
+        return SimpleNamespace(logits=logits)
+
+    loss = classification_objective(weights).loss_sum(model, {"labels": ids})
+    assert torch.allclose(loss, functional.cross_entropy(logits, ids, weight=weights) * weights[ids].sum())
+    several = torch.nn.functional.one_hot(ids, 3).float()
+    loss = classification_objective(weights).loss_sum(model, {"labels": several})
+    expected = functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights)
+    assert torch.allclose(loss, 5 * expected)
+
+
+def test_labels_take_the_order_of_the_outputs():
+    order = LabelMap((2, 0, 1))  # output 0 is the task's class 2
+    assert labels_of_model(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
+    assert labels_of_model(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
+    assert labels_of_model(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
+
+
+# The picture
+
+
+@pytest.mark.parametrize("count", [2, 30, 50])
+def test_a_confusion_matrix_is_drawn_with_any_names(tmp_path, count, caplog, recwarn):
+    names = ["$x_{", "two\nlines", "ünï\x07code", "中文", "", "a" * 300, r"\frac", *map(str, range(count))][:count]
+    matrix = np.random.default_rng(0).integers(20_000, size=(count, count)).tolist()
+    draw_confusion(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG") and not caplog.text
+    assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]
+
+
+def test_a_name_is_shown_in_one_short_line():
+    assert shown_name(" two\n\tlines\x07 ") == "two lines"
+    assert shown_name("a" * 300) == "a" * 23 + "…" and shown_name("$x_{") == "$x_{"
+
+
+def test_numbers_stand_in_the_cells_and_names_beside_them(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(confusion, "write_picture", lambda path, draw, **options: drawn.append(draw()))
+    draw_confusion([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
+    axes = drawn[0].axes[0]
+    # Nothing where there is nothing, and the true class is the row.
+    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
+        ((0, 0), "3"),
+        ((1, 0), "1"),
+        ((1, 1), "12"),
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["no$", "yes"]
+    assert axes.get_ylabel() == "true"

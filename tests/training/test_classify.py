@@ -1,0 +1,377 @@
+"""`attn-variants classify`: whole runs on tables, GLUE's scores to the digit, files, resumes, HF's flags."""
+
+import csv
+import json
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+from fixtures.uptraining import make_bert, make_t5
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from hf_attn_variants import cli, convert
+from hf_attn_variants.commands import glue as glue_command
+from hf_attn_variants.commands import hf_names
+from hf_attn_variants.commands.classify import main, parse_args
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.glue_tasks import get_task
+from hf_attn_variants.hub import model_card
+from hf_attn_variants.training.glue.data import load_glue
+
+ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
+
+
+def write_csv(path, header, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+@pytest.fixture
+def run(tiny_bert, tmp_path):
+    def call(train=None, dev=None, *flags, model=tiny_bert, out="out", test=None):
+        argv = [model, "--output_dir", tmp_path / out, "--max_length", 24, "--cpu", "--disable_tqdm"]
+        argv += ["--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
+        for name, path in (("train", train), ("validation", dev), ("test", test)):
+            argv += [f"--{name}_file", path] if path is not None else []
+        return main(parse_args([str(each) for each in [*argv, *flags]])), tmp_path / out
+
+    return call
+
+
+@pytest.fixture
+def sorts(tmp_path):
+    """Texts about an animal, a thing, or both: of one label each, of several, and with a number."""
+    both = [(f"{a} {p}", "both", f"animal|{p}", 2.5) for a in ANIMALS for p in PLACES]
+    rows = [(a, "animal", "animal", 1) for a in ANIMALS for _ in range(4)]
+    rows += [(p, "thing", p, -1) for p in PLACES for _ in range(4)]
+    rows += [("a man", "thing", "", -1), *both]
+    table = [(i, text, one, several, number) for i, (text, one, several, number) in enumerate(rows)]
+    header = ("id", "what is said", "kind of $", "tags", "size")
+    train = write_csv(tmp_path / "train.csv", header, table)
+    dev = write_csv(tmp_path / "dev.csv", header, table[2::3])
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"what is said": row[1]}) + "\n" for row in table[::5]))
+    return train, dev, tmp_path / "test.jsonl", [row[1] for row in table[::5]]
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_bert, tmp_path_factory):
+    """A BERT that learns in few steps."""
+    return make_bert(tmp_path_factory.mktemp("learner") / "bert", tiny_bert)
+
+
+TEXT = ("--text_columns", "what is said")
+LEARNS = ("--learning_rate", "3e-3", "--dropout_rate", 0, "--num_train_epochs", 8)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# GLUE's scores
+
+
+@pytest.mark.parametrize(
+    ("task", "folder", "flags"),
+    [
+        ("cola", "CoLA", ()),
+        ("stsb", "STS-B", ()),
+        ("mnli", "MNLI", ("--labels", "entailment", "neutral", "contradiction")),
+    ],
+)
+def test_a_plain_table_gives_the_scores_of_glue_to_the_digit(run, tiny_bert, glue, tmp_path, task, folder, flags):
+    spec, loaded = get_task(task), load_glue(get_task(task), str(glue / folder))
+    dev_name = next(iter(spec.eval_splits))
+    columns = ["Text A", "Text B", "the $label"] if len(spec.text_columns) == 2 else ["Text A", "the $label"]
+    paths = {}
+    for name in ("train", dev_name):
+        data = loaded[name].data
+        labels = data["label"][:]
+        labels = labels if spec.is_regression else [spec.labels[i] if spec.submits_names else i for i in labels]
+        texts = [data[f"text{i + 1}"][:] for i in range(len(spec.text_columns))]
+        paths[name] = write_csv(tmp_path / f"{name}.csv", columns, zip(*texts, labels, strict=True))
+    shared = ["--max_train_steps", 4, "--eval_steps", 2, "--group_by_length"]
+    mine, out = run(
+        paths["train"], paths[dev_name], "--text_columns", *columns[:-1], "--label_column", columns[-1],
+        *flags, *shared,
+    )  # fmt: skip
+    argv = [tiny_bert, "--task_name", task, "--data_dir", glue / folder, "--output_dir", tmp_path / "glue", *shared]
+    argv += ["--max_length", 24, "--cpu", "--disable_tqdm", "--per_device_train_batch_size", 6]
+    argv += ["--learning_rate", "5e-3", "--skip_predict"]
+    theirs = glue_command.main(glue_command.parse_args([str(each) for each in argv]))
+    same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
+    assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
+    found, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Whole runs
+
+
+def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp_path):
+    train, dev, test, texts = sorts
+    convert_checkpoint(learner, tmp_path / "gqa", 2)
+    label = "--label_column", "kind of $"
+    results, out = run(train, dev, *TEXT, *label, *LEARNS, model=tmp_path / "gqa", test=test)
+    assert results["eval_accuracy"] > 0.9 and results["eval_f1_macro"] > 0.9 and results["eval_roc_auc"] > 0.9
+    assert results["problem_type"] == "single_label_classification" and "test_accuracy" not in results
+    assert results["labels"] == ["animal", "both", "thing"] and results["label_column"] == "kind of $"
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert model.config.id2label == {0: "animal", 1: "both", 2: "thing"} and model.config.num_key_value_heads == 2
+    assert model.config.problem_type == "single_label_classification"
+    written, tokenizer = lines_of(out / "predictions_test.jsonl"), AutoTokenizer.from_pretrained(out)
+    assert [row["row"] for row in written] == list(range(1, len(texts) + 1)) and "label" not in written[0]
+    with torch.no_grad():
+        shares = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts]).softmax(-1)
+    for row, expected in zip(written, shares.tolist(), strict=True):
+        assert list(row["probabilities"].values()) == pytest.approx(expected, abs=1e-4)
+        assert row["prediction"] == max(row["probabilities"], key=row["probabilities"].get)
+    scored = lines_of(out / "predictions_dev.jsonl")
+    right = sum(row["label"] == row["prediction"] for row in scored)
+    assert right / len(scored) == pytest.approx(results["eval_accuracy"]) and len(scored) == results["eval_samples"]
+    saved = json.loads((out / "all_results.json").read_text())
+    assert np.trace(saved["eval_confusion_matrix"]) == right and saved["eval_per_class"]["both"]["f1"] > 0.5
+    assert (out / "confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "confusion_matrix_test.png").exists()
+
+
+def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
+    train, dev, test, _ = sorts
+    label = "--label_column", "kind of $"
+    first, out = run(train, dev, *TEXT, *label, "--max_train_steps", 12, test=dev)
+    assert first["test_accuracy"] == first["eval_accuracy"] and (out / "confusion_matrix_test.png").is_file()
+    # Its numbering is another one.
+    model, order = AutoModelForSequenceClassification.from_pretrained(out), [2, 0, 1]
+    model.classifier.weight.data = model.classifier.weight.data[order]
+    model.classifier.bias.data = model.classifier.bias.data[order]
+    names = [first["labels"][i] for i in order]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(out).save_pretrained(tmp_path / "other")
+    again, _ = run(None, dev, *TEXT, *label, "--num_train_epochs", 0, model=tmp_path / "other", out="again")
+    assert again["labels"] == names and again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
+    alone, folder = run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="alone", test=test)
+    assert not [name for name in alone if name.startswith("eval_")] and alone["test_samples"] == 10
+    assert len(lines_of(folder / "predictions_test.jsonl")) == 10 and (folder / "training_curves.png").is_file()
+    on, _ = run(train, dev, *TEXT, *label, "--max_train_steps", 3, "--dropout_rate", 0, model=out, out="on")
+    off, _ = run(
+        train, dev, *TEXT, *label, "--max_train_steps", 3, "--dropout_rate", 0, model=tmp_path / "other", out="off"
+    )
+    assert off["labels"] == ["animal", "both", "thing"] and off["train_loss"] == pytest.approx(
+        on["train_loss"], rel=1e-5
+    )
+
+
+def test_several_labels_a_row_are_learned(run, sorts, learner):
+    train, dev, test, texts = sorts
+    flags = "--label_column", "tags", "--label_separator", "|"
+    results, out = run(train, dev, *TEXT, *flags, *LEARNS, test=test, model=learner)
+    assert results["labels"] == ["animal", "guitar", "house", "mat", "street"]
+    assert results["eval_f1_micro"] > 0.9 and results["eval_roc_auc"] > 0.9
+    assert not (out / "confusion_matrix.png").exists() and "eval_confusion_matrix" not in results
+    rows = lines_of(out / "predictions_dev.jsonl")
+    assert any(row["label"] == ["animal", "guitar"] for row in rows) and any(row["label"] == [] for row in rows)
+    for row in rows:
+        assert row["prediction"] == [name for name, share in row["probabilities"].items() if share > 0.5]
+    # transformers' own pipeline says the same.
+    classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
+    for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
+        said = {each["label"]: each["score"] for each in classifier([text])[0]}
+        assert said == pytest.approx(row["probabilities"], abs=1e-4)
+
+
+def test_a_number_is_learned(run, sorts, learner):
+    train, dev, test, _ = sorts
+    flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
+    results, out = run(train, dev, *TEXT, *flags, test=test, model=learner)
+    assert results["eval_pearson"] > 0.9 and results["eval_rmse"] < 1 and "labels" not in results
+    records = [row for row in lines_of(out / "train_log.jsonl") if "eval_rmse" in row]
+    assert results["eval_rmse"] == min(row["eval_rmse"] for row in records)
+    rows = lines_of(out / "predictions_dev.jsonl")
+    errors = [row["prediction"] - row["label"] for row in rows]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(results["eval_rmse"], rel=1e-4)
+    assert isinstance(lines_of(out / "predictions_test.jsonl")[0]["prediction"], float)
+
+
+def test_weights_move_the_model_towards_the_rare_class(run, tmp_path):
+    rows = [("a man sees the cat", "common")] * 40 + [("a man sees the cat", "rare")] * 8
+    table = write_csv(tmp_path / "t.csv", ("text", "label"), rows)
+    flags = "--num_train_epochs", 6, "--dropout_rate", 0
+    plain, out = run(table, table, *flags)
+    balanced, other = run(table, table, *flags, "--class_weights", "balanced", out="balanced")
+    given, _ = run(table, table, *flags, "--class_weights", '{"rare": 5}', out="given")
+    assert balanced["class_weights"] == pytest.approx({"common": 0.6, "rare": 3.0}) and "class_weights" not in plain
+    assert given["class_weights"] == {"common": 1.0, "rare": 5.0}
+    share = [lines_of(folder / "predictions_dev.jsonl")[0]["probabilities"]["rare"] for folder in (out, other)]
+    assert share[0] < 0.3 < 0.35 < share[1]
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, sorts):
+    train, dev, _, _ = sorts
+    flags = [*TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 6, "--eval_steps", 2]
+    flags += ["--metric_for_best_model", "f1_macro", "--class_weights", "balanced", "--shuffle_train_dataset"]
+    whole, out = run(train, dev, *flags, "--checkpointing_steps", 3)
+    checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
+    resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    for changed, name in (
+        (["--class_weights", '{"mat": 2}'], "class_weights"),
+        (["--labels", "street", "mat", "house", "guitar", "animal"], "labels"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot resume exactly from .*{name}"):
+            run(train, dev, *flags, *changed, *checkpoint, out="third")
+
+
+def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplog):
+    table = write_csv(tmp_path / "t.csv", ("text", "label"), [("a cat", "x")] * 20 + [("a dog", "y")] * 20)
+    taken = "--max_train_samples", 10, "--max_train_steps", 1
+    results, _ = run(table, table, *taken, "--class_weights", "balanced", "--shuffle_train_dataset")
+    assert results["train_samples"] == 10 and set(results["class_weights"]) == {"x", "y"}
+    with pytest.raises(ValueError, match="no training row has the label 'y'"):
+        run(table, table, *taken, "--class_weights", "balanced", out="first")
+
+
+def test_a_run_without_dev_rows_saves_a_model(run, sorts):
+    train, _, test, _ = sorts
+    results, out = run(train, None, *TEXT, "--label_column", "size", "--max_train_steps", 1, test=test)
+    assert "eval_loss" not in results and (out / "model.safetensors").is_file()
+    assert len(lines_of(out / "predictions_test.jsonl")) == results["test_samples"]
+
+
+def test_scores_that_are_not_defined_are_null_with_the_reason(run, tmp_path, capsys):
+    train = write_csv(tmp_path / "t.csv", ("text", "label"), [("a cat", "x"), ("a dog", "y")] * 4)
+    dev = write_csv(tmp_path / "d.csv", ("text", "label"), [("a cat", "x")] * 2)
+    _, out = run(train, dev, "--max_train_steps", 1, "--metric_for_best_model", "roc_auc")
+    saved = json.loads((out / "all_results.json").read_text())
+    assert saved["eval_roc_auc"] is None
+    assert saved["eval_undefined"] == {"roc_auc": "all 2 rows have 'x' and no row has 'y': it is not defined"}
+    assert "roc_auc none" in capsys.readouterr().out
+
+
+def test_an_encoder_decoder_classifies_and_a_text_that_spells_its_end_is_refused(run, tmp_path):
+    t5 = make_t5(tmp_path / "t5")
+    rows = [("the dog", "a cat", "x"), ("a man", "the house", "y")] * 4
+    table = write_csv(tmp_path / "t.csv", ("text1", "text2", "label"), rows)
+    results, _ = run(table, table, "--max_train_steps", 2, model=t5)
+    assert results["text_columns"] == ["text1", "text2"] and results["steps"] == 2
+    bad = write_csv(tmp_path / "bad.csv", ("text1", "text2", "label"), [*rows, ("the </s> dog", "a", "x")])
+    with pytest.raises(ValueError, match=r"bad.csv, row 9: its text spells </s>"):
+        run(bad, table, "--max_train_steps", 2, model=t5, out="bad")
+
+
+def test_a_conversion_of_a_classifier_takes_no_scores_along(run, sorts, tmp_path):
+    train, dev, _, _ = sorts
+    _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1, test=dev)
+    convert(out, 2, output_dir=tmp_path / "converted")
+    left = {path.name for path in (tmp_path / "converted").iterdir()}
+    assert not [name for name in left if name.startswith(("confusion", "predictions", "training"))]
+
+
+# The card
+
+
+def test_the_card_names_the_problem_its_labels_and_its_scores(run, tmp_path):
+    rows = [("a cat", "a dog", "i$_*|"), ("a dog", "a cat", "b`c")] * 4
+    table = write_csv(tmp_path / "pairs.csv", ("premise", "hypothesis", "label"), rows)
+    results, out = run(table, table, "--max_train_steps", 2, test=table)
+    card = str(model_card(out, "me/x"))
+    assert "It gives each pair of texts one of 2 labels: `` b`c ``, `i$_*|`." in card
+    assert "pipeline_tag: text-classification" in card
+    for split, prefix in (("validation", "eval"), ("test", "test")):
+        for name in ("accuracy", "f1_macro", "roc_auc"):
+            assert f"| pairs.csv | {split} | {name} | {round(results[f'{prefix}_{name}'], 4)} |" in card
+    assert "per_class" not in card and "undefined" not in card
+    block = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block
+
+
+# Flags
+
+
+FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "give --train_file .* or --dataset_name$"),
+        ((*FILES, "--dataset_name", "d"), "or --dataset_name; got both"),
+        (("--validation_file", "a.csv"), r"training needs --train_file \(or --num_train_epochs 0"),
+        ((*FILES[:2], "--num_train_epochs", "0"), "give --validation_file or --test_file"),
+        ((*FILES, "--dataset_config_name", "c"), "--dataset_config_name needs --dataset_name"),
+        ((*FILES, "--validation_split_name", "dev"), "--validation_split_name needs --dataset_name; of files give"),
+        ((*FILES, "--text_columns", "a", "b", "c"), "takes one column, or the two of pairs, divided by spaces; got a"),
+        ((*FILES, "--text_columns", "a", "a"), "takes one column, or the two of pairs"),
+        ((*FILES, "--text_columns", "a", "--label_column", "a"), "--label_column a is one of --text_columns"),
+        ((*FILES, "--label_separator", ""), "--label_separator must not be empty"),
+        ((*FILES, "--label_separator", ";", "--problem_type", "regression"), "is for several labels a row; .* is reg"),
+        ((*FILES, "--problem_type", "binary"), "invalid choice|must be one of"),
+        ((*FILES, "--labels", "a", "a"), r"--labels must be different.*got \['a', 'a'\]"),
+        ((*FILES, "--labels", "a", " b"), "none blank or with space around it"),
+        ((*FILES, "--problem_type", "regression", "--labels", "a"), "--labels and --class_weights are for classes"),
+        ((*FILES, "--class_weights", "equal"), "must be balanced or a JSON object .*, got 'equal'"),
+        ((*FILES, "--class_weights", '{"a": 0}'), "must be numbers above 0, a label each; got 'a': 0"),
+        ((*FILES, "--class_weights", '{"a": "2"}'), "must be numbers above 0"),
+        ((*FILES, "--class_weights", "{}"), "must be numbers above 0, a label each, got none"),
+        ((*FILES, "--class_weights", "3"), "--class_weights must be a dictionary or text, got 3"),
+        ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
+        ((*FILES, "--metric_for_best_model", "bleu"), "'bleu': there are loss, accuracy, f1_macro"),
+        ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "are loss, f1"),
+        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
+        (
+            ("--validation_file", "b", "--num_train_epochs", "0", "--class_weights", "balanced"),
+            "balanced counts training rows",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_refused(flags, message, capsys):
+    try:
+        with pytest.raises(ValueError, match=message):
+            parse_args(["m", "--output_dir", "o", *flags])
+    except SystemExit:
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_metric_of_another_problem_is_refused_before_training(run, sorts, tmp_path):
+    train, dev, _, _ = sorts
+    with pytest.raises(ValueError, match="'accuracy': there are loss, rmse, mae, pearson, spearmanr"):
+        run(train, dev, *TEXT, "--label_column", "size", "--metric_for_best_model", "accuracy")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_hf_scripts_say_what_to_give(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["m", *FILES, "--output_dir", "o", "--text_column_names", "a,b"])
+    assert stopped.value.code == 2
+    assert "error: --text_column_names is not known here: --text_columns, divided by spaces" in capsys.readouterr().err
+    for flag in hf_names.HF_NAMES:
+        with pytest.raises(SystemExit):
+            parse_args(["m", *FILES, f"--{flag}=1"])
+        said = capsys.readouterr().err
+        # All of them are true of this command: each flag that is named is one of it.
+        assert f"error: --{flag} is not known here: {hf_names.HF_NAMES[flag]}" in said
+    with pytest.raises(SystemExit):  # what is another command's flag alone is said by argparse
+        glue_command.parse_args(["m", "--task_name", "sst2", "--output_dir", "o", "--do_regression"])
+    assert "unrecognized arguments: --do_regression" in capsys.readouterr().err
+
+
+def test_help_has_examples_that_fit(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["classify", "--help"])
+    assert stopped.value.code in (0, None)
+    text = capsys.readouterr().out
+    lines = text[text.index("examples (") :].split("\n\n")[0].splitlines()
+    assert len(lines) > 8 and max(map(len, lines[1:])) <= 80
+
+
+def test_what_is_learned_is_said(run, sorts, caplog, capsys):
+    train, dev, _, _ = sorts
+    with caplog.at_level(logging.INFO, "hf_attn_variants"):
+        run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
+    assert "train: 49 rows, labels 'animal' 16, 'both' 16, 'thing' 17: single_label_classification" in caplog.text
+    said = capsys.readouterr().out
+    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", said)
