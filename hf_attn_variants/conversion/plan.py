@@ -80,7 +80,7 @@ class ConversionPlan:
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
-        of_heads = {*_key_value_fields(self.config), *_talking_fields(self.config), "per_layer_values"}
+        of_heads = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
         names = [name for name in self.config.variant_fields() if name not in of_heads]
         configs = (self.source_config, self.config)
         pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
@@ -234,18 +234,6 @@ def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
-def _talking_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the fields of talking heads: all others of a variant that has weights."""
-    others = {
-        "per_layer_values",
-        *_key_value_fields(config_class),
-        *config_class.pattern_fields(),
-        *config_class.kernel_fields(),
-        *config_class.from_scratch_fields(),
-    }
-    return [name for name in config_class.variant_fields() if name not in others]
-
-
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
     for part, shape in module.shapes.items():
         tensor = getattr(tensors, part, None)
@@ -288,7 +276,7 @@ def _check_fields(
         )
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
-    talking = [name for name in _talking_fields(config_class) if name in given]
+    talking = [name for name in config_class.talking_fields() if name in given]
     if config.get("talking_heads") is not None and talking:
         raise ValueError(
             f"the source has talking heads already ({config['talking_heads']!r}); they are kept as they are: leave "
@@ -357,5 +345,5 @@ def _check_all_used(
         if useless := [each for each in fields if each in given and each not in used]:
             known = " or ".join(f"`{each}`" for each in fields if each in used)
             raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
-    if config.talking_heads is None and (useless := [each for each in _talking_fields(config_class) if each in given]):
+    if config.talking_heads is None and (useless := [each for each in config_class.talking_fields() if each in given]):
         raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")

@@ -24,6 +24,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.fields.field_table import FIELDS
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
@@ -31,16 +32,7 @@ __all__ = ["PlainExport", "export_transformers"]
 logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 # Fields whose values upstream's classes do not know.
-NO_PLAIN_FORM = {
-    "talking_heads": "talking heads",
-    "attention_pattern": "windows and other patterns",
-    "encoder_attention_pattern": "windows and other patterns",
-    "position_embedding_type": "sinusoidal positions",
-    "score_function": "additive scores",
-    "attention_kernel": "kernels",
-    "encoder_attention_kernel": "kernels",
-    "cross_attention_kernel": "kernels",
-}
+NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
 
 
 @dataclass(frozen=True)

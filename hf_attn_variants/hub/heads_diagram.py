@@ -4,16 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..inspection.costs import values_by_layer
+from ..modeling.fields.field_table import PLACES, row_of
 
 __all__ = ["heads_diagram", "layers_text"]
 
 MAX_WIDTH = 90
 SITES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
-LATENTS = {
-    "kv_lora_rank": "Keys and values of {where}self-attention are made from {what} of each token",
-    "encoder_kv_lora_rank": "Keys and values of the encoder are made from {what} of each token",
-    "cross_kv_lora_rank": "Keys and values of all cross-attentions are made from {what} of each source token",
-}
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
@@ -54,8 +50,10 @@ def _latent(config: Any, field: str, is_t5: bool) -> str:
     for rank in dict.fromkeys(each for each in ranks if each is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"{rank} numbers"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
-    where = "the decoder's " if is_t5 else ""
-    return f"{LATENTS[field].format(what=', '.join(parts), where=where)}." if parts else ""
+    prefix, _ = row_of(field)
+    whose = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
+    made = f"Keys and values of {whose} are made from {', '.join(parts)} of each {PLACES[prefix].token}."
+    return made if parts else ""
 
 
 def _groups(heads: int, kv_heads: int) -> list[str]:

@@ -191,6 +191,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
 
     @classmethod
+    def talking_fields(cls) -> tuple[str, ...]:
+        """Return the fields of talking heads."""
+        return tuple(each.name for each in fields(cls) if "talking" in each.metadata)
+
+    @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
         """Return the fields that say which tokens an attention reads; no weight depends on them."""
         return tuple(each.name for each in fields(cls) if "pattern" in each.metadata)
