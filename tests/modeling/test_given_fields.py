@@ -13,7 +13,7 @@ from relatives import RELATIVES
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
 from hf_attn_variants.modeling.fields.given_fields import SIZES_OF_VALUES, wrong_name
-from hf_attn_variants.training.engine.new_model import _parse_overrides
+from hf_attn_variants.training.engine.new_model import _check_names
 
 pytestmark = pytest.mark.cross_product
 
@@ -239,7 +239,7 @@ def test_conversions_and_overrides_say_what_is_meant(tmp_path, said):
         with pytest.raises(ValueError, match=f"`{name}` is not a field of .*(did you mean|cannot be chosen)"):
             convert(upstream, **{name: 4})
         with pytest.raises(ValueError, match=f"--config_overrides: `{name}` is not a field of"):
-            _parse_overrides(f"{name}=4", upstream.config, BERT.config_class)
+            _check_names({name: 4}, upstream.config, BERT.config_class)
     with pytest.raises(ValueError, match="`attention_kernel_seed` is of random vectors"):
         convert(upstream, num_key_value_heads=4, attention_kernel_seed=4)
     model = BERT.model("BertModel")

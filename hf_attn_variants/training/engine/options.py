@@ -3,6 +3,7 @@
 `commands.arguments` makes flags of them. Like `settings`, this file imports neither torch nor transformers.
 """
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -28,6 +29,7 @@ __all__ = [
     "check_metric",
     "fields_by_group",
     "option",
+    "parse_json",
     "redefault",
 ]
 
@@ -93,6 +95,18 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def parse_json(text: str) -> Any:
+    """Return what a flag's JSON says.
+
+    Raises:
+        ArgumentTypeError: for text that is none, with what JSON says of it.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+
+
 def redefault(owner: type, name: str, default: Any = MISSING, **changed: Any) -> Any:
     """Make a field like `owner`'s of that name, with another default, or other metadata."""
     own = next(each for each in dataclasses.fields(owner) if each.name == name)
@@ -136,8 +150,9 @@ class Settings:
             return
         if allowed is not None and not allowed.holds(value):
             raise ValueError(f"--{each.name} must be {allowed.said}, got {value}")
-        if choices is not None and value not in choices:
-            raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {value!r}")
+        for chosen in value if isinstance(value, tuple) else (value,):
+            if choices is not None and chosen not in choices:
+                raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {chosen!r}")
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
