@@ -146,15 +146,16 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) ->
         own = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
         if own != kind or "from_scratch" in row.facts:
             continue
-        default = f" (default: {row.default})" if row.default not in (None, (), False) else ""
         for prefix in row.prefixes:
+            unsaid, choices = row.default_of(prefix), row.choices_of(prefix)
+            default = f" (default: {unsaid})" if unsaid not in (None, (), False) else ""
             options: dict[str, Any] = {"help": row.described(prefix) + default}
-            if row.choices:
-                options["choices"] = list(row.choices)
+            if choices:
+                options["choices"] = list(choices)
             if row.kind is bool:
                 options |= {"action": "store_true", "default": None}
             elif row.kind is list:
-                options["nargs"] = "+"
+                options["nargs"] = "*" if prefix and row.inherits else "+"
             else:
                 options["type"] = parse_json if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)

@@ -24,6 +24,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.fields.field_checks import NONE
 from ..modeling.fields.field_table import FIELDS
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
@@ -128,7 +129,7 @@ def _plain_plan(
     if config["model_type"] != type(source).model_type:
         raise ValueError(f"{os.fspath(config_file)} says {config['model_type']!r}: that is upstream's own already.")
     for field, what in NO_PLAIN_FORM.items():
-        if (value := getattr(source, field, None)) not in (None, "absolute"):
+        if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
                 f"{what} (`{field}` is {value!r}) have no form in upstream's {upstream_architecture(model_class)}. "
                 "`--to onnx` keeps them."

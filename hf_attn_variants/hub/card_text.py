@@ -6,7 +6,9 @@ from typing import Any
 
 from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
+from ..inspection.talking_places import talking_parts
 from ..modeling.fields.field_table import FIELDS, PLACES, row_of
+from ..modeling.fields.talking_fields import talks
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
@@ -218,7 +220,7 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
         "small encoder": shares and not caches and not decodes,
         "exact": caches and variant.hidden_size in ranks,
         "no cache": decodes and not caches,
-        "talks": variant is not None and variant.talking_heads is not None,
+        "talks": variant is not None and talks(variant),
         "data": True,
     }
     return [LIMITS[name] for name, is_true in are_true.items() if is_true]
@@ -255,7 +257,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "GQA": bool(counts),
         "latent": bool(ranks - {None, variant.hidden_size}),
         "exact": variant.hidden_size in ranks,
-        "talking": variant.talking_heads is not None,
+        "talking": bool(talking_parts(variant, fields)),
     }
     prefixes = ["encoder_" if name.startswith("encoder_") else "" for name in kv_fields]
     are_true |= {getattr(variant, f"{prefix}attention_pattern"): True for prefix in prefixes}
@@ -295,9 +297,8 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         shared = "" if least == heads else f" ({number} for {heads} query heads)"
         parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
-    if variant.talking_heads is not None:
-        at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
-        parts.append(f"talking heads {at[variant.talking_heads]}")
+    at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
+    parts += [f"talking heads {at[kind]}{where}" for kind, where in talking_parts(variant, fields)]
     parts += [f"{_by_layer(variant, name)} {what}" for name, what in _shown(variant, fields, "pattern")]
     parts += [
         f"the kernel {kernel} in the place of {what}{where}" for kernel, what, where in _kernels(variant, fields)

@@ -19,11 +19,17 @@ NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 def test_a_configuration_has_the_fields_of_its_stacks(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
-    assert own.keys() == {name for name, prefix in NAMES.items() if has_stacks or not prefix}
+    has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
+    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
+    expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
+        of_cross if has_cross else set()
+    )
+    assert own.keys() == expected
     for name, each in own.items():
         prefix, entry = row_of(name)
-        assert each.default == entry.default and each.metadata["variant"] == entry.described(prefix)
-        assert {*each.metadata} - {"variant", "query_heads"} <= {*entry.facts}
+        assert each.default == entry.default_of(prefix) and each.metadata["variant"] == entry.described(prefix)
+        assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
+        assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.patterns.pattern_table import PATTERNS
-from .field_checks import DYNAMIC_PROJECTIONS, TALKING_HEADS, TALKING_HEADS_INITS
+from .field_checks import DYNAMIC_PROJECTIONS, NONE, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = ["FIELDS", "Field", "row_of", "variant_field"]
 
@@ -73,6 +73,7 @@ class Field(NamedTuple):
         query_heads: of key/value heads the field of the heads that share them.
         one_for_all: the prefixes of the twins that are one for all layers, whatever `facts` says.
         card: what a model's card says that its value is, likewise.
+        inherits: whether a twin that is not given, which is None, is the field without a prefix.
         unknown_upstream: what it gives a model that upstream's classes have no form of, in the plural.
     """
 
@@ -86,6 +87,7 @@ class Field(NamedTuple):
     query_heads: str | None = None
     one_for_all: tuple[str, ...] = ()
     card: str | None = None
+    inherits: bool = False
     unknown_upstream: str | None = None
 
     @property
@@ -96,14 +98,27 @@ class Field(NamedTuple):
     def described(self, prefix: str = "") -> str:
         """Return what the field, or the twin with this prefix, is."""
         text = self.help.format(**PLACES[prefix].words())
+        text += f"; of {PLACES[prefix].attention} alone" if prefix and self.inherits else ""
         return f"{text}; one for all layers" if prefix in self.one_for_all else text
+
+    def default_of(self, prefix: str = "") -> Any:
+        """Return what the field, or the twin with this prefix, is where nothing is given."""
+        return None if prefix and self.inherits else self.default
+
+    def choices_of(self, prefix: str = "") -> tuple[str, ...]:
+        """Return the values that the field, or the twin with this prefix, may have; () = any of its kind.
+
+        A twin that inherits what may be None has a word for it, for None leaves it to the field without a prefix.
+        """
+        has_none = prefix and self.inherits and self.default is None
+        return (*self.choices, NONE) if has_none and self.choices else tuple(self.choices)
 
     def on_card(self, prefix: str = "") -> str:
         """Return what a model's card says that its value, or that of the twin with this prefix, is."""
         return (self.card or "").format(**PLACES[prefix].words())
 
 
-STACKS = ("", "encoder_")
+STACKS, ALL = ("", "encoder_"), ("", "encoder_", "cross_")
 FIELDS = (
     Field(
         "num_key_value_heads",
@@ -118,7 +133,7 @@ FIELDS = (
         int,
         "numbers a token that {attention} makes its keys and values from; as many as the input has: the input itself, "
         "without loss",
-        prefixes=("", "encoder_", "cross_"),
+        prefixes=ALL,
         facts=("latent", "by_layer"),
         one_for_all=("cross_",),
         card="numbers a {token} that {owner} keys and values are made from",
@@ -128,27 +143,47 @@ FIELDS = (
         "talking_heads",
         str,
         "projections across heads",
+        prefixes=ALL,
         choices=TALKING_HEADS,
-        facts=("talking",),
+        facts=("talking", "by_layer"),
+        inherits=True,
         unknown_upstream="talking heads",
     ),
-    Field("num_softmax_heads", int, "talking heads: heads of the softmax", facts=("talking",)),
-    Field("num_value_heads", int, "talking heads: heads of the values", facts=("talking",)),
+    Field(
+        "num_softmax_heads",
+        int,
+        "talking heads: heads of the softmax",
+        prefixes=ALL,
+        facts=("talking", "by_layer"),
+        inherits=True,
+    ),
+    Field(
+        "num_value_heads",
+        int,
+        "talking heads: heads of the values",
+        prefixes=ALL,
+        facts=("talking", "by_layer"),
+        inherits=True,
+    ),
     Field(
         "talking_heads_init",
         str,
         "what new projections hold",
         "identity",
+        prefixes=ALL,
         choices=TALKING_HEADS_INITS,
-        facts=("talking",),
+        facts=("talking", "by_layer"),
+        inherits=True,
     ),
     Field(
         "talking_heads_dynamic",
         list,
         "talking heads: input-dependent terms to add",
         (),
+        prefixes=ALL,
         choices=tuple(DYNAMIC_PROJECTIONS),
-        facts=("talking",),
+        facts=("talking", "by_layer"),
+        inherits=True,
     ),
     Field(
         "attention_pattern",
@@ -227,7 +262,7 @@ FIELDS = (
         "attention_kernel",
         str,
         "what {attention} has in the place of a softmax: linear attention",
-        prefixes=("", "encoder_", "cross_"),
+        prefixes=ALL,
         choices=KERNELS,
         facts=("kernel", "by_layer"),
         card="{softmax}",
@@ -276,4 +311,6 @@ def variant_field(name: str) -> Any:
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     if row.query_heads is not None:
         facts["query_heads"] = row.query_heads
-    return dataclass_field(default=row.default, metadata={"variant": row.described(prefix), **facts})
+    if prefix and row.inherits:
+        facts["inherits"] = True
+    return dataclass_field(default=row.default_of(prefix), metadata={"variant": row.described(prefix), **facts})

@@ -87,10 +87,10 @@ def new_config(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -
     return config
 
 
-def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: type) -> None:
+def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
     """Raise ValueError for the name of an override that is no field of the configuration."""
     for name, value in overrides.items():
-        if name not in default.to_dict():
+        if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
             wrong = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
             raise ValueError(f"--config_overrides: {wrong}" if reason is None else f"--config_overrides: {reason}")

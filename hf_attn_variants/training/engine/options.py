@@ -77,6 +77,7 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
+    may_be_empty: bool = False,
 ) -> Any:
     """Make a field of a settings class.
 
@@ -88,8 +89,17 @@ def option(
         choices: the values that there are.
         metavar: what stands for the value in `--help`.
         parse: from a flag's text to the value, where the field's type does not say it.
+        may_be_empty: whether a flag of several values may have none.
     """
-    metadata = {"help": help, "range": range, "resume": resume, "choices": choices, "metavar": metavar, "parse": parse}
+    metadata = {
+        "help": help,
+        "range": range,
+        "resume": resume,
+        "choices": choices,
+        "metavar": metavar,
+        "parse": parse,
+        "may_be_empty": may_be_empty,
+    }
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -23,15 +23,17 @@ def _flag(name: str) -> Any:
     text = row.described(prefix)
     first = text.split(":")[0]
     text = text if "_" in first else f"{text[0].upper()}{text[1:]}"  # the name of a pattern stays as it is
-    default = f" (default: {row.default})" if row.default not in (None, (), False) else ""
+    unsaid = row.default_of(prefix)
+    default = f" (default: {unsaid})" if unsaid not in (None, (), False) else ""
     is_json = row.kind is dict
     return option(
         f"{text}{default}.",
         None,
         resume=ALWAYS,
-        choices=row.choices or None,
+        choices=row.choices_of(prefix) or None,
         metavar="JSON" if is_json else None,
         parse=parse_json if is_json else None,
+        may_be_empty=bool(prefix) and row.inherits,
     )
 
 
@@ -80,6 +82,16 @@ class EncoderDecoderVariantSettings(Settings):
     encoder_num_key_value_heads: int | None = _flag("encoder_num_key_value_heads")
     encoder_kv_lora_rank: int | None = _flag("encoder_kv_lora_rank")
     cross_kv_lora_rank: int | None = _flag("cross_kv_lora_rank")
+    encoder_talking_heads: str | None = _flag("encoder_talking_heads")
+    cross_talking_heads: str | None = _flag("cross_talking_heads")
+    encoder_num_softmax_heads: int | None = _flag("encoder_num_softmax_heads")
+    cross_num_softmax_heads: int | None = _flag("cross_num_softmax_heads")
+    encoder_num_value_heads: int | None = _flag("encoder_num_value_heads")
+    cross_num_value_heads: int | None = _flag("cross_num_value_heads")
+    encoder_talking_heads_init: str | None = _flag("encoder_talking_heads_init")
+    cross_talking_heads_init: str | None = _flag("cross_talking_heads_init")
+    encoder_talking_heads_dynamic: tuple[str, ...] | None = _flag("encoder_talking_heads_dynamic")
+    cross_talking_heads_dynamic: tuple[str, ...] | None = _flag("cross_talking_heads_dynamic")
     encoder_attention_pattern: str | None = _flag("encoder_attention_pattern")
     encoder_attention_window: int | None = _flag("encoder_attention_window")
     encoder_attention_dilation: int | None = _flag("encoder_attention_dilation")
