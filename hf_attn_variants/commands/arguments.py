@@ -65,7 +65,10 @@ def _argument(each: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     else:
         shown["required"] = True
     kinds = [kind for kind in alternatives(annotation) if kind is not types.NoneType]
+    if kinds == [bool]:  # may be left to what is there
+        return {**shown, "action": "store_true"}
     if typing.get_origin(kinds[0]) is tuple:
-        shown["nargs"], kinds = "+", list(typing.get_args(kinds[0]))
+        shown["nargs"] = "*" if each.metadata["may_be_empty"] else "+"
+        kinds = list(typing.get_args(kinds[0]))
     shown["type"] = each.metadata["parse"] or kinds[0]
     return shown | {name: each.metadata[name] for name in ("choices", "metavar") if each.metadata[name] is not None}

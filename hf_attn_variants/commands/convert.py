@@ -1,7 +1,6 @@
 """The command `attn-variants convert`, and `scripts/convert_checkpoint.py`."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..conversion.calibration_settings import (
     Calibration,
 )
 from ..modeling.fields.field_table import FIELDS
+from ..training.engine.options import parse_json
 
 __all__ = [
     "CALIBRATION_OPTIONS",
@@ -146,17 +146,18 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None) ->
         own = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
         if own != kind or "from_scratch" in row.facts:
             continue
-        default = f" (default: {row.default})" if row.default not in (None, (), False) else ""
         for prefix in row.prefixes:
+            unsaid, choices = row.default_of(prefix), row.choices_of(prefix)
+            default = f" (default: {unsaid})" if unsaid not in (None, (), False) else ""
             options: dict[str, Any] = {"help": row.described(prefix) + default}
-            if row.choices:
-                options["choices"] = list(row.choices)
+            if choices:
+                options["choices"] = list(choices)
             if row.kind is bool:
                 options |= {"action": "store_true", "default": None}
             elif row.kind is list:
-                options["nargs"] = "+"
+                options["nargs"] = "*" if prefix and row.inherits else "+"
             else:
-                options["type"] = _json if row.kind is dict else row.kind
+                options["type"] = parse_json if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)
 
 
@@ -172,13 +173,6 @@ def _add_position_arguments(group: argparse._ActionsContainer) -> None:
         help="how the learned positions become more: repeated, which leaves short texts as they are, or stretched "
         "(default: tiled)",
     )
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
 def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int = FIT_DEFAULTS["fit_steps"]) -> None:

@@ -21,7 +21,7 @@ the same with each next token, by a multi-query decoder:
       --max_train_steps 10000 --learning_rate 5e-4 --num_warmup_steps 500 --eval_steps 1000 --output_dir runs/decoder
 
 Text is read as a stream, tokenised and packed into blocks of --max_length as training goes; --max_train_steps says how
-long. With --num_key_value_heads or --talking_heads the new model is an attention variant. --output_dir gets the model
+long. A flag of a field of variants, such as --talking_heads, makes the new model one. --output_dir gets the model
 with its tokenizer, all_results.json, train_log.jsonl and training_curves.png. eval_loss is the mean over the masked
 tokens (with clm over all) in nats, the logarithm of eval_perplexity. At the end a gate says whether the model reads
 its context at all: the dev loss with the words shuffled, and with attention zeroed, must each be 0.3 nats worse; a

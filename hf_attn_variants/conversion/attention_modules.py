@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.talking_fields import dynamic_terms
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.mechanisms.kernels.kernel_parameters import kernel_tensors
 from .checkpoint.entries import TensorEntry
@@ -149,7 +150,7 @@ def _attention_module(
             _check_tensor(tensors[part], entries, list(tensor.shape))
     parameters = core_module.named_parameters(recurse=False)
     projections = {f"{core}{name}": tuple(each.shape) for name, each in parameters if name not in of_kernel}
-    if source_config.talking_heads is not None:
+    if site.heads(source_config, path).talking is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
         projections = {}
@@ -180,7 +181,8 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
 
 def _check_memory_terms(site: AttentionSite, *configs: Any) -> None:
     # They are made from the memory as the attention gets it, which is another with another latent.
-    terms = {name for config in configs for name in config.talking_heads_dynamic if name.startswith("m")}
+    found = {name for config in configs for name in dynamic_terms(config, site.place_prefix)}
+    terms = {name for name in found if name.startswith("m")}
     if terms:
         raise ValueError(
             f"`{site.rank_field}` cannot change where `talking_heads_dynamic` has {' and '.join(sorted(terms))}: such "

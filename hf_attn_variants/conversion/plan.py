@@ -13,8 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import nearest
+from ..modeling.fields.field_table import row_of
 from ..modeling.fields.given_fields import quietly, wrong_name
 from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.talking_fields import talking_places, talks
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.mechanisms.talking_heads import projection_std
@@ -80,7 +82,7 @@ class ConversionPlan:
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """What else the two configurations say differently, {field: (before, after)}: kernels and patterns."""
-        of_heads = {*_key_value_fields(self.config), *_talking_fields(self.config), "per_layer_values"}
+        of_heads = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
         names = [name for name in self.config.variant_fields() if name not in of_heads]
         configs = (self.source_config, self.config)
         pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
@@ -145,10 +147,10 @@ class ConversionPlan:
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the talking-heads parameters to add to one module, by their names in the checkpoint."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
-        new = {}
+        new, beginning = {}, module.site.heads(self.config, module.name).talking_init
         for name, shape in module.projections.items():
             # As a new model initialises it (`AttentionVariantMixin.init_projections`).
-            std = projection_std(name.rsplit(".", 1)[-1], shape, self.config.talking_heads_init)
+            std = projection_std(name.rsplit(".", 1)[-1], shape, beginning)
             drawn = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
             new[name] = drawn.to(dtype)
         return new
@@ -234,18 +236,6 @@ def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
-def _talking_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the fields of talking heads: all others of a variant that has weights."""
-    others = {
-        "per_layer_values",
-        *_key_value_fields(config_class),
-        *config_class.pattern_fields(),
-        *config_class.kernel_fields(),
-        *config_class.from_scratch_fields(),
-    }
-    return [name for name in config_class.variant_fields() if name not in others]
-
-
 def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
     for part, shape in module.shapes.items():
         tensor = getattr(tensors, part, None)
@@ -288,12 +278,11 @@ def _check_fields(
         )
     if config.get("quantization_config"):
         raise ValueError("a quantized source cannot be converted: convert the original, then quantize.")
-    talking = [name for name in _talking_fields(config_class) if name in given]
-    if config.get("talking_heads") is not None and talking:
-        raise ValueError(
-            f"the source has talking heads already ({config['talking_heads']!r}); they are kept as they are: leave "
-            f"{', '.join(f'`{name}`' for name in talking)} out."
-        )
+    fields = config_class.talking_fields()
+    talking = [name for name in fields if name in given]
+    is_by_place = any(config.get(name) is not None for name in fields if row_of(name)[0])
+    if config.get("talking_heads") is not None and talking and not is_by_place:
+        raise _talking_already(config["talking_heads"], talking)
 
 
 def _converted_config(
@@ -310,11 +299,7 @@ def _converted_config(
         lists = {name: values for name, values in lists.items() if name not in given}
         given = {**given, "per_layer_values": {**lists, **asked}}
     new_config = config_class.from_upstream(raw, **(kept | dict(given)))
-    if new_config.num_value_heads != source_config.num_value_heads:
-        raise ValueError(
-            f"a conversion keeps the value heads: the source has {source_config.num_value_heads}, the new config "
-            f"{new_config.num_value_heads} (`num_value_heads`, or `num_softmax_heads` with P_l alone)."
-        )
+    _check_talking_kept(source_config, new_config, given)
     for name in config_class.kernel_fields():
         old, new = _by_layer(source_config, name), _by_layer(new_config, name)
         if old != new and has_kernel(source_config):
@@ -322,13 +307,53 @@ def _converted_config(
                 f"the source has a kernel in a softmax's place, which a conversion keeps: `{name}` is {old!r}, the "
                 f"new config asks for {new!r}."
             )
-    has_bias = hasattr(new_config, "relative_attention_num_buckets")
-    if has_bias and new_config.num_softmax_heads != source_config.num_softmax_heads:
-        raise ValueError(
-            f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source has "
-            f"{source_config.num_softmax_heads}, the new config {new_config.num_softmax_heads} (`num_softmax_heads`)."
-        )
     return new_config
+
+
+def _check_talking_kept(source: Any, new: Any, given: Mapping[str, Any]) -> None:
+    """Check that heads that talk go on as they are, and that new ones leave the others' sizes.
+
+    Raises:
+        ValueError: where they would not, or what is given says of heads that talk no more than there is.
+    """
+    asked = [name for name in source.talking_fields() if name in {*given, *(given.get("per_layer_values") or {})}]
+    pairs = {
+        (prefix, layer): (source.talking_heads_of(prefix, layer), new.talking_heads_of(prefix, layer))
+        for prefix in talking_places(source)
+        for layer in range(source.layer_count(f"{prefix}talking_heads"))
+    }
+    changed = {place for place, (old, now) in pairs.items() if old != now}
+    looked_at = [old.kind for place, (old, _) in pairs.items() if place in changed or not changed]
+    kinds = [kind for kind in looked_at if kind is not None]
+    if asked and kinds:
+        raise _talking_already(kinds[0], asked)
+    has_bias = hasattr(new, "relative_attention_num_buckets")
+    for (prefix, _), (old, now) in pairs.items():
+        if now.output != old.output:
+            raise ValueError(
+                f"a conversion keeps the value heads: the source has {old.output}, the new config "
+                f"{now.output} (`{_said(new, prefix, 'num_value_heads')}`, or "
+                f"`{_said(new, prefix, 'num_softmax_heads')}` with P_l alone)."
+            )
+        if has_bias and prefix != "cross_" and now.softmax != old.softmax:
+            raise ValueError(
+                f"a conversion keeps the softmax heads of a T5, whose position bias has a column for each: the source "
+                f"has {old.softmax}, the new config {now.softmax} (`{_said(new, prefix, 'num_softmax_heads')}`)."
+            )
+
+
+def _talking_already(kind: str, asked: list[str]) -> ValueError:
+    names = ", ".join(f"`{name}`" for name in asked)
+    return ValueError(
+        f"the source has talking heads already ({kind!r}); they are kept as they are: leave {names} out."
+    )
+
+
+def _said(config: Any, prefix: str, name: str) -> str:
+    """Return the field that says a value of a place: its own, or the one that it inherits."""
+    own = prefix + name
+    is_own = getattr(config, own, None) is not None or own in (config.per_layer_values or {})
+    return own if is_own else name
 
 
 def _check_layers_given(given: Mapping[str, Any], changes: bool, modules: list[AttentionModule]) -> None:
@@ -357,5 +382,13 @@ def _check_all_used(
         if useless := [each for each in fields if each in given and each not in used]:
             known = " or ".join(f"`{each}`" for each in fields if each in used)
             raise ValueError(f"`{useless[0]}` is of attentions that {name} does not have: give {known} alone.")
-    if config.talking_heads is None and (useless := [each for each in _talking_fields(config_class) if each in given]):
-        raise ValueError(f"`{useless[0]}` is of talking heads: give `talking_heads` as well.")
+    places = {module.site.place_prefix for module in modules}
+    for each in (each for each in config_class.talking_fields() if each in given):
+        prefix, _ = row_of(each)
+        if prefix and prefix not in places:
+            raise ValueError(f"`{each}` is of attentions that {name} does not have: leave it out.")
+        if each.endswith("talking_heads"):
+            if not talks(config):
+                raise ValueError(f"nothing to convert: `{each}` is {given[each]!r}, and no heads talk.")
+        elif not talks(config, prefix or None):
+            raise ValueError(f"`{each}` is of talking heads: give `{prefix}talking_heads` as well.")

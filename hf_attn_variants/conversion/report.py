@@ -69,7 +69,8 @@ class ConversionReport:
         heads: the configuration's head counts and, where there are any, the ranks of latents, {field: [before,
             after]}; of a field that differs by layer the values of all layers.
         other_fields: kernels and patterns that changed, {field: [before, after]}.
-        talking_heads: the talking-heads parameters that were added, {suffix of their name: shape}.
+        talking_heads: the talking-heads parameters that were added, {suffix of their name: shape}; where not all
+            attentions get the same, the kind of attention stands before it.
         layers: one row an attention module.
         parameters: elements of all floating-point tensors stored, {"before": ..., "after": ...}.
         kv_cache_bytes_per_token: for decoders, {site: {"before": ..., "after": ...}}, over all layers and in the dtype
@@ -241,7 +242,6 @@ def conversion_report(
     **said: Any,
 ) -> ConversionReport:
     """Return the report of a conversion: what the plan, the layers and all tensors stored tell, and what is `said`."""
-    added = {name.rsplit(".", 1)[-1]: shape for module in plan.modules for name, shape in module.projections.items()}
     return ConversionReport(
         method=plan.method.name,
         seed=plan.seed,
@@ -249,13 +249,32 @@ def conversion_report(
         architecture=plan.model_class.__name__,
         heads=plan.heads,
         other_fields=plan.other_fields,
-        talking_heads=added,
+        talking_heads=_added_projections(plan),
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
         kv_cache_bytes_per_token=_cache_bytes(plan, before, after),
         versions=package_versions(),
         **said,
     )
+
+
+def _added_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the talking-heads parameters to add, as few as say it all.
+
+    By the end of their names where each attention gets the same, else with the kind of attention before it, or, of
+    layers that differ, by their names in the checkpoint.
+    """
+    found: dict[str, set[str]] = {}
+    for module in plan.modules:
+        every = {name.rsplit(".", 1)[-1]: shape for name, shape in module.projections.items()}
+        found.setdefault(module.site.name, set()).add(json.dumps(every))
+    every_site = set().union(*found.values())
+    if len(every_site) == 1:
+        return {name: tuple(shape) for name, shape in json.loads(every_site.pop()).items()}
+    if all(len(texts) == 1 for texts in found.values()):
+        pairs = [(site, json.loads(text)) for site, texts in found.items() for text in texts]
+        return {f"{site} {name}": tuple(shape) for site, of_site in pairs for name, shape in of_site.items()}
+    return {name: shape for module in plan.modules for name, shape in module.projections.items()}
 
 
 def _cache_bytes(

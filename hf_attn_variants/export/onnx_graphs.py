@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.kernel_fields import has_kernel
+from ..modeling.fields.talking_fields import dynamic_terms, keeps_cache
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.upstream import cache_name, cache_of
 from ..registration import longest_input
@@ -79,8 +80,13 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
         )
     if not can_cache(config):
         raise ValueError(
-            f"a decoder whose `talking_heads_dynamic` is {list(config.talking_heads_dynamic)} keeps no cache, and a "
+            f"a decoder whose `talking_heads_dynamic` is {dynamic_terms(config)} keeps no cache, and a "
             "step's graph takes one."
+        )
+    if not keeps_cache(dynamic_terms(config, "cross_")):
+        raise ValueError(
+            f"a decoder whose cross-attention has the terms {dynamic_terms(config, 'cross_')} reads the encoder's "
+            "outputs in each step, and a step's graph takes keys and values."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(

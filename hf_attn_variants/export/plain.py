@@ -24,6 +24,8 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_output_dir
 from ..inspection.costs import used_fields
 from ..model_history import read_history, write_history
+from ..modeling.fields.field_checks import NONE
+from ..modeling.fields.field_table import FIELDS
 from .upstream import OWN_CODE, source_model, travels_without_code, upstream_architecture, upstream_config
 
 __all__ = ["PlainExport", "export_transformers"]
@@ -31,16 +33,7 @@ __all__ = ["PlainExport", "export_transformers"]
 logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 # Fields whose values upstream's classes do not know.
-NO_PLAIN_FORM = {
-    "talking_heads": "talking heads",
-    "attention_pattern": "windows and other patterns",
-    "encoder_attention_pattern": "windows and other patterns",
-    "position_embedding_type": "sinusoidal positions",
-    "score_function": "additive scores",
-    "attention_kernel": "kernels",
-    "encoder_attention_kernel": "kernels",
-    "cross_attention_kernel": "kernels",
-}
+NO_PLAIN_FORM = {name: row.unknown_upstream for row in FIELDS if row.unknown_upstream for name in row.names}
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,7 @@ def _plain_plan(
     if config["model_type"] != type(source).model_type:
         raise ValueError(f"{os.fspath(config_file)} says {config['model_type']!r}: that is upstream's own already.")
     for field, what in NO_PLAIN_FORM.items():
-        if (value := getattr(source, field, None)) not in (None, "absolute"):
+        if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
                 f"{what} (`{field}` is {value!r}) have no form in upstream's {upstream_architecture(model_class)}. "
                 "`--to onnx` keeps them."

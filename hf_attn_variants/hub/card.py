@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..conversion.checkpoint.source import read_config
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME
 from ..inspection.costs import cost_table, used_fields, values_by_layer, variant_config
+from ..inspection.talking_places import talking_parts
 from ..model_history import ModelHistory, read_front_matter, read_history
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import supported_model_types, variant_model_class
@@ -292,6 +293,6 @@ def _tags(variant: Any, fields: Sequence[str]) -> list[str]:
         any(count == 1 < heads for count, heads in counts),
         any(1 < count < heads for count, heads in counts),
         any(getattr(variant, name) is not None for name in variant.rank_fields() if name in fields),
-        variant.talking_heads is not None,
+        bool(talking_parts(variant, fields)),
     )
     return [tag for tag, is_true in zip(OWN_TAGS, are_true, strict=True) if is_true]

@@ -6,6 +6,9 @@ from typing import Any
 
 from ..glue_tasks import GlueTask
 from ..inspection.costs import CostTable, values_by_layer
+from ..inspection.talking_places import talking_parts
+from ..modeling.fields.field_table import FIELDS, PLACES, row_of
+from ..modeling.fields.talking_fields import talks
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..modeling.variant_names import NEWEST_RUN, OLDEST_RUN, SOURCE
@@ -54,32 +57,8 @@ PAPERS = {
     **{name: kernel_class(name).paper for name in KERNELS},
 }
 
-# The fields of each stack's windows and blocks, of those that a model has.
-WINDOWS = {
-    "num_key_value_heads": (
-        ("attention_window", "tokens in a window of self-attention"),
-        ("attention_block_size", "tokens in a block of self-attention's pattern"),
-    ),
-    "encoder_num_key_value_heads": (
-        ("encoder_attention_window", "tokens in a window of the encoder's attention"),
-        ("encoder_attention_block_size", "tokens in a block of the encoder's pattern"),
-    ),
-}
-
-# The fields of each stack's kernels, and what they stand for.
-KERNEL_FIELDS = {
-    "num_key_value_heads": (
-        ("attention_kernel", "self-attention's softmax"),
-        ("cross_attention_kernel", "cross-attention's softmax"),
-    ),
-    "encoder_num_key_value_heads": (("encoder_attention_kernel", "the softmax of the encoder's attention"),),
-}
-
-RANKS = {
-    "kv_lora_rank": "numbers a token that self-attention's keys and values are made from",
-    "encoder_kv_lora_rank": "numbers a token that the encoder's keys and values are made from",
-    "cross_kv_lora_rank": "numbers a source token that all cross-attentions' keys and values are made from",
-}
+# The prefixes of the fields of a stack, by that of its key/value heads; cross-attention is in the decoder's.
+OF_STACKS = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 
 # What a user should know before relying on a model; see `limits`.
 LIMITS = {
@@ -121,8 +100,8 @@ def size_rows(table: CostTable, variant: Any, fields: Sequence[str]) -> list[tup
         for name in variant.head_fields(fields)
     ]
     ranks = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    made += [(RANKS[name], _by_layer(variant, name)) for name in ranks]
-    made += [(what, _by_layer(variant, name)) for name, what in _windows(variant, fields)]
+    made += [(_on_card(name), _by_layer(variant, name)) for name in ranks]
+    made += [(what, _by_layer(variant, name)) for name, what in _shown(variant, fields, "pattern")]
     made += [(f"in the place of {what}{where}", kernel) for kernel, what, where in _kernels(variant, fields)]
     made.append(("parameters", f"{now.parameters:,}"))
     made.append(("... of the attentions' projections", f"{now.attention_parameters:,}"))
@@ -246,7 +225,7 @@ def limits(variant: Any, table: CostTable | None, steps: Sequence[Step]) -> list
         "small encoder": shares and not caches and not decodes,
         "exact": caches and variant.hidden_size in ranks,
         "no cache": decodes and not caches,
-        "talks": variant is not None and variant.talking_heads is not None,
+        "talks": variant is not None and talks(variant),
         "data": True,
     }
     return [LIMITS[name] for name, is_true in are_true.items() if is_true]
@@ -283,7 +262,7 @@ def papers(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         "GQA": bool(counts),
         "latent": bool(ranks - {None, variant.hidden_size}),
         "exact": variant.hidden_size in ranks,
-        "talking": variant.talking_heads is not None,
+        "talking": bool(talking_parts(variant, fields)),
     }
     prefixes = ["encoder_" if name.startswith("encoder_") else "" for name in kv_fields]
     are_true |= {getattr(variant, f"{prefix}attention_pattern"): True for prefix in prefixes}
@@ -325,10 +304,9 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
         shared = "" if least == heads else f" ({number} for {heads} query heads)"
         parts.append(f"{kind} attention{shared}{where[name] if len(kv_fields) > 1 else ''}")
     parts += [_latent(variant, name) for name in variant.rank_fields() if name in fields and getattr(variant, name)]
-    if variant.talking_heads is not None:
-        at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
-        parts.append(f"talking heads {at[variant.talking_heads]}")
-    parts += [f"{_by_layer(variant, name)} {what}" for name, what in _windows(variant, fields)]
+    at = {"logits": "before the softmax", "weights": "after the softmax", "both": "before and after the softmax"}
+    parts += [f"talking heads {at[kind]}{where}" for kind, where in talking_parts(variant, fields)]
+    parts += [f"{_by_layer(variant, name)} {what}" for name, what in _shown(variant, fields, "pattern")]
     parts += [
         f"the kernel {kernel} in the place of {what}{where}" for kernel, what, where in _kernels(variant, fields)
     ]
@@ -337,8 +315,7 @@ def _attention(variant: Any, fields: Sequence[str]) -> str:
 
 def _kernels(variant: Any, fields: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return the kernels of the stacks that a model has, each with what it stands for, and in which layers."""
-    rows = [row for heads, of_stack in KERNEL_FIELDS.items() if heads in fields for row in of_stack]
-    rows = [(name, what) for name, what in rows if getattr(variant, name, None) is not None]
+    rows = _shown(variant, fields, "kernel")
     return [(getattr(variant, name), what, _layers_with(variant, name)) for name, what in rows]
 
 
@@ -351,10 +328,17 @@ def _layers_with(variant: Any, name: str) -> str:
     return f" in layer{'s' if len(found) > 1 else ''} {', '.join(found)} of {len(values)}"
 
 
-def _windows(variant: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the fields of windows and blocks that are set in the stacks that a model has, each with what it is."""
-    found = [row for heads, rows in WINDOWS.items() if heads in fields for row in rows]
-    return [row for row in found if getattr(variant, row[0], None) is not None]
+def _shown(variant: Any, fields: Sequence[str], fact: str) -> list[tuple[str, str]]:
+    """Return the fields of which a fact is true that are set in the stacks that a model has, each with what it is."""
+    prefixes = [prefix for heads, each in OF_STACKS.items() if heads in fields for prefix in each]
+    rows = [row for row in FIELDS if fact in row.facts and row.card is not None]
+    names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
+    return [(name, _on_card(name)) for name in names if getattr(variant, name, None) is not None]
+
+
+def _on_card(name: str) -> str:
+    prefix, row = row_of(name)
+    return row.on_card(prefix)
 
 
 def _latent(variant: Any, name: str) -> str:
@@ -363,15 +347,14 @@ def _latent(variant: Any, name: str) -> str:
     ranks = {rank for rank in layers if rank is not None}
     having = sum(rank is not None for rank in layers)
     where = f", in {having} of {len(layers)} layers" if having < len(layers) else ""
-    of = {
-        "kv_lora_rank": "token in self-attention",
-        "encoder_kv_lora_rank": "token in the encoder's attention",
-        "cross_kv_lora_rank": "source token for the cross-attention of all layers",
-    }[name]
+    prefix, row = row_of(name)
+    place = PLACES[prefix]
+    of = "for the cross-attention of all layers" if prefix in row.one_for_all else f"in {place.here}"
+    of = f"{place.token} {of}{where}"
     if ranks == {variant.hidden_size}:
-        return f"the input itself kept instead of keys and values, {variant.hidden_size} numbers a {of}{where}"
+        return f"the input itself kept instead of keys and values, {variant.hidden_size} numbers a {of}"
     numbers = " to ".join(map(str, sorted({min(ranks), max(ranks)})))
-    return f"keys and values from a latent of {numbers} numbers a {of}{where}"
+    return f"keys and values from a latent of {numbers} numbers a {of}"
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str:

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..inspection.costs import values_by_layer
+from ..inspection.talking_places import talking_by_place
+from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.talking_fields import TalkingHeads
 
 __all__ = ["heads_diagram", "layers_text"]
 
 MAX_WIDTH = 90
 SITES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
-LATENTS = {
-    "kv_lora_rank": "Keys and values of {where}self-attention are made from {what} of each token",
-    "encoder_kv_lora_rank": "Keys and values of the encoder are made from {what} of each token",
-    "cross_kv_lora_rank": "Keys and values of all cross-attentions are made from {what} of each source token",
-}
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
@@ -37,12 +35,12 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     latents = [_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
-    if config.talking_heads is not None:
-        blocks.append(_chain(config))
+    if chains := _chains(config, kv_fields):
+        blocks.append(chains)
     return "\n\n".join(blocks)
 
 
-def layers_text(values: Sequence[int | None], value: int | None) -> str:
+def layers_text(values: Sequence[Any], value: Any) -> str:
     """Return which layers have a value, counted from 0: "layers 0, 2"."""
     layers = [str(layer) for layer, each in enumerate(values) if each == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
@@ -54,8 +52,10 @@ def _latent(config: Any, field: str, is_t5: bool) -> str:
     for rank in dict.fromkeys(each for each in ranks if each is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"{rank} numbers"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
-    where = "the decoder's " if is_t5 else ""
-    return f"{LATENTS[field].format(what=', '.join(parts), where=where)}." if parts else ""
+    prefix, _ = row_of(field)
+    whose = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
+    made = f"Keys and values of {whose} are made from {', '.join(parts)} of each {PLACES[prefix].token}."
+    return made if parts else ""
 
 
 def _groups(heads: int, kv_heads: int) -> list[str]:
@@ -78,9 +78,31 @@ def _width(queries: list[str], keys: list[str]) -> int:
     return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
 
 
-def _chain(config: Any) -> str:
-    heads, softmax_heads, value_heads = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
-    first = f"--P_l [{heads} x {softmax_heads}]" if config.talking_heads in ("logits", "both") else ""
-    second = f"--P_w [{softmax_heads} x {value_heads}]" if config.talking_heads in ("weights", "both") else ""
-    softmax = f"softmax of {softmax_heads} heads"
-    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {value_heads} heads"
+def _chains(config: Any, kv_fields: Sequence[str]) -> str:
+    """Return how heads talk: one line where they do alike everywhere, else one for each place, and its layers."""
+    by_place = {
+        prefix: [_chain(config.query_heads(_stack_heads(prefix)), each) for each in layers]
+        for prefix, layers in talking_by_place(config, kv_fields).items()
+    }
+    if len({chain for chains in by_place.values() for chain in chains}) == 1:
+        return next(chain for chains in by_place.values() for chain in chains)
+    lines = []
+    for prefix, chains in by_place.items():
+        for chain in dict.fromkeys(each for each in chains if each):
+            where = f", {layers_text(chains, chain)}" if len({*chains}) > 1 else ""
+            lines.append(f"{PLACES[prefix].here}{where}: {chain}")
+    return "\n".join(lines)
+
+
+def _stack_heads(prefix: str) -> str:
+    return "encoder_num_key_value_heads" if prefix == "encoder_" else "num_key_value_heads"
+
+
+def _chain(heads: int, talking: TalkingHeads) -> str:
+    """Return how the heads of one attention talk; nothing where they do not."""
+    if talking.kind is None:
+        return ""
+    first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in ("logits", "both") else ""
+    second = f"--P_w [{talking.softmax} x {talking.output}]" if talking.kind in ("weights", "both") else ""
+    softmax = f"softmax of {talking.softmax} heads"
+    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {talking.output} heads"

@@ -13,11 +13,13 @@ from ..conversion.grouping import rank_relation, relation
 from ..errors import as_value_error
 from ..modeling.fields.kernel_fields import has_kernel
 from ..modeling.fields.layer_values import LayerValue
+from ..modeling.fields.talking_fields import dynamic_terms, keeps_cache, talks
 from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..registration import variant_config_class, variant_model_class
 from .counting import attention_parameters, flops_per_token, kv_cache_bytes, kv_cache_bytes_per_token
+from .talking_places import places_of_stacks, talking_parts
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -145,8 +147,10 @@ def variant_name(config: Any, field: str = "num_key_value_heads") -> str:
             parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_in_layers(ranks)}")
     if config.score_function is not None:
         parts.append(f"{config.score_function} scores")
-    if config.talking_heads is not None:
-        parts.append("talking heads" + ("" if config.talking_heads == "both" else f" ({config.talking_heads})"))
+    parts += [
+        "talking heads" + ("" if kind == "both" else f" ({kind})") + where
+        for kind, where in talking_parts(config, (field,))
+    ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
     if pattern is not None and "attention_block_size" in pattern_class(pattern).needed:
@@ -259,11 +263,12 @@ def variant_rows(
         yield {"per_layer_values": current.per_layer_values}
     if has_kernel(current) or _learns_by_head(current):  # neither stands beside these, or no conversion gives it
         return
-    if latents and can_cache(current) and not has_latents(current, field):
+    keeps_memory = keeps_cache(dynamic_terms(current, "cross_"))  # whose terms are made of a latent otherwise
+    if latents and can_cache(current) and keeps_memory and not has_latents(current, field):
         yield from latent_rows(current, ranks)
     # Stacks of unequal numbers of heads cannot have them.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
-    if talking_heads and current.talking_heads is None and is_even:
+    if talking_heads and not talks(current) and is_even:
         yield {"talking_heads": "both"}
 
 
@@ -300,9 +305,13 @@ def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> s
 def kv_head_counts(config: Any, field: str) -> list[int]:
     """Return the numbers of key/value heads that fit; fewer than query heads must divide the value heads as well."""
     heads = config.query_heads(field)
-    value_heads = heads if config.talking_heads is None else config.num_value_heads
+    value_heads = {
+        config.talking_heads_of(prefix, layer).output
+        for prefix in places_of_stacks(config, (field,))
+        for layer in range(config.layer_count(f"{prefix}talking_heads"))
+    }
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
-    return [k for k in divisors if k == heads or value_heads % k == 0]
+    return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
 
 
 def _values(config: Any) -> dict[str, Any]:

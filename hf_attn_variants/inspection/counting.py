@@ -129,7 +129,7 @@ def flops_per_token(
             flops[memory_stack if where == "memory" else stack] += runs * count
         query_dim = maps["query"].in_features
         memory_dim = maps["key"].in_features if site.is_cross_attention else query_dim
-        for name, shape in projection_shapes(config, heads, query_dim, memory_dim).items():
+        for name, shape in projection_shapes(heads, query_dim, memory_dim).items():
             flops[stack] += 2 * runs * attended * shape[-2] * shape[-1]
             if len(shape) == 3:  # a dynamic one is first computed from each token of its side
                 flops[stack if name.startswith("x") else memory_stack] += 2 * runs * shape[0] * shape[1] * shape[2]

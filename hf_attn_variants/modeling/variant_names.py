@@ -9,6 +9,7 @@ __all__ = [
     "OLDEST_RUN",
     "SDPA",
     "SOURCE",
+    "TALKS_BY_PLACE",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
@@ -17,11 +18,13 @@ SOURCE = "https://github.com/hf-attn-variants/hf_attn_variants"
 # The range of transformers that this code was run with (docs/compatibility.md).
 OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
 
-# Of a configuration's fields: by it a later release reads what they meant when they were saved. Files without a number
-# have the first.
-CONFIG_FORMAT = 2
+# The newest format of a configuration's fields: by its number a later release reads what they meant when they were
+# saved, and an earlier one refuses what it does not know. Files without a number have the first.
+CONFIG_FORMAT = 3
 # From which on what counts tokens counts from a row's first one, and not from the padded row's beginning.
 COUNTS_TOKENS = 2
+# From which on heads may talk otherwise in each place and layer. What has none of that says the number before.
+TALKS_BY_PLACE = 3
 
 # Registered names carry the version: the installed package and a Hub repository of another version share one process.
 _VERSION = ATTN_VARIANTS_VERSION.replace(".", "_")

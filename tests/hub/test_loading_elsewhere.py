@@ -98,6 +98,11 @@ def save_one(architecture, variant, saved, folder):
         fields["score_function"] = "additive"
         if "sinusoidal" in architecture.config_class.position_types:
             fields["position_embedding_type"] = "sinusoidal"
+    if variant == "by place":
+        variant, fields = "mha", {"talking_heads": "both"}
+        if hasattr(architecture.config_class, "encoder_talking_heads"):
+            fields = {"cross_talking_heads": "both", "encoder_talking_heads": "logits"}
+            fields["per_layer_values"] = {"talking_heads": [None, "weights"]}
     if variant in ("favor", "hedgehog"):  # random vectors, learned maps
         has_cross = hasattr(architecture.config_class, "cross_attention_kernel")
         variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}
@@ -117,7 +122,7 @@ def save_one(architecture, variant, saved, folder):
 
 def test_every_auto_class_loads_elsewhere(tmp_path):
     kinds = [(variant, saved) for variant in ("gqa", "gqa_talking") for saved in ("base", "language_model")]
-    kinds += [(variant, "language_model") for variant in ("latent", "by layer", "favor", "hedgehog")]
+    kinds += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor", "hedgehog")]
     rows = [row for row in ARCHITECTURES for _ in kinds]
     made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()

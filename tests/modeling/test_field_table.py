@@ -2,16 +2,16 @@
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
+import field_page
 import pytest
 from architectures import ARCHITECTURES
 from relatives import RELATIVES
 
 from hf_attn_variants.commands import convert
+from hf_attn_variants.export.plain import NO_PLAIN_FORM
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 
 
@@ -19,11 +19,17 @@ NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 def test_a_configuration_has_the_fields_of_its_stacks(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
-    assert own.keys() == {name for name, prefix in NAMES.items() if has_stacks or not prefix}
+    has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
+    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
+    expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
+        of_cross if has_cross else set()
+    )
+    assert own.keys() == expected
     for name, each in own.items():
         prefix, entry = row_of(name)
-        assert each.default == entry.default and each.metadata["variant"] == entry.described(prefix)
-        assert {*each.metadata} - {"variant", "query_heads"} <= {*entry.facts}
+        assert each.default == entry.default_of(prefix) and each.metadata["variant"] == entry.described(prefix)
+        assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
+        assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 
@@ -42,6 +48,27 @@ def test_descriptions_are_one_line_each_and_no_two_are_the_same():
     assert not [each for each in described if "\n" in each or "{layer}" in each or each.endswith(".")]
 
 
-def test_the_page_of_the_fields_has_them_all():
-    text = (ROOT / "docs/fields.md").read_text(encoding="utf-8")
-    assert not [row.name for row in FIELDS if f"`{row.name}`" not in text]
+def test_the_page_of_the_fields_is_the_table():
+    page = field_page.PAGE.read_text(encoding="utf-8")
+    assert field_page.table_in(page) == field_page.table_of(), "run `make fields`"
+    assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
+
+
+def test_a_row_of_the_page_says_what_the_table_does():
+    rows = {row.split("`")[1]: row for row in field_page.table_of().splitlines() if "`" in row}
+    ranks, init = rows["kv_lora_rank"], rows["talking_heads_init"]
+    assert "`cross_kv_lora_rank` | numbers a token that an attention makes its keys" in ranks
+    assert "| yes, but `cross_kv_lora_rank` |" in ranks
+    assert '| `"identity"`, `"random"` | `"identity"` |' in init
+    assert {row.count(" | ") for row in rows.values()} == {5} and "{" not in rows["attention_window"]
+
+
+def test_what_cards_and_refusals_say_is_the_tables():
+    said = {name: row_of(name)[1].on_card(prefix) for name, prefix in NAMES.items()}
+    of_ranks = "numbers a source token that all cross-attentions' keys and values are made from"
+    assert said["cross_kv_lora_rank"] == of_ranks
+    assert said["encoder_attention_block_size"] == "tokens in a block of the encoder's pattern"
+    assert said["attention_window"] == "tokens in a window of self-attention"
+    assert said["encoder_attention_kernel"] == "the softmax of the encoder's attention"
+    refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
+    assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}

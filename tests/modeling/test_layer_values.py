@@ -148,7 +148,10 @@ BAD = [
     ({"kv_lora_rank": [8, 0]}, "got 0"),
     ({"kv_lora_rank": [8, 2.0]}, "got 2.0"),
     ({"kv_lora_rank": [8, True]}, "got True"),
-    ({"talking_heads": [None, "both"]}, "`talking_heads` cannot differ by layer; these can: num_key_value_heads, kv_"),
+    (
+        {"score_function": [None, "additive"]},
+        "`score_function` cannot differ by layer; these can: num_key",
+    ),
     ({"hidden_size": [8, 8]}, "`hidden_size` cannot differ by layer"),
     ([4, 2], "`per_layer_values` must be {field: [a value for each layer]}; got [4, 2]"),
 ]

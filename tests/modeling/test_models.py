@@ -19,6 +19,7 @@ from architectures import (
 from fixtures.checkpointing import checkpoint_layers
 
 import hf_attn_variants
+from hf_attn_variants.modeling.fields.talking_fields import TalkingHeads
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product
@@ -205,16 +206,16 @@ def test_a_site_reads_its_own_query_heads():
     config = SimpleNamespace(
         query_heads=counts.get,
         layer_value=lambda name, layer: values.get(name),
-        num_softmax_heads=6,
-        num_value_heads=5,
         attention_head_dim=lambda name: 3,
-        talking_heads="both",
+        talking_heads_of=lambda prefix, layer: TalkingHeads("both", 6, 5, dynamic=(prefix, str(layer))),
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
     attention = "decoder.block.3.layer.0.SelfAttention"
-    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 16)
-    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention") == (8, 2, 2, 6, 5, 3, 64)
-    assert encoder.heads(config, attention.replace("decoder", "encoder")) == (4, 4, 5, 6, 5, 3, None)
+    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 16, "both", "identity", ("", "3"))
+    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention")[:7] == (8, 2, 2, 6, 5, 3, 64)
+    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention").dynamic == ("cross_", "3")
+    of_encoder = encoder.heads(config, attention.replace("decoder", "encoder"))
+    assert of_encoder == (4, 4, 5, 6, 5, 3, None, "both", "identity", ("encoder_", "3"))
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
     (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites

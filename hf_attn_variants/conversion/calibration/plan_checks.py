@@ -1,6 +1,8 @@
 """Whether text or audio can say how a plan's attentions are to be fitted."""
 
+from ...modeling.fields.field_checks import NONE
 from ...modeling.fields.kernel_fields import has_kernel
+from ...modeling.fields.talking_fields import talks
 from ..calibration_settings import Calibration
 from ..plan import ConversionPlan
 from .batches import check_targets
@@ -10,9 +12,10 @@ __all__ = ["is_calibrated", "why_not_calibrated"]
 
 def why_not_calibrated(plan: ConversionPlan) -> str | None:
     """Return why no text can say how the plan's source is to be pooled; None where it can."""
-    talking_heads = plan.source_config.talking_heads
-    if talking_heads is not None:
-        what = f"the source has talking heads ({talking_heads!r}), whose do not"
+    if talks(plan.source_config):
+        names = [name for name in plan.source_config.talking_fields() if name.endswith("talking_heads")]
+        kind = next(value for name in names if (value := getattr(plan.source_config, name)) not in (None, NONE))
+        what = f"the source has talking heads ({kind!r}), whose do not"
         return f"it fits heads whose weights sum to one; {what}"
     if has_kernel(plan.source_config):
         return "it fits to a softmax's outputs; the source has a kernel in its place"

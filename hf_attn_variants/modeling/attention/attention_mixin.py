@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..fields.loading_checks import check_implementation
-from ..fields.variant_config import can_cache
 from ..mechanisms.patterns.global_tokens import check_global_mask
 from ..mechanisms.talking_heads import projection_shapes, projection_std
 from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
@@ -56,7 +55,7 @@ class AttentionVariantMixin(_Attention):
 
         Args:
             config: the model's.
-            heads: the attention's head counts and the rank of its latent.
+            heads: the attention's head counts, the rank of its latent, and how its heads talk.
             query_dim: the size of the inputs that queries are made from.
             memory_dim: the size of the memory-side inputs as the attention gets them.
         """
@@ -64,10 +63,9 @@ class AttentionVariantMixin(_Attention):
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         like = next(self.parameters())
-        shapes = projection_shapes(config, heads, query_dim, memory_dim)
+        shapes = projection_shapes(heads, query_dim, memory_dim)
         self.projection_names = tuple(shapes)
-        self.dynamic_names = tuple(config.talking_heads_dynamic)
-        self.keeps_cache = can_cache(config)
+        self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
         if shapes:
@@ -91,7 +89,7 @@ class AttentionVariantMixin(_Attention):
         """Initialise the talking-heads parameters as `talking_heads_init` says."""
         for name in self.projection_names:
             parameter = getattr(self, name)
-            std = projection_std(name, parameter.shape, self.config.talking_heads_init)
+            std = projection_std(name, parameter.shape, self.heads.talking_init)
             if std is None:
                 init.copy_(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device))
             else:

@@ -70,20 +70,25 @@ class AttentionSite:
         """What the names of its stack's fields begin with: "encoder_" in an encoder-decoder's encoder, else ""."""
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
+    @property
+    def place_prefix(self) -> str:
+        """What the names of its own fields begin with, where cross-attention has some: "cross_", or its stack's."""
+        return "cross_" if self.is_cross_attention else self.stack_prefix
+
     def stack_of(self, config: Any) -> str:
         """Return the stack that it is a part of in a model of this configuration, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
     def heads(self, config: Any, path: str) -> AttentionHeads:
-        """Return the head counts and the rank that a variant configuration gives the attention at this path."""
+        """Return the head counts, rank and talking heads that a configuration gives the attention at this path."""
         layer = self.layer(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
-        softmax, output = config.num_softmax_heads, config.num_value_heads
-        if config.talking_heads is None:
-            softmax = output = query
-        value = output if key == query else key
+        talking = config.talking_heads_of(self.place_prefix, layer)
+        value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
-        return AttentionHeads(query, key, value, softmax, output, config.attention_head_dim(self.kv_heads_field), rank)
+        head_dim = config.attention_head_dim(self.kv_heads_field)
+        counts = (query, key, value, talking.softmax, talking.output, head_dim, rank)
+        return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
     def reach(self, config: Any, path: str, is_causal: bool) -> Any:
         """Return which keys the queries of the attention at this path read; None: all, and no pattern says so.
@@ -104,10 +109,9 @@ class AttentionSite:
 
     def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path; None: a softmax. Arguments as for `reach`."""
-        prefix = "cross_" if self.is_cross_attention else self.stack_prefix
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
-        return kernel_of(config, prefix, head_dim, path, is_causal, self.layer(config, path))
+        return kernel_of(config, self.place_prefix, head_dim, path, is_causal, self.layer(config, path))
 
     def layer(self, config: Any, path: str) -> int:
         """Return the layer that the attention at this path is in: the numbers that `module` has groups for.

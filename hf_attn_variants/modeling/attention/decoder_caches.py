@@ -82,7 +82,7 @@ def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | N
 
     Raises:
         ValueError: for a static cache of unequal heads, of a window or of a kernel, for keys and values where a kernel
-            keeps sums, and for self-attention that keeps no cache.
+            keeps sums, and for attention that keeps no cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
     if heads.rank is None and heads.key != heads.value and is_static:
@@ -92,6 +92,11 @@ def prepare_cache(module: VariantAttention, cache: Any, memory: torch.Tensor | N
         )
     if module.kernel is not None and is_static:
         raise ValueError(f"`attention_kernel` needs a dynamic cache, which keeps sums; got {type(cache).__name__}.")
+    if memory is not None and not module.keeps_cache:
+        raise ValueError(
+            "`cross_talking_heads_dynamic` m2l and m2w beside `cross_kv_lora_rank` are made from the latent of the "
+            "encoder's outputs in each step: pass `use_cache=False`."
+        )
     if memory is not None:
         return
     if not module.keeps_cache:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..fields.talking_fields import talks
 from ..upstream import Arguments, check_called, check_method, known_imports, upstream_class
 from ..variant_names import EAGER, SDPA
 from .latent_attention import holds_latent
@@ -84,7 +85,7 @@ class BeamsShareMemory(_Generation):
     ) -> tuple[Any, dict[str, Any]]:
         # Our attention functions read a memory once; those of others do not know how, and heads that talk do not fold.
         implementation = self.config._attn_implementation_internal
-        folds = implementation in (EAGER, SDPA) and self.config.talking_heads is None
+        folds = implementation in (EAGER, SDPA) and not talks(self.config, "cross_")
         upstreams: Any = super()
         expand = upstreams._expand_inputs_for_generation
         return expand_all_but_memory(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)

@@ -1,5 +1,6 @@
 """What makes an upstream model a variant: a mixin for its classes, which turns what upstream built into ours."""
 
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +17,7 @@ from ..fields.loading_checks import (
     check_implementation,
     warn_of_positions,
 )
+from ..fields.talking_fields import keeps_cache
 from ..fields.variant_config import can_cache
 from ..host_trial import try_host
 from ..mechanisms.additive_score import score_of
@@ -45,8 +47,8 @@ check_models()
 # Below transformers' own logger: its verbosity holds for what is said here too.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-# Whether the model that is being loaded adds talking heads to a checkpoint that has none.
-_adds_talking_heads: ContextVar[bool] = ContextVar("adds_talking_heads", default=False)
+# Where the model that is being loaded adds talking heads to a checkpoint that has none there, by prefix and layer.
+_added_heads: ContextVar[frozenset[tuple[str, int]]] = ContextVar("added_heads", default=frozenset())
 
 
 # A mixin is no model before it stands beside upstream's class: the checker alone sees the two as one.
@@ -105,12 +107,11 @@ class AttnVariantModelMixin(_Model):
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self)
         _check_installed(self)
-        if _adds_talking_heads.get():
-            # Not missing: `from_pretrained` says in one line what they begin as.
-            self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), PROJECTION_KEYS]
+        # Not missing: `from_pretrained` says in one line what they begin as.
+        new = list(_added_keys(self, _added_heads.get()))
         # Drawn again by the configuration's seed, where a checkpoint has none.
         drawn = [rf"\.{name}$" for name in drawn_names()]
-        self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *drawn]
+        self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
         # A device map keeps modules whole by the names of their classes, some of which are ours now.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
@@ -172,12 +173,12 @@ class AttnVariantModelMixin(_Model):
         """
         source = pretrained_model_name_or_path
         try_host(cls)  # before upstream gives tensors no memory
-        adds = source is not None and adds_talking_heads(cls.config_class, source, config, kwargs)
-        token = _adds_talking_heads.set(adds)
+        adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
+        token = _added_heads.set(adds)
         try:
             loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
         finally:
-            _adds_talking_heads.reset(token)
+            _added_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # By now a generation_config.json of the checkpoint has been read.
         model._generate_as_configured()
@@ -212,6 +213,13 @@ class AttnVariantModelMixin(_Model):
         requested = upstreams.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
+
+
+def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
+    """Yield a regular expression for the talking-heads parameters of each attention that a loading model adds."""
+    for site, path, _ in model.named_attentions() if added else ():
+        if (site.place_prefix, site.layer(model.config, path)) in added:
+            yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
 def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
@@ -261,6 +269,9 @@ def _install_variant(site: AttentionSite, path: str, module: nn.Module, model: P
     if rank < width and site.latent_map(root, path) is None:  # a shared one is there after the first
         _add_latent(root, site.latent_path(path), width, rank)
     core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
+    # The encoder's outputs are there in each step, of which cross-attention makes its terms; what a latent was made of
+    # them, layers share and a cache alone has.
+    core.keeps_cache = keeps_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
     core.score, core.compression = score_of(core, heads, model.config), compression_of(core, heads, site, model.config)
     is_causal = getattr(core, "is_causal", False)
     core.reach = site.reach(model.config, path, is_causal)

@@ -1,4 +1,4 @@
-"""The fields of encoder-decoders: key/value heads and latents of each stack, and the latent of cross-attention."""
+"""The fields of encoder-decoders and of decoders with cross-attention: those of each stack, and of cross-attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,12 +6,29 @@ from typing import ClassVar
 from .field_table import variant_field
 from .variant_config import AttnVariantConfigMixin
 
-__all__ = ["EncoderDecoderConfigMixin"]
+__all__ = ["CrossAttentionConfigMixin", "EncoderDecoderConfigMixin"]
 
 
 @dataclass(kw_only=True, repr=False)
-class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
-    """The fields of `AttnVariantConfigMixin`, here the decoder's, and those of the encoder and of cross-attention.
+class CrossAttentionConfigMixin(AttnVariantConfigMixin):
+    """The fields of `AttnVariantConfigMixin`, and those of cross-attention alone.
+
+    Args:
+        cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
+        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. None = as these say; "none" as
+            `cross_talking_heads` = none, whatever they say.
+    """
+
+    cross_talking_heads: str | None = variant_field("cross_talking_heads")
+    cross_num_softmax_heads: int | None = variant_field("cross_num_softmax_heads")
+    cross_num_value_heads: int | None = variant_field("cross_num_value_heads")
+    cross_talking_heads_init: str | None = variant_field("cross_talking_heads_init")
+    cross_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("cross_talking_heads_dynamic")
+
+
+@dataclass(kw_only=True, repr=False)
+class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
+    """The fields of `CrossAttentionConfigMixin`, those without a prefix the decoder's, and those of the encoder.
 
     `num_key_value_heads` is the decoder's, in self- and cross-attention, the recipe of arXiv 2305.13245, section 2.2.
 
@@ -23,6 +40,8 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
+        encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
+        encoder_talking_heads_dynamic: as `cross_talking_heads` and the others, for the encoder.
         encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
@@ -32,6 +51,11 @@ class EncoderDecoderConfigMixin(AttnVariantConfigMixin):
     encoder_num_key_value_heads: int | None = variant_field("encoder_num_key_value_heads")
     encoder_kv_lora_rank: int | None = variant_field("encoder_kv_lora_rank")
     cross_kv_lora_rank: int | None = variant_field("cross_kv_lora_rank")
+    encoder_talking_heads: str | None = variant_field("encoder_talking_heads")
+    encoder_num_softmax_heads: int | None = variant_field("encoder_num_softmax_heads")
+    encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
+    encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
+    encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
     encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
     encoder_attention_window: int | None = variant_field("encoder_attention_window")
     encoder_attention_dilation: int = variant_field("encoder_attention_dilation")

@@ -11,6 +11,7 @@ __all__ = [
     "DYNAMIC_PROJECTIONS",
     "MAX_LABELS",
     "MAX_LAYERS",
+    "NONE",
     "TALKING_HEADS",
     "TALKING_HEADS_INITS",
     "check_buckets",
@@ -32,6 +33,8 @@ __all__ = [
 
 TALKING_HEADS = ("logits", "weights", "both")
 TALKING_HEADS_INITS = ("identity", "random")
+# Of a place that is not to inherit talking heads.
+NONE = "none"
 
 # Each dynamic projection with the static projection that it is added to.
 DYNAMIC_PROJECTIONS = {"x2l": "logits", "m2l": "logits", "x2w": "weights", "m2w": "weights"}
@@ -154,60 +157,72 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
 
 
 def checked_talking_heads(
-    talking_heads: str | None, init: str, heads: int, softmax_heads: int | None, value_heads: int | None
+    talking_heads: str | None,
+    init: str,
+    heads: int,
+    softmax_heads: int | None,
+    value_heads: int | None,
+    prefix: str = "",
 ) -> tuple[int, int]:
     """Return the numbers of softmax and value heads for `heads` query heads; None means as many as those before them.
+
+    `prefix` is that of the fields, for messages.
 
     Raises:
         ValueError: for an unknown value, or head counts that need a projection which `talking_heads` does not have.
     """
     if talking_heads is not None and talking_heads not in TALKING_HEADS:
-        raise ValueError(f'`talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.')
+        raise ValueError(
+            f'`{prefix}talking_heads` must be None, "logits", "weights" or "both"; got {talking_heads!r}.'
+        )
     if init not in TALKING_HEADS_INITS:
-        raise ValueError(f'`talking_heads_init` must be "identity" or "random"; got {init!r}.')
-    softmax_heads = checked_count("num_softmax_heads", softmax_heads, heads)
+        raise ValueError(f'`{prefix}talking_heads_init` must be "identity" or "random"; got {init!r}.')
+    softmax_heads = checked_count(f"{prefix}num_softmax_heads", softmax_heads, heads)
     default_value_heads = softmax_heads if talking_heads == "logits" else heads
-    value_heads = checked_count("num_value_heads", value_heads, default_value_heads)
+    value_heads = checked_count(f"{prefix}num_value_heads", value_heads, default_value_heads)
     if talking_heads in (None, "weights") and softmax_heads != heads:
         raise ValueError(
-            "`num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
-            f'(`talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
-            f"talking_heads={talking_heads!r}."
+            f"`{prefix}num_softmax_heads` can differ from `num_attention_heads` only with a logits projection "
+            f'(`{prefix}talking_heads` "logits" or "both"): got {softmax_heads} and {heads} with '
+            f"{prefix}talking_heads={talking_heads!r}."
         )
     if talking_heads in (None, "logits") and value_heads != softmax_heads:
         raise ValueError(
-            "`num_value_heads` can differ from `num_softmax_heads` only with a weights projection "
-            f'(`talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
-            f"talking_heads={talking_heads!r}."
+            f"`{prefix}num_value_heads` can differ from `{prefix}num_softmax_heads` only with a weights projection "
+            f'(`{prefix}talking_heads` "weights" or "both"): got {value_heads} and {softmax_heads} with '
+            f"{prefix}talking_heads={talking_heads!r}."
         )
     if talking_heads is not None and init == "identity" and not heads == softmax_heads == value_heads:
         raise ValueError(
-            '`talking_heads_init="identity"` needs equal head counts: got '
-            f"num_attention_heads={heads}, num_softmax_heads={softmax_heads}, num_value_heads={value_heads}; "
-            'use "random" for rectangular projections.'
+            f'`{prefix}talking_heads_init="identity"` needs equal head counts: got '
+            f"num_attention_heads={heads}, {prefix}num_softmax_heads={softmax_heads}, "
+            f'{prefix}num_value_heads={value_heads}; use "random" for rectangular projections.'
         )
     return softmax_heads, value_heads
 
 
-def checked_dynamic(value: list[str] | tuple[str, ...] | None, talking_heads: str | None) -> list[str]:
+def checked_dynamic(
+    value: list[str] | tuple[str, ...] | None, talking_heads: str | None, prefix: str = ""
+) -> list[str]:
     """Return the names of `talking_heads_dynamic` in their own order; None means none.
+
+    `prefix` is that of the fields, for messages.
 
     Raises:
         ValueError: unless they are distinct names, each of a projection that `talking_heads` has.
     """
+    field = f"{prefix}talking_heads_dynamic"
     if not isinstance(value, list | tuple | None):
-        raise ValueError(f"`talking_heads_dynamic` must be a list of names; got {value!r}.")
+        raise ValueError(f"`{field}` must be a list of names; got {value!r}.")
     dynamic = list(value or ())
     known = all(isinstance(name, str) and name in DYNAMIC_PROJECTIONS for name in dynamic)
     if not known or len(set(dynamic)) != len(dynamic):
-        raise ValueError(
-            f"`talking_heads_dynamic` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}."
-        )
+        raise ValueError(f"`{field}` must be distinct names out of {', '.join(DYNAMIC_PROJECTIONS)}; got {dynamic}.")
     for name in dynamic:
         if talking_heads not in (DYNAMIC_PROJECTIONS[name], "both"):
             raise ValueError(
-                f"`talking_heads_dynamic` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
-                f"talking_heads={talking_heads!r} does not have."
+                f"`{field}` {name!r} is added to the {DYNAMIC_PROJECTIONS[name]} projection, which "
+                f"{prefix}talking_heads={talking_heads!r} does not have."
             )
     return [name for name in DYNAMIC_PROJECTIONS if name in dynamic]
 
@@ -235,14 +250,16 @@ def check_head_size(heads: int, hidden_size: int) -> None:
         )
 
 
-def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int) -> None:
-    """Check that grouped key/value heads serve each value head alike.
+def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, prefix: str = "") -> None:
+    """Check that grouped key/value heads serve each value head alike; `prefix` is that of the field of these.
 
     Raises:
         ValueError: unless they divide the value heads.
     """
     if kv_heads != heads and value_heads % kv_heads:
-        raise ValueError(f"`{field}` must divide `num_value_heads`: got {kv_heads} for {value_heads} value heads.")
+        raise ValueError(
+            f"`{field}` must divide `{prefix}num_value_heads`: got {kv_heads} for {value_heads} value heads."
+        )
 
 
 def check_position_type(value: str | None, known: Sequence[str | None], model_type: str) -> None:

@@ -9,16 +9,51 @@ from typing import Any, NamedTuple
 
 from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.patterns.pattern_table import PATTERNS
-from .field_checks import DYNAMIC_PROJECTIONS, TALKING_HEADS, TALKING_HEADS_INITS
+from .field_checks import DYNAMIC_PROJECTIONS, NONE, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = ["FIELDS", "Field", "row_of", "variant_field"]
 
-# What a field is of, by its prefix.
-LAYERS = {"": "a layer (encoder-decoders: a decoder's)", "encoder_": "an encoder layer"}
-ATTENTIONS = {
-    "": "self-attention (encoder-decoders: a decoder's)",
-    "encoder_": "the encoder's attention",
-    "cross_": "cross-attention",
+
+class Place(NamedTuple):
+    """What texts call the attentions that a prefix stands for, in a description and on a model's card."""
+
+    attention: str
+    layer: str
+    here: str  # on cards, as what follows
+    whose: str
+    softmax: str
+    token: str
+
+    def words(self) -> dict[str, str]:
+        """Return what a text may name in braces."""
+        return {**self._asdict(), "owner": self.whose + ("'" if self.whose.endswith("s") else "'s")}
+
+
+PLACES = {
+    "": Place(
+        attention="self-attention (encoder-decoders: a decoder's)",
+        layer="a layer (encoder-decoders: a decoder's)",
+        here="self-attention",
+        whose="self-attention",
+        softmax="self-attention's softmax",
+        token="token",
+    ),
+    "encoder_": Place(
+        attention="the encoder's attention",
+        layer="an encoder layer",
+        here="the encoder's attention",
+        whose="the encoder",
+        softmax="the softmax of the encoder's attention",
+        token="token",
+    ),
+    "cross_": Place(
+        attention="cross-attention",
+        layer="a decoder layer's cross-attention",
+        here="cross-attention",
+        whose="all cross-attentions",
+        softmax="cross-attention's softmax",
+        token="source token",
+    ),
 }
 
 
@@ -28,14 +63,18 @@ class Field(NamedTuple):
     Args:
         name: of the field without a prefix.
         kind: int, str, bool, or a list or dictionary.
-        help: what it is, in a line; {layer} and {attention} are those of its stack.
+        help: what it is, in a line; words of its `Place` in braces.
         default: what it is where nothing is given.
         prefixes: of itself and its twins.
         choices: of its values.
         facts: what is true of it: "by_layer" (each layer may have a value of its own), "latent" (the rank of one),
-            "pattern" (it says which keys are read), "kernel", "from_scratch" (no conversion gives it).
+            "talking" (of talking heads), "pattern" (it says which keys are read), "kernel", "from_scratch" (no
+            conversion gives it).
         query_heads: of key/value heads the field of the heads that share them.
         one_for_all: the prefixes of the twins that are one for all layers, whatever `facts` says.
+        card: what a model's card says that its value is, likewise.
+        inherits: whether a twin that is not given, which is None, is the field without a prefix.
+        unknown_upstream: what it gives a model that upstream's classes have no form of, in the plural.
     """
 
     name: str
@@ -47,14 +86,39 @@ class Field(NamedTuple):
     facts: tuple[str, ...] = ()
     query_heads: str | None = None
     one_for_all: tuple[str, ...] = ()
+    card: str | None = None
+    inherits: bool = False
+    unknown_upstream: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and those of its twins."""
+        return tuple(prefix + self.name for prefix in self.prefixes)
 
     def described(self, prefix: str = "") -> str:
-        """Return what the field, or one of its twins, is."""
-        text = self.help.format(layer=LAYERS.get(prefix), attention=ATTENTIONS[prefix])
+        """Return what the field, or the twin with this prefix, is."""
+        text = self.help.format(**PLACES[prefix].words())
+        text += f"; of {PLACES[prefix].attention} alone" if prefix and self.inherits else ""
         return f"{text}; one for all layers" if prefix in self.one_for_all else text
 
+    def default_of(self, prefix: str = "") -> Any:
+        """Return what the field, or the twin with this prefix, is where nothing is given."""
+        return None if prefix and self.inherits else self.default
 
-STACKS = ("", "encoder_")
+    def choices_of(self, prefix: str = "") -> tuple[str, ...]:
+        """Return the values that the field, or the twin with this prefix, may have; () = any of its kind.
+
+        A twin that inherits what may be None has a word for it, for None leaves it to the field without a prefix.
+        """
+        has_none = prefix and self.inherits and self.default is None
+        return (*self.choices, NONE) if has_none and self.choices else tuple(self.choices)
+
+    def on_card(self, prefix: str = "") -> str:
+        """Return what a model's card says that its value, or that of the twin with this prefix, is."""
+        return (self.card or "").format(**PLACES[prefix].words())
+
+
+STACKS, ALL = ("", "encoder_"), ("", "encoder_", "cross_")
 FIELDS = (
     Field(
         "num_key_value_heads",
@@ -69,21 +133,57 @@ FIELDS = (
         int,
         "numbers a token that {attention} makes its keys and values from; as many as the input has: the input itself, "
         "without loss",
-        prefixes=("", "encoder_", "cross_"),
+        prefixes=ALL,
         facts=("latent", "by_layer"),
         one_for_all=("cross_",),
+        card="numbers a {token} that {owner} keys and values are made from",
     ),
     Field("per_layer_values", dict, 'values that differ by layer, as JSON: {{"kv_lora_rank": [64, 32]}}'),
-    Field("talking_heads", str, "projections across heads", choices=TALKING_HEADS),
-    Field("num_softmax_heads", int, "talking heads: heads of the softmax"),
-    Field("num_value_heads", int, "talking heads: heads of the values"),
-    Field("talking_heads_init", str, "what new projections hold", "identity", choices=TALKING_HEADS_INITS),
+    Field(
+        "talking_heads",
+        str,
+        "projections across heads",
+        prefixes=ALL,
+        choices=TALKING_HEADS,
+        facts=("talking", "by_layer"),
+        inherits=True,
+        unknown_upstream="talking heads",
+    ),
+    Field(
+        "num_softmax_heads",
+        int,
+        "talking heads: heads of the softmax",
+        prefixes=ALL,
+        facts=("talking", "by_layer"),
+        inherits=True,
+    ),
+    Field(
+        "num_value_heads",
+        int,
+        "talking heads: heads of the values",
+        prefixes=ALL,
+        facts=("talking", "by_layer"),
+        inherits=True,
+    ),
+    Field(
+        "talking_heads_init",
+        str,
+        "what new projections hold",
+        "identity",
+        prefixes=ALL,
+        choices=TALKING_HEADS_INITS,
+        facts=("talking", "by_layer"),
+        inherits=True,
+    ),
     Field(
         "talking_heads_dynamic",
         list,
         "talking heads: input-dependent terms to add",
         (),
+        prefixes=ALL,
         choices=tuple(DYNAMIC_PROJECTIONS),
+        facts=("talking", "by_layer"),
+        inherits=True,
     ),
     Field(
         "attention_pattern",
@@ -92,6 +192,7 @@ FIELDS = (
         prefixes=STACKS,
         choices=PATTERNS,
         facts=("pattern",),
+        unknown_upstream="windows and other patterns",
     ),
     Field(
         "attention_window",
@@ -99,6 +200,7 @@ FIELDS = (
         "tokens in a window of {attention}, of a pattern or a hybrid kernel: half on each side; a decoder's: the last",
         prefixes=STACKS,
         facts=("pattern", "by_layer"),
+        card="tokens in a window of {here}",
     ),
     Field(
         "attention_dilation",
@@ -122,6 +224,7 @@ FIELDS = (
         "tokens in a block of {attention}; strided: the stride",
         prefixes=STACKS,
         facts=("pattern",),
+        card="tokens in a block of {owner} pattern",
     ),
     Field(
         "num_random_blocks",
@@ -159,9 +262,11 @@ FIELDS = (
         "attention_kernel",
         str,
         "what {attention} has in the place of a softmax: linear attention",
-        prefixes=("", "encoder_", "cross_"),
+        prefixes=ALL,
         choices=KERNELS,
         facts=("kernel", "by_layer"),
+        card="{softmax}",
+        unknown_upstream="kernels",
     ),
     Field(
         "attention_kernel_features",
@@ -176,6 +281,7 @@ FIELDS = (
         "positions, where they are not the host's own",
         choices=("sinusoidal",),
         facts=("from_scratch",),
+        unknown_upstream="sinusoidal positions",
     ),
     Field(
         "score_function",
@@ -183,13 +289,17 @@ FIELDS = (
         "scores, where they are no dot products",
         choices=("additive",),
         facts=("from_scratch",),
+        unknown_upstream="additive scores",
     ),
 )
 
 
+_ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
+
+
 def row_of(name: str) -> tuple[str, Field]:
     """Return the prefix of a field's name, and its row."""
-    return next((prefix, row) for row in FIELDS for prefix in row.prefixes if prefix + row.name == name)
+    return _ROWS[name]
 
 
 def variant_field(name: str) -> Any:
@@ -201,4 +311,6 @@ def variant_field(name: str) -> Any:
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     if row.query_heads is not None:
         facts["query_heads"] = row.query_heads
-    return dataclass_field(default=row.default, metadata={"variant": row.described(prefix), **facts})
+    if prefix and row.inherits:
+        facts["inherits"] = True
+    return dataclass_field(default=row.default_of(prefix), metadata={"variant": row.described(prefix), **facts})

@@ -15,15 +15,15 @@ from transformers.utils import logging
 from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, kernels_of
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 from ..ops.reach import MAX_SIZE
-from ..variant_names import CONFIG_FORMAT
+from ..variant_names import COUNTS_TOKENS
 from .field_checks import nearest, without_prefix
 from .kernel_fields import KernelFields
 from .layer_values import without_layer_values
+from .talking_fields import keeps_cache, talking_places, talks
 
 __all__ = [
     "UNSAID",
     "check_idle",
-    "keeps_cache",
     "named_fields",
     "quietly",
     "reading",
@@ -40,8 +40,8 @@ class _Unsaid(int):
     """A number that nobody has given."""
 
 
-# The format of a configuration that does not say it.
-UNSAID = _Unsaid(CONFIG_FORMAT)
+# The format of a configuration that does not say it; what needs a later one gets that.
+UNSAID = _Unsaid(COUNTS_TOKENS)
 
 KERNEL_FIELDS = tuple(f"{prefix}attention_kernel" for prefix in PREFIXES)
 # What other code calls the size of values, which is that of queries and keys here.
@@ -116,17 +116,20 @@ def check_idle(config: Any) -> None:
             raise ValueError(reason)
         stored.notes.append(reason)
         setattr(config, name, default)
+        by_layer = config.per_layer_values or {}
+        config.per_layer_values = {each: values for each, values in by_layer.items() if each != name} or None
 
 
 def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield the fields that are given and have nothing to do: name, default and what is wrong."""
-    if config.talking_heads_init != "identity" and config.talking_heads is None:
+    if config.talking_heads_init != "identity" and not talks(config):
         yield (
             "talking_heads_init",
             "identity",
             f"`talking_heads_init` is of talking heads: give `talking_heads` as well; got "
             f"{config.talking_heads_init!r} with talking_heads=None.",
         )
+    yield from _idle_twins(config)
     if config.attention_kernel_seed and not _draws(config):
         drawn = [name for name in KERNELS if kernel_class(name).drawn]
         others = [f"{name}'s" for name in KERNELS if name not in drawn and kernel_class(name).draws(MAX_SIZE, 1)]
@@ -138,6 +141,26 @@ def _idle_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
             f"that are wider than a head; got {config.attention_kernel_seed} with {given or 'no kernel'} and "
             f"attention_kernel_features={config.attention_kernel_features}.",
         )
+
+
+def _idle_twins(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the fields of talking heads in one place that have nothing to do there, as `_idle_fields` does."""
+    has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
+    for prefix in talking_places(config)[1:]:
+        given = [name for name in config.talking_fields() if name.startswith(prefix)]
+        given = [name for name in given if getattr(config, name) is not None]
+        for name in given:
+            value = getattr(config, name)
+            if prefix == "cross_" and not has_cross:
+                reason = "cross-attention, which this configuration has none of: give `add_cross_attention=True` too"
+                yield name, None, f"`{name}` is of {reason}; got {value!r}."
+            elif name.endswith("_init") and not talks(config, prefix):
+                yield (
+                    name,
+                    None,
+                    f"`{name}` is of talking heads: give `{prefix}talking_heads` as well; got {value!r} where none "
+                    "talk.",
+                )
 
 
 def _draws(config: Any) -> bool:
@@ -203,7 +226,7 @@ def settled_format(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     if values.get("model_type", model_type) != model_type or values.get("attn_variants_format", 1) != 1:
         return values
     is_bool = isinstance(values.get("attn_variants_format"), bool)  # which is refused
-    number = 1 if is_bool or _counts_tokens(values) else CONFIG_FORMAT
+    number = 1 if is_bool or _counts_tokens(values) else COUNTS_TOKENS
     return values if is_bool else {**values, "attn_variants_format": number}
 
 
@@ -220,16 +243,12 @@ def _counts_tokens(values: Mapping[str, Any]) -> bool:
     return any(isinstance(each, str) and each in (*counting, *kernels) for each in found)
 
 
-def keeps_cache(dynamic: list[str] | tuple[str, ...] | None) -> bool:
-    """Say whether a decoder with these dynamic projections keeps a cache."""
-    return not any(name[0] == "m" for name in dynamic or ())
-
-
 def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return what a configuration says, without what newly given fields make void."""
     values = without_layer_values(values, fields)
     # `use_cache=False` was stored because the old dynamic projections allow no cache. With other ones it is upstream's
     # default again.
-    if "talking_heads_dynamic" not in fields or keeps_cache(values.get("talking_heads_dynamic")):
+    named = {*fields, *(fields.get("per_layer_values") or ())}
+    if "talking_heads_dynamic" not in named or keeps_cache(values.get("talking_heads_dynamic")):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}

@@ -11,6 +11,7 @@ from ..mechanisms.kernels.kernel_table import KERNELS, PREFIXES, kernel_class, k
 from ..mechanisms.patterns.pattern_table import has_pattern
 from .field_checks import check_size
 from .field_table import variant_field
+from .talking_fields import talks
 
 __all__ = ["KernelFields", "asks_for_padding_alone", "check_kernels", "checked_kernel", "has_kernel"]
 
@@ -108,10 +109,11 @@ def checked_kernel(field: str, value: Any) -> str | None:
 
 def _check_composition(config: Any, field: str, name: str) -> None:
     prefix = field.removesuffix("attention_kernel")
-    if config.talking_heads is not None:
+    if talks(config, prefix):
+        own = f"{prefix}talking_heads" if getattr(config, f"{prefix}talking_heads", None) else "talking_heads"
         raise ValueError(
-            f"`{field}` and `talking_heads` cannot stand together: heads talk before or after a softmax; got {name!r} "
-            f"and {config.talking_heads!r}."
+            f"`{field}` and `{own}` cannot stand together: heads talk before or after a softmax; got {name!r} "
+            f"and {getattr(config, own)!r}."
         )
     pattern = f"{prefix}attention_pattern"
     if getattr(config, pattern, None) is not None:

@@ -7,14 +7,15 @@ nobody read the field of the whole model; it is read here and turned into these 
 from collections.abc import Mapping
 from typing import Any
 
-from .field_checks import checked_kv_heads, checked_rank
-from .field_table import FIELDS
+from .field_checks import DYNAMIC_PROJECTIONS, NONE, checked_kv_heads, checked_rank
+from .field_table import FIELDS, row_of
 from .kernel_fields import checked_kernel
 from .pattern_fields import checked_pattern_size
+from .talking_fields import checked_talking_value
 
 __all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
 
-LayerValue = int | str | None
+LayerValue = int | str | list[str] | None
 
 # How the names of fields end that may differ by layer.
 DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
@@ -24,7 +25,7 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     """Return a configuration's `per_layer_values`, checked; fields that are equal in all layers are set as such.
 
     The field of the whole model becomes the largest of its layers' values, for those who ask for one number; of
-    kernels, the one that there is.
+    kernels, the one that there is; of talking heads, all that some layer has.
 
     Raises:
         ValueError: for an unknown field, a list of another length than there are layers, a value that the field
@@ -44,13 +45,14 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         checked = [_checked(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
             raise ValueError(f"`{name}` is one kernel, or a softmax (None) in some layers; got {checked}.")
-        largest = max((value for value in checked if value is not None), default=None)
-        if getattr(config, name) not in (None, largest):
-            raise ValueError(
-                f"`{name}` is {getattr(config, name)} and `per_layer_values` gives its layers {checked}: leave it out."
-            )
-        setattr(config, name, largest)
-        if len(set(checked)) > 1:
+        whole, given = _of_all(name, checked), getattr(config, name)
+        given = list(given) if isinstance(given, tuple) else given
+        prefix, row = row_of(name)
+        unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
+        if given not in unsaid:
+            raise ValueError(f"`{name}` is {given} and `per_layer_values` gives its layers {checked}: leave it out.")
+        setattr(config, name, whole)
+        if any(value != checked[0] for value in checked):
             kept[name] = checked
     return kept or None
 
@@ -100,7 +102,23 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
         raise ValueError(f"`{name}` cannot differ by layer; these can: {', '.join(config.by_layer_fields())}.")
 
 
+def _of_all(name: str, values: list[Any]) -> LayerValue:
+    """Return what the field of the whole model is where its layers have these values."""
+    prefix, row = row_of(name)
+    known = [value for value in values if value is not None]
+    if row.kind is list:
+        return [each for each in DYNAMIC_PROJECTIONS if any(each in value for value in known)]
+    if row.kind is int or "talking" not in row.facts:
+        return max(known, default=None)
+    if row.default is not None:
+        return next((value for value in known if value != row.default), row.default)
+    kinds = {*known} or {NONE if prefix and values else None}
+    return kinds.pop() if len(kinds) == 1 else "both"
+
+
 def _checked(config: Any, name: str, value: Any) -> LayerValue:
+    if name in config.talking_fields():
+        return checked_talking_value(config, name, value)
     if name in config.kernel_fields():
         return checked_kernel(name, value)
     if name in config.rank_fields():

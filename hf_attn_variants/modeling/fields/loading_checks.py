@@ -10,9 +10,11 @@ from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..mechanisms.patterns.pattern_table import has_pattern
 from ..mechanisms.sinusoidal_positions import has_sinusoids
 from ..variant_names import EAGER, SDPA
-from .field_checks import checked_rank
+from .field_checks import NONE, checked_rank
+from .given_fields import quietly
 from .kernel_fields import has_kernel
 from .layer_values import value_or_list, without_layer_values
+from .talking_fields import TalkingHeads, talking_of, talking_places
 
 __all__ = ["adds_talking_heads", "beginning_of_talking_heads", "check_implementation", "warn_of_positions"]
 
@@ -22,8 +24,12 @@ logger = logging.get_logger(f"transformers.{__name__}")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Say whether loading a checkpoint with this configuration adds talking heads to one that has none.
+def adds_talking_heads(
+    config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]
+) -> frozenset[tuple[str, int]]:
+    """Return where loading a checkpoint with this configuration adds talking heads to what has none there.
+
+    A place is its prefix and its layer.
 
     Args:
         config_class: the model's.
@@ -33,33 +39,76 @@ def adds_talking_heads(config_class: Any, source: Any, config: Any, kwargs: dict
         ValueError: if other heads are asked for than the checkpoint has: that takes a conversion.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
-    others = {*converted, *config_class.pattern_fields(), *config_class.from_scratch_fields(), "talking_heads_init"}
-    shapes = config_class.variant_fields().keys() - others
+    shapes = (*config_class.talking_fields(), *config_class.kernel_fields())
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
     if hasattr(config, "talking_heads_dynamic"):
         wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
     if not wanted and not kwargs.get("per_layer_config"):
-        return False
+        return frozenset()
     held = _held(config_class, source, kwargs)
     heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if heads is None:
-        return False  # weights without a configuration: nothing to compare with
+        return frozenset()  # weights without a configuration: nothing to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
     _check_kernel_kept(config_class, source, held, wanted)
-    # Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
-    plain = {"num_value_heads": heads}
-    if "relative_attention_num_buckets" in held:
-        plain["num_softmax_heads"] = heads  # T5: the learned position bias has a column for each
-    for name, found in (held if held.get("talking_heads") is not None else plain).items():
-        if name in shapes and name in wanted and _comparable(wanted[name]) != _comparable(found):
-            raise ValueError(
-                f"The checkpoint {str(source)!r} has {name}={found!r}, the configuration asks for {wanted[name]!r}: "
-                "loading neither drops nor resizes learned heads, nor adds to learned projections. Use the "
-                "checkpoint's own configuration."
-            )
-    return held.get("talking_heads") is None and wanted.get("talking_heads") is not None
+    if not any(_talk(config_class, values) for values in (held, wanted)):
+        return frozenset()
+    given = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
+    with quietly():  # both are read elsewhere
+        found = config_class.from_dict(dict(held))
+        asked = config.to_dict() if hasattr(config, "talking_heads_dynamic") else dict(held)
+        return _added(source, found, config_class.from_dict(asked, **given))
+
+
+def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
+    """Say whether heads talk anywhere, as far as the values of a configuration say so."""
+    names = [name for name in config_class.talking_fields() if name.endswith("talking_heads")]
+    by_layer = values.get("per_layer_values") or {}
+    return any(values.get(name) is not None or name in by_layer for name in names)
+
+
+def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
+    """Return where heads talk in the wanted configuration alone.
+
+    Adding talking heads to a plain checkpoint is what their initialisation is for; dropping learned ones is not.
+
+    Raises:
+        ValueError: where heads that talk would be dropped or have other projections, or what the checkpoint has would
+            be of another size.
+    """
+    added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
+    for prefix in talking_places(wanted):
+        field = f"{prefix}talking_heads"
+        for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
+            old, new = talking_of(held, prefix, layer), talking_of(wanted, prefix, layer)
+            if old.kind is None and new.kind is not None:
+                added.add((prefix, layer))
+            for name, pair in _compared(old, new, has_bias and prefix != "cross_"):
+                if pair[0] != pair[1]:
+                    known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
+                    shown = prefix + name if any(value is not None for value in known) else name
+                    raise ValueError(
+                        f"The checkpoint {str(source)!r} has {shown}={pair[0]!r}, the configuration asks for "
+                        f"{pair[1]!r}: loading neither drops nor resizes learned heads, nor adds to learned "
+                        "projections. Use the checkpoint's own configuration."
+                    )
+    return frozenset(added)
+
+
+def _compared(old: TalkingHeads, new: TalkingHeads, has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
+    """Return what must be the same in a checkpoint and in the configuration that it is loaded with.
+
+    T5's position bias has a column for each softmax head, also where they do not talk.
+    """
+    pairs: list[tuple[str, tuple[Any, Any]]] = [("num_value_heads", (old.output, new.output))]
+    if old.kind is not None or has_bias:
+        pairs.append(("num_softmax_heads", (old.softmax, new.softmax)))
+    if old.kind is not None:
+        dynamic = (list(old.dynamic), list(new.dynamic))
+        pairs = [("talking_heads", (old.kind, new.kind)), *pairs, ("talking_heads_dynamic", dynamic)]
+    return pairs
 
 
 def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
@@ -83,10 +132,11 @@ def check_implementation(config: Any, implementation: Any) -> None:
     Raises:
         ValueError: where it would ignore talking heads, a pattern, a score or a kernel.
     """
-    fields = {name: getattr(config, name, None) for name in ("talking_heads", "score_function")}
+    names = (*(f"{prefix}talking_heads" for prefix in talking_places(config)), "score_function")
+    fields = {name: getattr(config, name, None) for name in names}
     ignored = "an attention_pattern" if has_pattern(config) else None
     ignored = "an attention_kernel" if has_kernel(config) else ignored
-    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value is not None), ignored)
+    ignored = next((f'{name}="{value}"' for name, value in fields.items() if value not in (None, NONE)), ignored)
     if ignored is not None and implementation not in (None, "eager", "sdpa", EAGER, SDPA):
         raise ValueError(
             f'{ignored} cannot run under attn_implementation="{implementation}", which would '
@@ -96,9 +146,14 @@ def check_implementation(config: Any, implementation: Any) -> None:
 
 def beginning_of_talking_heads(config: Any) -> str:
     """Say what new talking heads begin as and what that does to the outputs."""
-    if config.talking_heads_init == "random":
+    found = [
+        talking_of(config, prefix, layer)
+        for prefix in talking_places(config)
+        for layer in range(config.layer_count(f"{prefix}talking_heads"))
+    ]
+    if any(each.init == "random" for each in found):
         return 'they are drawn at random (`talking_heads_init="random"`), and the outputs change: train them'
-    if config.talking_heads_dynamic:
+    if any(each.dynamic for each in found):
         return "they begin as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"
     return "they begin as the identity, and no output changes"
 
@@ -162,8 +217,3 @@ def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
         return values.get(name) or default
     layers = [value or default for value in by_layer]
     return layers[0] if len(set(layers)) == 1 else layers
-
-
-def _comparable(value: Any) -> Any:
-    # The names of dynamic projections have no order.
-    return set(value) if isinstance(value, list | tuple) and value else value or None

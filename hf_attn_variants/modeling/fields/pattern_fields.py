@@ -13,6 +13,7 @@ from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
 from ..ops.reach import MAX_SIZE
 from .field_table import FIELDS, variant_field
+from .talking_fields import dynamic_terms
 
 __all__ = ["BlockPatternFields", "check_patterns", "checked_pattern_size"]
 
@@ -74,10 +75,10 @@ def check_patterns(config: Any) -> None:
             )
         _check_decoder(config, prefix)
         pattern_class(pattern).check(config, prefix)
-        if config.talking_heads_dynamic:
+        if terms := dynamic_terms(config, prefix):
             raise ValueError(
                 f"`{prefix}attention_pattern` and `talking_heads_dynamic` cannot stand together; got {pattern!r} and "
-                f"{config.talking_heads_dynamic}."
+                f"{terms}."
             )
 
 

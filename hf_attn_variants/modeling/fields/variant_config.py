@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..peft_tables import tell_peft
 from ..upstream_checks import check_configurations
-from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
+from ..variant_names import COUNTS_TOKENS, EAGER, SDPA, TALKS_BY_PLACE
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -21,19 +21,15 @@ from .field_checks import (
     check_position_type,
     check_score_function,
     check_size,
-    check_value_groups,
     checked_count,
-    checked_dynamic,
     checked_kv_heads,
     checked_rank,
-    checked_talking_heads,
     wrong_kinds_explained,
 )
 from .field_table import variant_field
 from .given_fields import (
     UNSAID,
     check_idle,
-    keeps_cache,
     named_fields,
     reading,
     settled_format,
@@ -44,6 +40,17 @@ from .kernel_fields import KernelFields, check_kernels
 from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
 from .pattern_fields import BlockPatternFields, check_patterns
 from .saved_config import SavedWithCode
+from .talking_fields import (
+    TalkingHeads,
+    check_talking_heads,
+    differs_by_place,
+    dynamic_terms,
+    keeps_cache,
+    talking_of,
+    talking_places,
+    talks,
+    without_inherited,
+)
 
 __all__ = ["AttnVariantConfigMixin", "can_cache"]
 
@@ -61,8 +68,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
             and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
             no parameter. None = keys and values are made from the input and kept.
-        per_layer_values: fields (heads, ranks, windows, kernels) whose value differs by layer, {field: [one for each
-            layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
+        per_layer_values: fields (heads, ranks, windows, kernels, talking heads) whose value differs by layer, {field:
+            [one for each layer]}. `per_layer_config`, upstream's {layer: {field: value}}, is read as well.
         talking_heads: which projections across heads the attention has: None, "logits" (P_l, before the softmax),
             "weights" (P_w, after it) or "both".
         num_softmax_heads: h, the heads of the softmax. None = `num_attention_heads`.
@@ -123,7 +130,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if self.attn_variants_format is UNSAID:
             said = {name: value for name, value in vars(self).items() if name != "attn_variants_format"}
             settled = settled_format(said, type(self).model_type) if model_type == type(self).model_type else {}
-            self.attn_variants_format = settled.get("attn_variants_format", CONFIG_FORMAT)
+            self.attn_variants_format = settled.get("attn_variants_format", COUNTS_TOKENS)
         with reading(self, model_type is not None, kwargs.keys()):
             self._finish(**kwargs)
 
@@ -148,7 +155,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
             check_size(name, getattr(self, name), 1)
-        heads = checked_count("num_attention_heads", self.num_attention_heads)
+        checked_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
         self.per_layer_values = checked_layer_values(self)
@@ -156,15 +163,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
             setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
-        self.num_softmax_heads, self.num_value_heads = checked_talking_heads(
-            self.talking_heads, self.talking_heads_init, heads, self.num_softmax_heads, self.num_value_heads
-        )
-        self.talking_heads_dynamic = checked_dynamic(self.talking_heads_dynamic, self.talking_heads)
-        for name in self.kv_heads_fields():
-            for count in {getattr(self, name), *(self.per_layer_values or {}).get(name, ())}:
-                query_heads = self.query_heads(name)
-                value_heads = query_heads if self.talking_heads is None else self.num_value_heads
-                check_value_groups(name, count, query_heads, value_heads)
+        check_talking_heads(self)
+        self._settle_talking_format()
         check_patterns(self)
         check_position_type(self.position_embedding_type, self.position_types, self.model_type)
         check_score_function(self)
@@ -172,6 +172,19 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         check_idle(self)
         if getattr(self, "use_cache", False) and not can_cache(self):
             self.use_cache = False
+
+    def _settle_talking_format(self) -> None:
+        """Say the format that heads by place or layer need: code that knows no such fields refuses its number."""
+        if not differs_by_place(self):
+            self.attn_variants_format = min(self.attn_variants_format, COUNTS_TOKENS)
+            return
+        if self.attn_variants_format < COUNTS_TOKENS:
+            raise ValueError(
+                f"heads that talk by place or layer are of `attn_variants_format` {TALKS_BY_PLACE}, in which what "
+                "counts tokens counts from a row's first one; this configuration is of "
+                f"{self.attn_variants_format}: give `attn_variants_format={TALKS_BY_PLACE}` as well."
+            )
+        self.attn_variants_format = max(self.attn_variants_format, TALKS_BY_PLACE)
 
     @classmethod
     def variant_fields(cls) -> dict[str, str]:
@@ -189,6 +202,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def rank_fields(cls) -> tuple[str, ...]:
         """Return the fields that hold the rank of a latent."""
         return tuple(each.name for each in fields(cls) if "latent" in each.metadata)
+
+    @classmethod
+    def talking_fields(cls) -> tuple[str, ...]:
+        """Return the fields of talking heads."""
+        return tuple(each.name for each in fields(cls) if "talking" in each.metadata)
 
     @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
@@ -225,8 +243,21 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
-        talking = () if self.talking_heads is None else ("num_softmax_heads", "num_value_heads")
-        return (*query_fields, *kv_fields, *talking)
+        return (*query_fields, *kv_fields, *self._talking_head_fields(kv_fields))
+
+    def _talking_head_fields(self, kv_heads_fields: Iterable[str]) -> list[str]:
+        """Return the fields of heads of softmax and values of the places that talk and say them themselves."""
+        counts, has_decoder = ("num_softmax_heads", "num_value_heads"), "num_key_value_heads" in kv_heads_fields
+        named = [name for name in counts if talks(self, "") and getattr(self, name) is not None]
+        for prefix in talking_places(self)[1:]:
+            is_there = "encoder_num_key_value_heads" in kv_heads_fields if prefix == "encoder_" else has_decoder
+            if is_there and talks(self, prefix):
+                named += [prefix + name for name in counts if getattr(self, prefix + name) is not None]
+        return named
+
+    def talking_heads_of(self, prefix: str, layer: int) -> TalkingHeads:
+        """Return how heads talk in a layer's attention: "" self-attention, "encoder_", "cross_" (`talking_fields`)."""
+        return talking_of(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the field of the query heads that share the key/value heads of this one."""
@@ -257,7 +288,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
         # Loading upstream's checkpoints is what this class is for: upstream would warn of another model type.
         is_upstreams = values.get("model_type") in cls.upstream_model_types
-        own = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        own = {"model_type": cls.model_type, "attn_variants_format": COUNTS_TOKENS}
         return values | own if is_upstreams else values
 
     @classmethod
@@ -267,16 +298,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         config_dict = settled_format({"model_type": cls.model_type} | config_dict, cls.model_type)
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
         names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
+        names |= {"is_decoder", "add_cross_attention"} & {each.name for each in fields(cls)}
         # Upstream would set them on the finished configuration, past its checks.
-        fields = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        if "num_attention_heads" in fields:
-            fields[heads_field] = fields.pop("num_attention_heads")
-        if heads_field in fields:  # counts that only say "as many as these" go with them
-            counts = {*cls.kv_heads_fields(), "num_softmax_heads", "num_value_heads"}
+        given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        if "num_attention_heads" in given:
+            given[heads_field] = given.pop("num_attention_heads")
+        if heads_field in given:  # counts that only say "as many as these" go with them
+            counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained(), named_fields(fields):  # upstream shows the finished configuration in its log
-            return super().from_dict(without_replaced(config_dict, fields) | fields, **kwargs)
+        with wrong_kinds_explained(), named_fields(given):  # upstream shows the finished configuration in its log
+            return super().from_dict(without_replaced(config_dict, given) | given, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
@@ -333,12 +365,20 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self._output_attentions = output_attentions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as upstream does."""
+        """Return the configuration as upstream does, without fields that only inherit another's value."""
         # peft asks here for the model type, before it looks in its tables for the modules to adapt.
         tell_peft(type(self))
-        return super().to_dict()
+        return without_inherited(self, super().to_dict())
 
 
 def can_cache(config: Any) -> bool:
-    """Return whether a decoder may keep past keys and values: memory-side dynamic projections need past inputs too."""
-    return keeps_cache(getattr(config, "talking_heads_dynamic", None))
+    """Return whether a decoder may keep past keys and values.
+
+    Memory-side dynamic projections need past inputs too; those of cross-attention the encoder's outputs, which are
+    there, but not beside a latent of these.
+    """
+    if not hasattr(config, "talking_heads_dynamic"):
+        return True
+    rank = getattr(config, "cross_kv_lora_rank", None)
+    has_latent = rank is not None and rank != config.hidden_size
+    return all(keeps_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from ..fields.encoder_decoder_config import EncoderDecoderConfigMixin
+from ..fields.encoder_decoder_config import CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin
 from ..upstream import known_imports
@@ -44,8 +44,8 @@ __all__ = [
 LEARNED_OR_SINUSOIDAL = (None, "absolute", "sinusoidal")
 
 
-class AttnVariantBertConfig(AttnVariantConfigMixin, BertConfig):
-    """BERT's configuration with the fields of `AttnVariantConfigMixin`; without any of them plain multi-head BERT."""
+class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
+    """BERT's configuration with the fields of `CrossAttentionConfigMixin`; without any of them multi-head."""
 
     model_type = "attn_variant_bert"
     upstream_model_types = ("bert",)
@@ -90,7 +90,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
         return self.num_hidden_groups * self.inner_group_num
 
 
-class AttnVariantRobertaConfig(AttnVariantConfigMixin, RobertaConfig):
+class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
     """RoBERTa's configuration, which XLM-RoBERTa's and CamemBERT's are too, with the fields of the variants."""
 
     model_type = "attn_variant_roberta"
@@ -111,8 +111,8 @@ class AttnVariantRobertaConfig(AttnVariantConfigMixin, RobertaConfig):
     }
 
 
-class AttnVariantElectraConfig(AttnVariantConfigMixin, ElectraConfig):
-    """ELECTRA's configuration with the fields of `AttnVariantConfigMixin`; without any of them multi-head ELECTRA."""
+class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
+    """ELECTRA's configuration with the fields of `CrossAttentionConfigMixin`; without any multi-head ELECTRA."""
 
     model_type = "attn_variant_electra"
     upstream_model_types = ("electra",)
@@ -202,6 +202,18 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
         "AutoModelForTokenClassification": "AttnVariantT5ForTokenClassification",
     }
 
+    def check_variant(self) -> None:
+        """Check the variant fields as all configurations do; layers that share a position bias have equal heads."""
+        super().check_variant()
+        for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
+            layers = range(self.layer_count(f"{prefix}talking_heads"))
+            counts = [self.talking_heads_of(prefix, layer).softmax for layer in layers]
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    f"`{prefix}num_softmax_heads` must be the same in all layers of a T5, which share a position bias "
+                    f"with a column for each; got {counts}."
+                )
+
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("model_type") == "mt5":
             # mT5 never scales its decoder's outputs; its configuration has no field that says so.
@@ -246,12 +258,13 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
-        """Check the variant fields as all configurations do; heads that talk need as many in both stacks."""
+        """Check the variant fields as all configurations do; one field for two stacks needs as many heads in both."""
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
-        if self.talking_heads is not None and len(set(heads)) > 1:
+        is_for_both = self.talking_heads is not None and self.encoder_talking_heads is None
+        if is_for_both and len(set(heads)) > 1 and "encoder_talking_heads" not in (self.per_layer_values or {}):
             raise ValueError(
                 f"`talking_heads` needs as many heads in both stacks: got encoder_attention_heads={heads[0]}, "
-                f"decoder_attention_heads={heads[1]}."
+                f"decoder_attention_heads={heads[1]}; or `encoder_talking_heads` for the encoder."
             )
         super().check_variant()
 

@@ -1,7 +1,5 @@
 """The projections of talking heads: names, shapes, and what they begin as (arXiv 2003.02436, section 3)."""
 
-from typing import Any
-
 from ..ops.variant_attention import AttentionHeads
 
 __all__ = ["PROJECTIONS", "PROJECTION_KEYS", "projection_shapes", "projection_std"]
@@ -13,22 +11,19 @@ PROJECTIONS = ("logits_proj", "weights_proj")
 PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
 
 
-def projection_shapes(
-    config: Any, heads: AttentionHeads, query_dim: int, memory_dim: int
-) -> dict[str, tuple[int, ...]]:
+def projection_shapes(heads: AttentionHeads, query_dim: int, memory_dim: int) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of each talking-heads parameter of an attention.
 
     Args:
-        config: a configuration with the fields of `AttnVariantConfigMixin`.
-        heads: the attention's head counts.
+        heads: the attention's head counts, and how they talk.
         query_dim: the size of the inputs that queries are made from.
         memory_dim: the size of the inputs that keys and values are made from.
     """
     mixed = {"logits": (heads.query, heads.softmax), "weights": (heads.softmax, heads.output)}
     shapes: dict[str, tuple[int, ...]] = {
-        f"{name}_proj": shape for name, shape in mixed.items() if config.talking_heads in (name, "both")
+        f"{name}_proj": shape for name, shape in mixed.items() if heads.talking in (name, "both")
     }
-    for name in config.talking_heads_dynamic:
+    for name in heads.dynamic:
         input_dim = query_dim if name.startswith("x") else memory_dim
         shapes[f"{name}_proj"] = (input_dim, *mixed["logits" if name.endswith("l") else "weights"])
     return shapes
@@ -44,7 +39,7 @@ def projection_std(name: str, shape: tuple[int, ...], initialization: str) -> fl
     Args:
         name: the parameter's name.
         shape: its shape.
-        initialization: the configuration's `talking_heads_init`.
+        initialization: the attention's `talking_heads_init`.
     """
     if name in PROJECTIONS:
         return None if initialization == "identity" else shape[0] ** -0.5

@@ -8,7 +8,7 @@ __all__ = ["AttentionHeads", "VariantAttention", "implementation_of", "wants_wei
 
 
 class AttentionHeads(NamedTuple):
-    """The head counts of one attention, and the rank of its latent."""
+    """The head counts of one attention, the rank of its latent, and how its heads talk."""
 
     query: int  # h_k
     key: int  # k
@@ -17,6 +17,9 @@ class AttentionHeads(NamedTuple):
     output: int  # h_v, which the output projection reads
     head_dim: int  # d
     rank: int | None = None  # r of the latent that keys and values are made from; None: they are kept themselves
+    talking: str | None = None  # the projections across heads: None, "logits", "weights", "both"
+    talking_init: str = "identity"  # what these begin as
+    dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to them
 
 
 class VariantAttention(nn.Module):

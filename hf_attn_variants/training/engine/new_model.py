@@ -1,6 +1,5 @@
 """Builds a model from scratch, where there is no checkpoint to load: an architecture's defaults and what differs."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +8,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from ...modeling.fields.given_fields import wrong_name
 from ...registration import variant_config_class
+from .config_overrides import overrides_text, read_overrides
 from .models import enable_gradient_checkpointing, load_config, load_model, set_dropout
 from .settings import ModelSettings, NewModelSettings
 from .tokenizers import load_tokenizer, vocabulary_size
+from .variant_settings import given_variant
 
 __all__ = ["check_end_token", "load_or_make_config", "load_or_make_model", "load_seq2seq_config", "new_config"]
 
@@ -82,19 +83,22 @@ def new_config(
     """
     model_type: Any = settings.model_type  # given, where there is no checkpoint
     variant_class = variant_config_class(model_type)
-    given = {name: getattr(settings, name, None) for name in variant_class.variant_fields()}
-    variant = {name: value for name, value in given.items() if value is not None}
-    overrides = settings.config_overrides or ""
-    asks_by_override = any(item.partition("=")[0] in given for item in overrides.split(","))
-    is_variant = variant or asks_by_override
+    variant, overrides = given_variant(settings), read_overrides(settings.config_overrides or "")
+    known = variant_class.variant_fields()
+    if unknown := [name for name in variant if name not in known]:
+        raise ValueError(f"--{unknown[0]} is of encoder-decoders, or of cross-attention; {model_type} has none")
+    if twice := [name for name in variant if name in overrides]:
+        raise ValueError(f"`{twice[0]}` is given by --{twice[0]} and by --config_overrides: leave one out")
+    is_variant = variant or known.keys() & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
+    _check_names(overrides, default, variant_class)
     fields = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
         **(tokens or {}),
-        **_parse_overrides(overrides, default, variant_class),
+        **overrides,
     }
     try:
         config = type(default)(**fields, **variant)
@@ -107,19 +111,13 @@ def new_config(
     return config
 
 
-def _parse_overrides(text: str, default: PreTrainedConfig, variant_class: type) -> dict[str, Any]:
-    fields = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.partition("=")
-        if name not in default.to_dict() or not value:
+def _check_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
+    """Raise ValueError for the name of an override that is no field of the configuration."""
+    for name, value in overrides.items():
+        if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = wrong_name(variant_class, name)
-            wrong = f"{item!r} is no FIELD=VALUE of a {type(default).__name__}"
+            wrong = f"{overrides_text(name, value)!r} is no FIELD=VALUE of a {type(default).__name__}"
             raise ValueError(f"--config_overrides: {wrong}" if reason is None else f"--config_overrides: {reason}")
-        try:
-            fields[name] = json.loads(value)
-        except ValueError:
-            fields[name] = value
-    return fields
 
 
 def load_or_make_model(

@@ -3,6 +3,7 @@
 `commands.arguments` makes flags of them. Like `settings`, this file imports neither torch nor transformers.
 """
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -28,6 +29,7 @@ __all__ = [
     "check_metric",
     "fields_by_group",
     "option",
+    "parse_json",
     "redefault",
 ]
 
@@ -75,6 +77,7 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
+    may_be_empty: bool = False,
 ) -> Any:
     """Make a field of a settings class.
 
@@ -86,11 +89,32 @@ def option(
         choices: the values that there are.
         metavar: what stands for the value in `--help`.
         parse: from a flag's text to the value, where the field's type does not say it.
+        may_be_empty: whether a flag of several values may have none.
     """
-    metadata = {"help": help, "range": range, "resume": resume, "choices": choices, "metavar": metavar, "parse": parse}
+    metadata = {
+        "help": help,
+        "range": range,
+        "resume": resume,
+        "choices": choices,
+        "metavar": metavar,
+        "parse": parse,
+        "may_be_empty": may_be_empty,
+    }
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def parse_json(text: str) -> Any:
+    """Return what a flag's JSON says.
+
+    Raises:
+        ArgumentTypeError: for text that is none, with what JSON says of it.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
 def redefault(owner: type, name: str, default: Any = MISSING, **changed: Any) -> Any:
@@ -136,8 +160,9 @@ class Settings:
             return
         if allowed is not None and not allowed.holds(value):
             raise ValueError(f"--{each.name} must be {allowed.said}, got {value}")
-        if choices is not None and value not in choices:
-            raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {value!r}")
+        for chosen in value if isinstance(value, tuple) else (value,):
+            if choices is not None and chosen not in choices:
+                raise ValueError(f"--{each.name} must be one of {', '.join(choices)}, got {chosen!r}")
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:

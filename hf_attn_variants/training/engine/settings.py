@@ -5,11 +5,9 @@ that it has, and a function takes the group that it reads. This file imports nei
 is printed from it.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...modeling.fields.field_table import row_of
 from .options import (
     ABOVE_0,
     ALWAYS,
@@ -19,8 +17,10 @@ from .options import (
     WITH_BEST_WEIGHTS,
     Settings,
     option,
+    parse_json,
     redefault,
 )
+from .variant_settings import FROM_SCRATCH, VariantSettings, given_variant
 
 __all__ = [
     "DataSettings",
@@ -71,33 +71,20 @@ class ModelSettings(Settings):
             raise ValueError("--model_name_or_path must be given: the folder or Hub id of a checkpoint")
 
 
-def _field(name: str, note: str = "") -> Any:
-    """Return the option of a configuration's field, as the table of the fields describes it."""
-    prefix, row = row_of(name)
-    text = row.described(prefix)
-    return option(f"{text[0].upper()}{text[1:]}{note}.", None, resume=ALWAYS, choices=row.choices or None)
-
-
 @dataclass(frozen=True, kw_only=True)
-class NewModelSettings(ModelSettings):
+class NewModelSettings(VariantSettings, ModelSettings):
     """What a model from scratch is like; see `new_model.new_config`."""
 
-    title: ClassVar[str] = "from scratch (without --model_name_or_path)"
+    title: ClassVar[str] = FROM_SCRATCH
 
     model_type: str | None = option("The architecture.", None, resume=ALWAYS)
     config_overrides: str | None = option(
-        "Config fields that differ from the architecture's defaults.", None, resume=ALWAYS, metavar="FIELD=VALUE,..."
+        "Config fields that differ from the architecture's defaults; values are JSON or plain text, and those with "
+        "commas JSON. A JSON object says the same.",
+        None,
+        resume=ALWAYS,
+        metavar="FIELD=VALUE,...",
     )
-    num_key_value_heads: int | None = _field("num_key_value_heads")
-    talking_heads: str | None = _field("talking_heads")
-    position_embedding_type: str | None = _field("position_embedding_type")
-    score_function: str | None = _field("score_function")
-    attention_pattern: str | None = _field(
-        "attention_pattern",
-        "; sizes without a flag, and an encoder's pattern beside a decoder, are fields for --config_overrides",
-    )
-    attention_window: int | None = _field("attention_window")
-    num_global_tokens: int | None = _field("num_global_tokens")
 
     def check(self) -> None:
         super().check()
@@ -107,12 +94,12 @@ class NewModelSettings(ModelSettings):
                     "give --model_name_or_path, or --model_type and --tokenizer_name for a model from scratch"
                 )
             return
-        for name in (name for name in NewModelSettings.__annotations__ if name != "title"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"--{name} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has "
-                    "its own (`attn-variants convert` makes variants of it)"
-                )
+        own = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
+        if given := [*own, *given_variant(self)]:
+            raise ValueError(
+                f"--{given[0]} is for a model from scratch; --model_name_or_path {self.model_name_or_path} has its "
+                "own (`attn-variants convert` makes variants of it)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +219,7 @@ class OptimizationSettings(Settings):
         {},
         resume=ALWAYS,
         metavar="JSON",
-        parse=json.loads,
+        parse=parse_json,
     )
     num_warmup_steps: int | None = option("Steps over which the learning rate rises from 0.", None, range=AT_LEAST_0)
     warmup_ratio: float = option("The same as a share of all steps.", 0.0, range=FROM_0_BELOW_1)

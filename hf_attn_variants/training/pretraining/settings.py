@@ -14,6 +14,7 @@ from ..engine.options import (
     redefault,
 )
 from ..engine.settings import NewModelSettings, TrainingSettings
+from ..engine.variant_settings import EncoderDecoderVariantSettings
 
 __all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_evaluated"]
 
@@ -149,7 +150,7 @@ class NoiseSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanCorruptionSettings(NoiseSettings, PretrainingSettings):
+class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
     """The settings of span corruption."""
 
     model_type: str | None = redefault(NewModelSettings, "model_type", choices=("t5",))

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ...glue_tasks import TASKS
 from ..engine.options import ALWAYS, AT_LEAST_1, FROM_0_BELOW_1, WITH_BEST_WEIGHTS, Settings, option, redefault
 from ..engine.settings import FineTuningSettings, LanguageSettings, NewModelSettings
+from ..engine.variant_settings import EncoderDecoderVariantSettings
 
 __all__ = ["METRIC_PACKAGES", "SQUAD", "TEXT_TASKS", "DecodingSettings", "Seq2SeqSettings", "check_text_metrics"]
 
@@ -76,7 +77,9 @@ class DecodingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seq2SeqSettings(DecodingSettings, LanguageSettings, NewModelSettings, FineTuningSettings):
+class Seq2SeqSettings(
+    DecodingSettings, LanguageSettings, NewModelSettings, FineTuningSettings, EncoderDecoderVariantSettings
+):
     """Which texts. `max_target_length` and `metrics`, where not given, become what they are by default."""
 
     title: ClassVar[str] = "text"

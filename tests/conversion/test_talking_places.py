@@ -1,0 +1,172 @@
+"""Conversion of encoder-decoders whose heads are to talk in some places alone: weights, reports, cards, refusals."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from architectures import BERT, T5
+from relatives import ENCODER_DECODERS
+
+from hf_attn_variants import convert
+from hf_attn_variants.cli import main
+from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.conversion.calibration.plan_checks import why_not_calibrated
+from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.heads_diagram import heads_diagram
+from hf_attn_variants.inspection.costs import variant_name
+
+BART = ENCODER_DECODERS[0]
+HEAD = "T5ForConditionalGeneration"
+
+
+@pytest.fixture
+def source(tmp_path):
+    T5.upstream_model(HEAD).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(**T5.batch(HEAD), use_cache=False).logits
+
+
+def test_cross_attention_alone_gets_them(source, tmp_path, capsys):
+    flags = ["--cross_talking_heads", "both", "--cross_talking_heads_dynamic", "m2l"]
+    main(["convert", str(source), *flags, "--output_dir", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "talking heads added cross logits_proj [12, 12], cross weights_proj [12, 12], cross m2l_proj [40, 12, 12]"
+        in said
+    )
+    model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    names = {name for name, _ in model.named_parameters() if name.endswith(("s_proj", "m2l_proj"))}
+    assert len(names) == 6 and all(".EncDecAttention." in name for name in names)
+    plain = transformers.T5ForConditionalGeneration.from_pretrained(source)
+    torch.testing.assert_close(logits(model), logits(plain), atol=1e-5, rtol=0)
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["talking_heads"]["cross m2l_proj"] == [40, 12, 12]
+    card = str(model_card(tmp_path / "out", "me/model"))
+    assert "talking heads before and after the softmax in cross-attention" in card
+    assert "cross-attention: logits of 12 heads --P_l [12 x 12]-->" in card and "talking-heads-attention" in card
+    # In memory the same numbers.
+    live = convert(plain, cross_talking_heads="both", cross_talking_heads_dynamic=["m2l"])
+    for name, tensor in live.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
+    random = {"cross_talking_heads_init": "random"}
+    convert_checkpoint(source, tmp_path / "one", cross_talking_heads="logits", **random)
+    report = convert_checkpoint(
+        tmp_path / "one", tmp_path / "two", encoder_talking_heads="weights", num_key_value_heads=4
+    )
+    assert report.talking_heads == {"encoder weights_proj": (12, 12)}
+    one, two = (transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    name = "decoder.block.1.layer.1.EncDecAttention.logits_proj"
+    assert torch.equal(one.state_dict()[name], two.state_dict()[name])
+    assert not torch.equal(one.state_dict()[name], torch.eye(12))
+    assert [two.config.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
+        None,
+        "weights",
+        "logits",
+    ]
+    for fields in (
+        {"cross_talking_heads": "none"},
+        {"cross_talking_heads": "both"},
+        {"cross_talking_heads": "logits"},
+    ):
+        with pytest.raises(ValueError, match=r"has talking heads already \('logits'\).*`cross_talking_heads`"):
+            convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
+    why = why_not_calibrated(SimpleNamespace(source_config=two.config))
+    assert "weights sum to one; the source has talking heads ('logits')" in why
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "message"),
+    [
+        (HEAD, {"cross_talking_heads_init": "random"}, "`cross_talking_heads_init` is of talking heads"),
+        (
+            HEAD,
+            {"cross_talking_heads": "none"},
+            "nothing to convert: `cross_talking_heads` is 'none', and no heads",
+        ),
+        (
+            HEAD,
+            {"cross_talking_heads": "weights", "cross_talking_heads_init": "random", "cross_num_value_heads": 6},
+            r"a conversion keeps the value heads: the source has 12, the new config 6 \(`cross_num_value_heads`",
+        ),
+        (
+            HEAD,
+            {
+                "encoder_talking_heads": "both",
+                "encoder_talking_heads_init": "random",
+                "encoder_num_softmax_heads": 6,
+                "encoder_num_value_heads": 12,
+            },
+            r"keeps the softmax heads of a T5, .* has 12, the new config 6 \(`encoder_num_softmax_heads`\)",
+        ),
+        (
+            HEAD,
+            {"cross_kv_lora_rank": 8, "cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]},
+            "`cross_kv_lora_rank` cannot change where `talking_heads_dynamic` has m2l",
+        ),
+        (
+            "T5EncoderModel",
+            {"cross_talking_heads": "both"},
+            "is of attentions that AttnVariantT5EncoderModel does not",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_said_before_any_work(head, fields, message, tmp_path):
+    T5.upstream_model(head).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+def test_softmax_heads_of_cross_attention_are_free():
+    """It has no position bias."""
+    fields = {"cross_talking_heads": "both", "cross_talking_heads_init": "random", "cross_num_softmax_heads": 6}
+    model = convert(T5.upstream_model(HEAD), **fields, cross_num_value_heads=12)
+    assert model.decoder.block[0].layer[1].EncDecAttention.logits_proj.shape == (12, 6)
+
+
+def test_stacks_of_unequal_heads_can_have_them_in_one_place():
+    upstream = BART.upstream_model("BartModel")
+    with pytest.raises(ValueError, match="as many heads in both stacks"):
+        convert(upstream, talking_heads="both")
+    model = convert(upstream, encoder_talking_heads="both", cross_talking_heads="logits")
+    assert model.encoder.layers[0].self_attn.logits_proj.shape == (4, 4)
+    assert model.decoder.layers[0].encoder_attn.logits_proj.shape == (12, 12)
+    batch = BART.batch("BartModel")
+    with torch.no_grad():
+        ours, theirs = (each.eval()(**batch, use_cache=False)[0] for each in (model, upstream))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_plain_form_is_refused_by_the_place(tmp_path):
+    T5.model(HEAD, cross_talking_heads="both").save_pretrained(tmp_path / "ours")
+    with pytest.raises(
+        ValueError, match=r"talking heads \(`cross_talking_heads` is 'both'\) have no form in upstream's"
+    ):
+        export_transformers(tmp_path / "ours", tmp_path / "plain")
+
+
+def test_tables_and_drawings_say_where():
+    by_layer = T5.config(per_layer_values={"cross_talking_heads": ["both", None]}, encoder_talking_heads="logits")
+    assert variant_name(by_layer) == "MHA + talking heads in cross-attention (layer 0)"
+    assert variant_name(by_layer, "encoder_num_key_value_heads") == "MHA + talking heads (logits)"
+    assert variant_name(T5.config(talking_heads="both")) == "MHA + talking heads"
+    drawn = heads_diagram(by_layer).split("\n\n")[-1].splitlines()
+    chain = "logits of 12 heads --P_l [12 x 12]--> softmax of 12 heads"
+    assert drawn == [
+        f"the encoder's attention: {chain} --> weights of 12 heads",
+        f"cross-attention, layer 0: {chain} --P_w [12 x 12]--> weights of 12 heads",
+    ]
+    decoder = BERT.config(is_decoder=True, add_cross_attention=True, cross_talking_heads="both")
+    assert variant_name(decoder) == "MHA + talking heads in cross-attention"
+    assert "talking" not in variant_name(BERT.config())

@@ -1,0 +1,451 @@
+"""Talking heads by place: the encoder's, the decoder's and cross-attention's, each alone, together and by layer."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ALBERT, BERT, LENGTH, T5, padding_mask, token_ids
+from fixtures.caches import cache_of, with_cache
+from relatives import ENCODER_DECODERS, WHISPER
+from transformers import T5Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_attn_variants
+from hf_attn_variants import reference
+from hf_attn_variants.modeling.attention import attention_interface
+from hf_attn_variants.modeling.variant_names import SDPA
+
+ROOT = Path(__file__).resolve().parents[2]
+BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
+PAIRS = {"t5": T5, "umt5": UMT5, "bart": BART, "whisper": WHISPER}
+BOTH, LOGITS, WEIGHTS = {"logits_proj", "weights_proj"}, {"logits_proj"}, {"weights_proj"}
+# What is given, and which projections the attentions of each site then have; by layer a list of them.
+CASES = {
+    "cross alone": ({"cross_talking_heads": "both"}, {"cross": BOTH}),
+    "encoder alone": ({"encoder_talking_heads": "logits"}, {"encoder": LOGITS}),
+    "decoder alone": (
+        {"talking_heads": "weights", "encoder_talking_heads": "none", "cross_talking_heads": "none"},
+        {"decoder": WEIGHTS},
+    ),
+    "each its own": (
+        {
+            "talking_heads": "logits",
+            "talking_heads_init": "random",
+            "num_softmax_heads": 8,
+            "encoder_talking_heads": "weights",
+            "encoder_num_softmax_heads": "encoder",
+            "encoder_num_value_heads": 6,
+            "cross_talking_heads": "both",
+            "cross_num_softmax_heads": 6,
+            "cross_num_value_heads": 9,
+        },
+        {"decoder": LOGITS, "encoder": WEIGHTS, "cross": BOTH},
+    ),
+    "dynamic": (
+        {
+            "cross_talking_heads": "both",
+            "cross_talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"],
+            "cross_talking_heads_init": "random",
+            "encoder_talking_heads": "logits",
+            "encoder_talking_heads_dynamic": ["m2l"],
+        },
+        {"cross": {*BOTH, "x2l_proj", "m2l_proj", "x2w_proj", "m2w_proj"}, "encoder": {*LOGITS, "m2l_proj"}},
+    ),
+    "by layer": (
+        {
+            "per_layer_values": {
+                "talking_heads": ["both", None],
+                "cross_talking_heads": [None, "weights"],
+                "encoder_talking_heads": ["none", "logits"],
+                "cross_talking_heads_dynamic": [[], ["m2w"]],
+            }
+        },
+        {"decoder": [BOTH, set()], "cross": [set(), {*WEIGHTS, "m2w_proj"}], "encoder": [set(), LOGITS]},
+    ),
+}
+EVERY_PAIR = pytest.mark.parametrize("row", PAIRS.values(), ids=PAIRS)
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+def head_of(row):
+    return next(name for name in row.heads if name.endswith("ForConditionalGeneration"))
+
+
+def fields_of(row, case):
+    heads = row.config().query_heads("encoder_num_key_value_heads")
+    return {name: heads if value == "encoder" else value for name, value in CASES[case][0].items()}
+
+
+def made(row, case, **more):
+    return row.model(head_of(row), **fields_of(row, case), **more)
+
+
+def projections(module):
+    return {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("_proj")}
+
+
+def with_the_formula(monkeypatch, model):
+    """Have a model's attentions computed by the reference, from their inputs, parameters and nothing else of ours."""
+
+    def note(module, args, kwargs):
+        tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 3]
+        states = kwargs.get("hidden_states", tensors[0] if tensors else None)
+        memory = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
+        memory = tensors[1] if memory is None and len(tensors) > 1 else memory
+        module.seen = {"x": states, "m": states if memory is None else memory}
+
+    def formula(module, query, key, value, attention_mask=None, scaling=None, position_bias=None, **kwargs):
+        n, m = query.shape[2], key.shape[2]
+        mask = torch.zeros(n, m, dtype=query.dtype)
+        if attention_mask is not None:
+            mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
+        elif module.is_causal and n > 1:
+            mask = mask.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), -torch.inf)
+        own = projections(module)
+        P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
+        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], each) for name, each in own.items()}
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output, weights = reference.attention_core(
+            query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms
+        )
+        return output.transpose(1, 2), weights
+
+    for site, _, module in model.named_attentions():
+        module.get_submodule(site.core).register_forward_pre_hook(note, with_kwargs=True)
+    monkeypatch.setitem(attention_interface.OWN_FUNCTIONS, SDPA, formula)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, SDPA, formula)
+
+
+def learned(model, batch):
+    """The logits of a model, and the gradient of each of its parameters."""
+    model.zero_grad()
+    result = model(**batch, use_cache=False)
+    result.loss.backward()
+    return result.logits.detach(), {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad
+    }
+
+
+def in_double(batch):
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def equals_the_formula(model, batch, monkeypatch):
+    logits, gradients = learned(model, batch)
+    with_the_formula(monkeypatch, model)
+    expected, exact = learned(model, batch)
+    torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-7)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, exact[name], atol=1e-9, rtol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if re.search("[lw]s?_proj$", name))
+
+
+def padded(row, side):
+    batch = row.batch(head_of(row), labels=True)
+    if side == "left" and "attention_mask" in batch:
+        batch |= {name: batch[name].flip(-1) for name in ("input_ids", "attention_mask")}
+    return in_double(batch)
+
+
+@EVERY_PAIR
+@EVERY_CASE
+def test_a_place_has_its_own_projections_and_is_the_formula(row, case, monkeypatch):
+    model = made(row, case).double()
+    for site, path, module in model.named_attentions():
+        expected = CASES[case][1].get(site.name, set())
+        expected = expected[site.layer(model.config, path)] if isinstance(expected, list) else expected
+        assert projections(module.get_submodule(site.core)).keys() == expected, path
+    equals_the_formula(model, padded(row, "right"), monkeypatch)
+
+
+@pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
+@pytest.mark.parametrize("case", ["each its own", "dynamic"])
+def test_rows_that_are_padded_on_the_left_are_the_formula(row, case, monkeypatch):
+    equals_the_formula(made(row, case).double(), padded(row, "left"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"cross_talking_heads": "both"}, {"cross": BOTH}),
+        ({"talking_heads": "logits", "cross_talking_heads": "none"}, {"self": LOGITS}),
+        ({"talking_heads": "logits", "cross_talking_heads": "weights"}, {"self": LOGITS, "cross": WEIGHTS}),
+        ({"per_layer_values": {"cross_talking_heads": ["logits", None]}}, {"cross": [LOGITS, set()]}),
+    ],
+)
+def test_a_bert_decoder_has_them_in_cross_attention_too(fields, expected, monkeypatch):
+    model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
+    for site, path, module in model.named_attentions():
+        wanted = expected.get(site.name, set())
+        wanted = wanted[site.layer(model.config, path)] if isinstance(wanted, list) else wanted
+        assert projections(module.get_submodule(site.core)).keys() == wanted
+    batch = {"input_ids": token_ids(), "labels": token_ids(), "attention_mask": padding_mask()}
+    batch |= {"encoder_hidden_states": torch.randn(3, 5, 48).double()}
+    equals_the_formula(model, batch, monkeypatch)
+
+
+def test_an_encoder_has_them_in_some_layers(monkeypatch):
+    lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
+    model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
+    first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attentions())
+    assert not first and {name: (*each.shape,) for name, each in second.items()} == {
+        "logits_proj": (12, 8),
+        "weights_proj": (8, 6),
+    }
+    equals_the_formula(model, BERT.batch("BertForMaskedLM", labels=True), monkeypatch)
+    assert [getattr(model.config, name) for name in lists] == ["both", 12, 12]
+    with pytest.raises(ValueError, match="`num_softmax_heads` can differ from `num_attention_heads` only"):
+        BERT.config(per_layer_values=lists | {"num_softmax_heads": [8, 6]}, talking_heads_init="random")
+
+
+def source_of(row):
+    return {name: value for name, value in row.batch(head_of(row)).items() if not name.startswith("decoder")}
+
+
+@EVERY_PAIR
+@EVERY_CASE
+def test_decoding_with_a_cache_is_the_full_forward(row, case):
+    model, batch, ids = made(row, case), source_of(row), token_ids(3, LENGTH)
+    with torch.no_grad():
+        whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
+        cache, steps = None, []
+        for step in range(LENGTH):
+            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
+            cache, steps = cache_of(result), [*steps, result.logits]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
+@pytest.mark.parametrize("case", ["cross alone", "encoder alone", "decoder alone", "dynamic"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_is_the_same_with_each_cache(row, case, beams):
+    model, batch = made(row, case), source_of(row)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    plain = model.generate(**batch, **options, use_cache=False)
+    cached = model.generate(**batch, **options, return_dict_in_generate=True)
+    assert torch.equal(cached.sequences, plain)
+    rows = {layer.keys.shape[0] for layer in cache_of(cached).cross_attention_cache.layers}
+    assert rows == {3 * beams if case in ("cross alone", "dynamic") else 3}  # a sentence once, where no heads talk
+    assert torch.equal(model.generate(**batch, **options, cache_implementation="static"), plain)
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize("place", ["cross", "encoder"])
+def test_an_identity_changes_nothing_on_a_plain_checkpoint(row, place, tmp_path):
+    upstream = row.upstream_model(head_of(row))
+    upstream.save_pretrained(tmp_path)
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head_of(row)}")
+    fields = {f"{place}_talking_heads": "both", f"{place}_talking_heads_dynamic": ["x2l"]}
+    model, info = model_class.from_pretrained(tmp_path, **fields, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    batch = row.batch(head_of(row))
+    with torch.no_grad():
+        logits, expected = (each.eval()(**batch, use_cache=False).logits for each in (model, upstream))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert sum("logits_proj" in name for name, _ in model.named_parameters()) == 2
+
+
+def test_what_a_checkpoint_lacks_elsewhere_is_said(tmp_path):
+    """Of heads that talk already a missing projection is no new one."""
+    made(T5, "cross alone").save_pretrained(tmp_path)
+    model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
+    model = model_class.from_pretrained(tmp_path)
+    state = {name: each for name, each in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
+    model.save_pretrained(tmp_path / "lacking", state_dict=state)
+    _, info = model_class.from_pretrained(tmp_path / "lacking", encoder_talking_heads="both", output_loading_info=True)
+    assert {name.split(".")[0] for name in info["missing_keys"]} == {"decoder"} and len(info["missing_keys"]) == 2
+
+
+@EVERY_PAIR
+@EVERY_CASE
+def test_a_configuration_is_saved_and_read_as_it_is(row, case, tmp_path):
+    model = made(row, case)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["attn_variants_format"] == 3
+    again = type(model).from_pretrained(tmp_path).eval()
+    config = again.config
+    for prefix in ("", "encoder_", "cross_"):
+        for layer in range(2):
+            assert config.talking_heads_of(prefix, layer) == model.config.talking_heads_of(prefix, layer)
+    assert config.to_dict() == type(config).from_dict(config.to_dict()).to_dict()
+    batch = row.batch(head_of(row))
+    with torch.no_grad():
+        for name, value in model(**batch, use_cache=False).items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(again(**batch, use_cache=False)[name], value)
+
+
+@pytest.mark.parametrize("row", [*PAIRS.values(), BERT, ALBERT], ids=lambda row: row.name)
+def test_what_does_not_differ_by_place_is_stored_as_before(row):
+    equal = {"encoder_attention_heads": 12} if row in (BART, WHISPER) else {}
+    for fields in ({}, {"talking_heads": "both"}, {"num_key_value_heads": 4}):
+        values = row.config(**equal, **fields).to_dict()
+        assert values["attn_variants_format"] == 2 and values["per_layer_values"] is None
+        assert not [
+            name
+            for name in values
+            if re.match("(encoder|cross)_.*(talking|softmax|value_heads$)", name) and "key_value" not in name
+        ]
+
+
+OLD_CODE = """
+import importlib, json, sys
+sys.path.insert(0, sys.argv[1])
+old = importlib.import_module("old.configuration_attn_variants")
+for line in sys.stdin:
+    try:
+        config = old.AttnVariantT5Config.from_dict(json.loads(line))
+        print("read", config.talking_heads)
+    except ValueError as error:
+        print("refused", error)
+"""
+
+
+def test_code_of_0_1_0_refuses_what_it_would_build_otherwise(tmp_path):
+    """Nor does it read anything else in what it can read."""
+    with tarfile.open(ROOT / "benchmarks/repositories/0.1.0.tar.xz") as archive:
+        names = [
+            name
+            for name in archive.getnames()
+            if re.fullmatch(r"\./T5For\w+-latent/\w+\.py|T5For\w+-latent/\w+\.py", name)
+        ]
+        (tmp_path / "old").mkdir()
+        for name in names:
+            (tmp_path / "old" / Path(name).name).write_bytes(archive.extractfile(name).read())
+    (tmp_path / "old" / "__init__.py").touch()
+    configs = [T5.config(talking_heads="both"), *(T5.config(**fields_of(T5, case)) for case in CASES)]
+    lines = "\n".join(json.dumps(config.to_dict()) for config in configs)
+    command = [sys.executable, "-c", OLD_CODE, tmp_path]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = done.stdout.splitlines()
+    assert said[0] == "read both" and len(said) == len(configs)
+    assert all(line.startswith("refused ") and "cannot differ by layer" in line for line in said[1:]), said
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        (T5, {"cross_talking_heads": "all"}, '`cross_talking_heads` must be "logits", "weights", "both" or'),
+        (T5, {"talking_heads": "none"}, '`talking_heads` must be None, "logits"'),
+        (
+            T5,
+            {"cross_talking_heads_init": "random"},
+            "`cross_talking_heads_init` is of talking heads: give `cross_tal",
+        ),
+        (T5, {"cross_num_softmax_heads": 8}, "`cross_num_softmax_heads` can differ from `num_attention_heads` only"),
+        (T5, {"encoder_talking_heads_dynamic": ["x2l"]}, "encoder_talking_heads=None does not have"),
+        (
+            T5,
+            {"talking_heads": "both", "cross_talking_heads": "logits", "cross_talking_heads_dynamic": ["m2w"]},
+            "`cross_talking_heads_dynamic` 'm2w' is added to the weights projection",
+        ),
+        (
+            T5,
+            {"cross_talking_heads": "both", "cross_num_value_heads": 6},
+            '`cross_talking_heads_init="identity"` needs',
+        ),
+        (
+            T5,
+            {"per_layer_values": {"talking_heads": ["both", None]}},
+            "`per_layer_values` has `talking_heads` of the decoder's layers.*give `encoder_talking_heads` as well",
+        ),
+        (
+            T5,
+            {
+                "talking_heads": "logits",
+                "talking_heads_init": "random",
+                "encoder_talking_heads": "none",
+                "per_layer_values": {"num_softmax_heads": [8, 12], "num_value_heads": [8, 12]},
+            },
+            "`num_softmax_heads` must be the same in all layers of a T5",
+        ),
+        (T5, {"per_layer_values": {"cross_talking_heads": ["both"]}}, "needs a list of 2 values"),
+        (T5, {"per_layer_values": {"cross_talking_heads": ["both", "all"]}}, "`cross_talking_heads` must be"),
+        (
+            T5,
+            {"cross_talking_heads": "both", "cross_attention_kernel": "elu"},
+            "`cross_attention_kernel` and `cross_talking_heads` cannot stand together",
+        ),
+        (
+            T5,
+            {
+                "encoder_talking_heads": "both",
+                "encoder_talking_heads_dynamic": ["x2l"],
+                "encoder_attention_pattern": "sliding_window",
+                "encoder_attention_window": 4,
+            },
+            "`encoder_attention_pattern` and `talking_heads_dynamic` cannot stand together",
+        ),
+        (BERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is of cross-attention, which this conf"),
+        (BERT, {"encoder_talking_heads": "both"}, "`encoder_talking_heads` is not a field of AttnVariantBertConfig"),
+        (ALBERT, {"cross_talking_heads": "both"}, "`cross_talking_heads` is not a field of AttnVariantAlbertConfig"),
+        (BART, {"talking_heads": "both"}, "needs as many heads in both stacks.*or `encoder_talking_heads`"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_names_the_place(row, fields, message):
+    with pytest.raises(ValueError, match=message):
+        row.config(**fields)
+
+
+def test_other_things_stand_beside_heads_that_talk_elsewhere():
+    config = T5.config(
+        cross_talking_heads="both", encoder_attention_pattern="sliding_window", encoder_attention_window=4
+    )
+    assert config.talking_heads_of("encoder_", 0).kind is None and config.use_cache
+    kernel = BART.config(cross_attention_kernel="elu", encoder_talking_heads="both")
+    assert kernel.talking_heads_of("cross_", 0).kind is None
+    assert not T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], cross_talking_heads="none").use_cache
+    latent = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]}
+    assert T5.config(**latent).use_cache and T5.config(**latent, cross_kv_lora_rank=40).use_cache
+    assert not T5.config(**latent, cross_kv_lora_rank=16).use_cache
+
+
+def test_terms_of_a_latent_are_made_without_a_cache():
+    fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
+    model, batch = T5.model(head_of(T5), **fields), source_of(T5)
+    assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
+    with pytest.raises(ValueError, match="beside `cross_kv_lora_rank` are made from the latent"):
+        model(**batch, decoder_input_ids=token_ids(3, 2), use_cache=True)
+
+
+def test_a_checkpoint_keeps_the_heads_that_it_has(tmp_path):
+    made(T5, "cross alone").save_pretrained(tmp_path)
+    model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
+    for fields, message in (
+        ({"cross_talking_heads": "none"}, "has cross_talking_heads='both', the configuration asks for None"),
+        ({"cross_talking_heads": "logits"}, "has cross_talking_heads='both', the configuration asks for 'logits'"),
+        ({"cross_talking_heads_dynamic": ["x2l"]}, r"has cross_talking_heads_dynamic=\[\], .* asks for \['x2l'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_class.from_pretrained(tmp_path, **fields)
+    added = model_class.from_pretrained(tmp_path, encoder_talking_heads="both")
+    assert [added.config.talking_heads_of(prefix, 1).kind for prefix in ("", "encoder_", "cross_")] == [
+        None,
+        "both",
+        "both",
+    ]
+
+
+def test_fields_are_taken_from_upstreams_configuration_and_back():
+    upstream = T5Config(**T5.tiny)
+    config = T5.config_class.from_upstream(upstream, cross_talking_heads="both")
+    again = T5.config_class.from_upstream(config, encoder_talking_heads="logits")
+    assert [again.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
+        None,
+        "logits",
+        "both",
+    ]
+    none = T5.config_class.from_upstream(again, cross_talking_heads="none", encoder_talking_heads=None)
+    assert [none.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [None, None, None]
+    listed = T5.config_class.from_upstream(again, per_layer_values={"cross_talking_heads": ["weights", None]})
+    assert [listed.talking_heads_of("cross_", layer).kind for layer in (0, 1)] == ["weights", None]
+    assert listed.cross_talking_heads == "weights" and listed.encoder_talking_heads == "logits"

@@ -1,0 +1,183 @@
+"""What a model from scratch is: a flag for each field of the table, and the overrides of all other fields."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
+from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
+from hf_attn_variants.training.engine.config_overrides import read_overrides
+from hf_attn_variants.training.engine.new_model import new_config
+
+NAMES = [name for row in FIELDS for name in row.names]
+SIZES = {
+    "bert": "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=8",
+    "t5": "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4",
+}
+BLOCKS = {"attention_pattern": "random_blocks", "attention_block_size": 4, "num_random_blocks": 1}
+SUMMARIES = {"attention_pattern": "fixed", "attention_block_size": 4, "num_summary_tokens": 1}
+WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
+TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
+# A value of each field, and what it needs beside it, without a prefix.
+GIVEN = {
+    "num_key_value_heads": (2, {}),
+    "kv_lora_rank": (8, {}),
+    "per_layer_values": ({"num_key_value_heads": [1, 2]}, {}),
+    "talking_heads": ("both", {}),
+    "num_softmax_heads": (8, TALKING),
+    "num_value_heads": (8, TALKING),
+    "talking_heads_init": ("random", TALKING),
+    "talking_heads_dynamic": (["x2l", "m2w"], TALKING),
+    "attention_pattern": ("sliding_window", WINDOW),
+    "attention_window": (4, WINDOW),
+    "attention_dilation": (2, WINDOW),
+    "num_global_tokens": (1, WINDOW),
+    "attention_block_size": (4, BLOCKS),
+    "num_random_blocks": (1, BLOCKS),
+    "attention_seed": (3, BLOCKS),
+    "num_summary_tokens": (1, SUMMARIES),
+    "split_attention_heads": (True, SUMMARIES),
+    "attention_kernel": ("elu", {}),
+    "attention_kernel_features": (8, {"attention_kernel": "hedgehog"}),
+    "attention_kernel_seed": (3, {"attention_kernel": "favor"}),
+    "position_embedding_type": ("sinusoidal", {}),
+    "score_function": ("additive", {}),
+}
+
+
+class Tokenizer:
+    """What a configuration asks of one."""
+
+    pad_token_id, cls_token_id, sep_token_id = 0, 2, 3
+
+    def __len__(self):
+        return 60
+
+    def get_vocab(self):
+        return {"a": 59}
+
+
+def argv(fields):
+    flags = []
+    for name, value in fields.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        flags += [f"--{name}", *([] if value is True else map(str, values))]
+    return flags
+
+
+def config_of(command, model_type, *more):
+    needed = ["--model_type", model_type, "--tokenizer_name", "x", "--output_dir", "o", "--max_train_steps", "1"]
+    return new_config(command.parse_args([*needed, "--train_file", "a", *more]), Tokenizer())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flag_makes_the_field_what_it_says(name):
+    prefix, row = row_of(name)
+    value, beside = GIVEN[row.name]
+    stacked = {each if prefix not in row_of(each)[1].prefixes else prefix + each: it for each, it in beside.items()}
+    given = {**stacked, name: value}
+    command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
+    if name == "encoder_attention_kernel":
+        given["position_embedding_type"] = "sinusoidal"
+    config = config_of(command, model_type, "--config_overrides", SIZES[model_type], *argv(given))
+    assert config.model_type == f"attn_variant_{model_type}"
+    assert getattr(config, name) == value
+    assert getattr(type(config)(), name) != value
+
+
+def test_commands_have_the_flags_of_their_models():
+    of_encoders = {row.name for row in FIELDS if "" in row.prefixes}
+    for command, expected in ((pretrain, of_encoders), (pretrain_t5, {*NAMES}), (seq2seq, {*NAMES})):
+        needed = ["m", "--output_dir", "o", "--train_file", "a", "--max_train_steps", "1"]
+        fields = {each.name: each for each in dataclasses.fields(type(command.parse_args(needed)))}
+        assert fields.keys() & {*NAMES} == expected
+        for name in expected:
+            prefix, row = row_of(name)
+            assert row.described(prefix).lower() in fields[name].metadata["help"].lower()
+            assert fields[name].default is None
+    assert set(GIVEN) == of_encoders
+
+
+def test_a_flag_is_of_a_model_from_scratch():
+    for flag in ("--talking_heads_dynamic x2l", "--split_attention_heads", "--encoder_attention_seed 0"):
+        with pytest.raises(ValueError, match=f"{flag.split()[0]} is for a model from scratch; .* m has its own"):
+            pretrain_t5.parse_args(["m", "--output_dir", "o", "--train_file", "a", *flag.split()])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", {}),
+        ("a=1,b=x,,c=0.5,", {"a": 1, "b": "x", "c": 0.5}),
+        ("a=gated-gelu , b=true", {"a": "gated-gelu", "b": True}),
+        ('a=["x2l","m2l"],b=2', {"a": ["x2l", "m2l"], "b": 2}),
+        ('b=2, a={"k": [64, [1, 2]], "s": "},]"} , c=3', {"b": 2, "a": {"k": [64, [1, 2]], "s": "},]"}, "c": 3}),
+        ('a="x, y",b=null', {"a": "x, y", "b": None}),
+        ('{"a": ["x2l", "m2l"], "b": {"c": 1}}', {"a": ["x2l", "m2l"], "b": {"c": 1}}),
+        ("a=b=c", {"a": "b=c"}),
+    ],
+)
+def test_overrides_are_json_or_plain_text(text, found):
+    assert read_overrides(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=x2l,m2l", r"'m2l' is no FIELD=VALUE, behind `a`: a value with commas is JSON, as in a=\[1, 2\]"),
+        ("a", "'a' is no FIELD=VALUE"),
+        ("=3", "'=3' is no FIELD=VALUE"),
+        ("b=1,a=", "'a=' is no FIELD=VALUE: `a` has no value"),
+        ('a=["x2l",m2l]', "the value of `a` is not JSON, as it begins"),
+        ("a=[1, 2", "the value of `a` is not JSON, as it begins"),
+        ("a=[1]b=2", "the value of `a` ends before 'b=2': a comma is missing"),
+        ("a=1,b=2,a=3", "gives `a` twice"),
+        ('{"a": 1, "a": 2}', "gives `a` twice"),
+        ('{"a": 1', "is not JSON, as it begins"),
+        ("a=False", "`a` is False, which JSON writes false"),
+    ],
+)
+def test_overrides_that_are_wrong_say_the_field(text, message):
+    with pytest.raises(ValueError, match=f"--config_overrides:? ?{message}"):
+        read_overrides(text)
+
+
+def test_overrides_make_what_flags_make():
+    sizes = SIZES["t5"]
+    fields = 'talking_heads=both,talking_heads_dynamic=["x2l","m2l"],per_layer_values={"num_key_value_heads":[1,4]}'
+    flags = ["--talking_heads", "both", "--talking_heads_dynamic", "x2l", "m2l"]
+    flags += ["--per_layer_values", '{"num_key_value_heads": [1, 4]}']
+    made = config_of(pretrain_t5, "t5", "--config_overrides", sizes, *flags)
+    again = config_of(pretrain_t5, "t5", "--config_overrides", f"{sizes},{fields}")
+    assert again.to_dict() == made.to_dict() and again.talking_heads_dynamic == ["x2l", "m2l"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--config_overrides", "talking_heads=both", "--talking_heads", "both"],
+            "`talking_heads` is given by --talk",
+        ),
+        (["--config_overrides", "num_layrs=2"], "--config_overrides: 'num_layrs=2' is no FIELD=VALUE of a T5Config"),
+        (
+            ["--config_overrides", "talking_head=both"],
+            "--config_overrides: `talking_head` is not a field of .*T5Config",
+        ),
+        (["--talking_heads_dynamic", "x2l"], "`talking_heads_dynamic` 'x2l' is added to the logits projection"),
+    ],
+)
+def test_what_is_unknown_or_said_twice_is_refused(more, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(pretrain_t5, "t5", *more)
+
+
+def test_a_flag_that_is_no_json_or_no_choice_is_one_line(capsys):
+    for more, message in (
+        (["--per_layer_values", "{"], "argument --per_layer_values: not JSON: "),
+        (["--talking_heads_dynamic", "x2l", "l2x"], "argument --talking_heads_dynamic: invalid choice: 'l2x'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            config_of(pretrain_t5, "t5", *more)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
