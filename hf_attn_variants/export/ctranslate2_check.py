@@ -1,0 +1,155 @@
+"""What CTranslate2 writes beside what a model does: greedily, for inputs that are drawn."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..conversion.checkpoint.source import learned_tokens
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from .ctranslate2_tokens import Tokens
+
+__all__ = ["Agreement", "Written", "drawn_inputs", "greedy", "read_back"]
+
+# Tokens of each drawn text, and how many are written.
+LENGTHS, NEW_TOKENS = (3, 17, 9, 6), 24
+# Between logits: two tokens nearer than this are a tie, which sums in another order may break otherwise.
+TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model writes.
+
+    Args:
+        tokens: of each input, to the end token where there is one.
+        second: what would have been written in the place of each token.
+        margins: by how much of a logit it was not.
+    """
+
+    tokens: list[list[int]]
+    second: list[list[int]]
+    margins: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far CTranslate2 writes what the model does.
+
+    Args:
+        inputs: how many there were.
+        same: of how many all tokens are the same, or the first that is not is a tie.
+        tokens: how many the model writes.
+        same_tokens: how many of these come before the first other one.
+        first: where an input parts, (its number, the place, the model's token, CTranslate2's); None: nowhere.
+    """
+
+    inputs: int
+    same: int
+    tokens: int
+    same_tokens: int
+    first: tuple[int, int, int, int] | None
+
+    @staticmethod
+    def of(expected: Written, found: list[list[int]]) -> "Agreement":
+        """Compare token by token."""
+        same = same_tokens = 0
+        first = None
+        for number, (row, other) in enumerate(zip(expected.tokens, found, strict=True)):
+            pairs = zip(row, [*other, *[-1] * len(row)], strict=False)
+            parted = next((at for at, (one, two) in enumerate(pairs) if one != two), None)
+            is_tie = parted is not None and (
+                other[parted : parted + 1] == [expected.second[number][parted]]
+                and expected.margins[number][parted] < TIE
+            )
+            same += parted is None or is_tie
+            same_tokens += len(row) if parted is None or is_tie else parted
+            if parted is not None and not is_tie and first is None:
+                first = number, parted, row[parted], other[parted] if parted < len(other) else -1
+        return Agreement(len(found), same, sum(map(len, expected.tokens)), same_tokens, first)
+
+
+def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+    """Return a batch of inputs, the same each time: texts of drawn tokens, padded on the right; a Whisper's noise."""
+    generator = torch.Generator().manual_seed(0)
+    config: Any = model.config
+    if model.main_input_name == "input_features":
+        shape = (len(LENGTHS), config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator)}
+    learned: Any = tokenizer.convert_tokens_to_ids(sorted(learned_tokens(tokenizer)))
+    learned = [number for number in learned if number < config.vocab_size]
+    drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in LENGTHS]
+    texts: Any = [tokenizer.decode([learned[at] for at in each]) for each in drawn]
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    longest = max(map(len, rows))
+    padding = config.pad_token_id or 0
+    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+
+
+@torch.no_grad()
+def greedy(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Written:
+    """Return what a model writes greedily, without a cache; at most `NEW_TOKENS`."""
+    batch = len(next(iter(inputs.values())))
+    callable_model: Any = model
+    states = callable_model.get_encoder()(**inputs)
+    written = torch.tensor([tokens.prompt] * batch)
+    steps, mask = [], inputs.get("attention_mask")
+    for step in range(NEW_TOKENS):
+        logits = callable_model(encoder_outputs=states, attention_mask=mask, decoder_input_ids=written).logits[:, -1]
+        logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
+        steps.append(logits.topk(2))
+        written = torch.cat([written, steps[-1].indices[:, :1]], 1)
+        if (written[:, len(tokens.prompt) :] == tokens.end).any(1).all():
+            break
+    rows: list[list[int]] = written[:, len(tokens.prompt) :].tolist()
+    lengths = [row.index(tokens.end) + 1 if tokens.end in row else len(row) for row in rows]
+    return Written(
+        [row[:length] for row, length in zip(rows, lengths, strict=True)],
+        torch.stack([step.indices[:, 1] for step in steps], 1).tolist(),
+        torch.stack([step.values[:, 0] - step.values[:, 1] for step in steps], 1).tolist(),
+    )
+
+
+def read_back(folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, quantization: str) -> list[list[int]]:
+    """Return what CTranslate2 writes greedily, on the CPU, with the end token where it comes to it.
+
+    Weights in half precision are computed with in float32, for few CPUs do it otherwise; quantised ones as they are.
+    """
+    integers = quantization.startswith("int")
+    compute_type = "float32" if not integers else "int16" if quantization == "int16" else "int8_float32"
+    options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
+    if "input_features" in inputs:
+        return _heard(ctranslate2.models.Whisper(os.fspath(folder), **options), inputs["input_features"], tokens)
+    rows = [
+        tokens.texts(row[mask.bool()].tolist())
+        for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    prefix = tokens.texts(tokens.prompt[1:])
+    results = ctranslate2.Translator(os.fspath(folder), **options).translate_batch(
+        rows,
+        target_prefix=[prefix] * len(rows) if prefix else None,
+        beam_size=1,
+        max_decoding_length=NEW_TOKENS + len(prefix),
+        return_end_token=True,
+    )
+    numbers = {text: number for number, text in enumerate(tokens.vocabulary)}
+    return [[numbers.get(text, -1) for text in each.hypotheses[0][len(prefix) :]][:NEW_TOKENS] for each in results]
+
+
+def _heard(whisper: Any, features: torch.Tensor, tokens: Tokens) -> list[list[int]]:
+    # It writes half as many tokens as `max_length`.
+    results = whisper.generate(
+        ctranslate2.StorageView.from_array(np.ascontiguousarray(features.numpy())),
+        [tokens.prompt] * len(features),
+        beam_size=1,
+        max_length=2 * NEW_TOKENS,
+    )
+    found = [list(each.sequences_ids[0]) for each in results]
+    return [[*row, tokens.end] if len(row) < NEW_TOKENS else row for row in found]
