@@ -82,4 +82,5 @@ def _call_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any
 
 def unsaid_settings(generation: GenerationConfig) -> dict[str, Any]:
     """Return the settings of a text's generation that neither the file nor the options above say."""
-    return {name: value for name, value in generation.to_diff_dict().items() if name not in {*NO_OPTIONS, *OPTIONS}}
+    known = {*NO_OPTIONS, *OPTIONS}
+    return {name: value for name, value in generation.to_diff_dict().items() if value and name not in known}
