@@ -98,9 +98,8 @@ def export_ctranslate2(
             quantisation that it does not know.
         OSError: if a file is missing, the tokenizer's among them, or cannot be written.
     """
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("an export to CTranslate2 needs ctranslate2: `pip install ctranslate2`")
-    from .ctranslate2_check import Agreement, drawn_inputs, greedy, read_back
+    _check_package()
+    from .ctranslate2_check import Agreement, drawn_inputs, greedy, read_back, written_tokens
     from .ctranslate2_specs import QUANTIZATIONS, model_specification
 
     if quantization not in QUANTIZATIONS:
@@ -116,26 +115,28 @@ def export_ctranslate2(
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
         found, _ = side_files(folder, reader.files)
-        numbers = sum(entry.numel for entry in reader.entries.values())
-        check_disk_space(output, BYTES.get(quantization, 1) * numbers)
+        check_disk_space(output, BYTES.get(quantization, 1) * sum(each.numel for each in reader.entries.values()))
         tensors = converted_tensors(plan, reader, {})
     model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = drawn_inputs(model, tokenizer)
     expected = greedy(model, inputs, tokens)  # before a quantisation changes the model's weights
-    spec = model_specification(model, tokens)
-    spec.config.add_attribute("model_type", _upstream_type(config))  # by it transformers finds the tokenizer
-    spec.validate()
+    spec = model_specification(model, tokens, _upstream_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in found if travels_without_code(folder, name)])
         name_tokenizer_class(stage, config)
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
-        agreement = Agreement.of(expected, read_back(stage, inputs, tokens, quantization))
-        if quantization == FLOAT32 and agreement.first is not None:
-            raise ValueError(_disagreement(agreement, tokens))
+        found_tokens = read_back(stage, inputs, tokens, written_tokens(model, tokens), quantization)
+        agreement = Agreement.of(expected, found_tokens)
+        _check_agreement(agreement, tokens, quantization)
     return _written(output_dir, model, tokens, quantization, agreement)
+
+
+def _check_package() -> None:
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ValueError("an export to CTranslate2 needs ctranslate2: `pip install ctranslate2`")
 
 
 def _upstream_type(config: Mapping[str, Any]) -> str:
@@ -161,12 +162,15 @@ def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError("the tokenizer has other tokens once its files are copied: save it anew in the source.")
 
 
-def _disagreement(agreement: "Agreement", tokens: Tokens) -> str:
-    number, place, *pair = agreement.first or (0, 0, 0, 0)
-    one, two = (repr(tokens.vocabulary[each]) if each >= 0 else "nothing" for each in pair)
-    return (
+def _check_agreement(agreement: "Agreement", tokens: Tokens, quantization: str) -> None:
+    """Raise ValueError where weights that are not rounded write other tokens than the model."""
+    if quantization != FLOAT32 or agreement.first is None:
+        return
+    number, place, *pair = agreement.first
+    one, other = (repr(tokens.vocabulary[each]) if each >= 0 else "nothing" for each in pair)
+    raise ValueError(
         f"CTranslate2 writes other tokens than the model: {agreement.same} of {agreement.inputs} inputs have the "
-        f"model's, and of number {number + 1} token {place + 1} is {two}, the model's {one}."
+        f"model's, and of number {number + 1} token {place + 1} is {other}, the model's {one}."
     )
 
 

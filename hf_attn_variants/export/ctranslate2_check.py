@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversion.checkpoint.source import learned_tokens
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..registration import longest_input
 from .ctranslate2_tokens import Tokens
 
-__all__ = ["Agreement", "Written", "drawn_inputs", "greedy", "read_back"]
+__all__ = ["Agreement", "Written", "drawn_inputs", "greedy", "read_back", "written_tokens"]
 
-# Tokens of each drawn text, and how many are written.
+# Tokens of each drawn text, and how many are written at most.
 LENGTHS, NEW_TOKENS = (3, 17, 9, 6), 24
 # Between logits: two tokens nearer than this are a tie, which sums in another order may break otherwise.
 TIE = 1e-3
@@ -85,7 +86,8 @@ def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBas
     learned = [number for number in learned if number < config.vocab_size]
     drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in LENGTHS]
     texts: Any = [tokenizer.decode([learned[at] for at in each]) for each in drawn]
-    rows = [tokenizer(text)["input_ids"] for text in texts]
+    places = longest_input(config)
+    rows = [tokenizer(text, truncation=places is not None, max_length=places)["input_ids"] for text in texts]
     longest = max(map(len, rows))
     padding = config.pad_token_id or 0
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])
@@ -93,15 +95,21 @@ def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBas
     return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
 
+def written_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
+    """Return how many tokens are written at most: not more than the decoder has places for."""
+    places = longest_input(model.config)
+    return NEW_TOKENS if places is None else min(NEW_TOKENS, places - len(tokens.prompt))
+
+
 @torch.no_grad()
 def greedy(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Written:
-    """Return what a model writes greedily, without a cache; at most `NEW_TOKENS`."""
+    """Return what a model writes greedily, without a cache; at most `written_tokens`."""
     batch = len(next(iter(inputs.values())))
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
     written = torch.tensor([tokens.prompt] * batch)
     steps, mask = [], inputs.get("attention_mask")
-    for step in range(NEW_TOKENS):
+    for step in range(written_tokens(model, tokens)):
         logits = callable_model(encoder_outputs=states, attention_mask=mask, decoder_input_ids=written).logits[:, -1]
         logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
@@ -117,8 +125,10 @@ def greedy(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens
     )
 
 
-def read_back(folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, quantization: str) -> list[list[int]]:
-    """Return what CTranslate2 writes greedily, on the CPU, with the end token where it comes to it.
+def read_back(
+    folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, most: int, quantization: str
+) -> list[list[int]]:
+    """Return what CTranslate2 writes greedily, on the CPU, at most so many tokens, the end token among them.
 
     Weights in half precision are computed with in float32, for few CPUs do it otherwise; quantised ones as they are.
     """
@@ -126,7 +136,7 @@ def read_back(folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, qua
     compute_type = "float32" if not integers else "int16" if quantization == "int16" else "int8_float32"
     options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
     if "input_features" in inputs:
-        return _heard(ctranslate2.models.Whisper(os.fspath(folder), **options), inputs["input_features"], tokens)
+        return _heard(ctranslate2.models.Whisper(os.fspath(folder), **options), inputs["input_features"], tokens, most)
     rows = [
         tokens.texts(row[mask.bool()].tolist())
         for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
@@ -136,20 +146,20 @@ def read_back(folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, qua
         rows,
         target_prefix=[prefix] * len(rows) if prefix else None,
         beam_size=1,
-        max_decoding_length=NEW_TOKENS + len(prefix),
+        max_decoding_length=most + len(prefix),
         return_end_token=True,
     )
     numbers = {text: number for number, text in enumerate(tokens.vocabulary)}
-    return [[numbers.get(text, -1) for text in each.hypotheses[0][len(prefix) :]][:NEW_TOKENS] for each in results]
+    return [[numbers.get(text, -1) for text in each.hypotheses[0][len(prefix) :]] for each in results]
 
 
-def _heard(whisper: Any, features: torch.Tensor, tokens: Tokens) -> list[list[int]]:
+def _heard(whisper: Any, features: torch.Tensor, tokens: Tokens, most: int) -> list[list[int]]:
     # It writes half as many tokens as `max_length`.
     results = whisper.generate(
         ctranslate2.StorageView.from_array(np.ascontiguousarray(features.numpy())),
         [tokens.prompt] * len(features),
         beam_size=1,
-        max_length=2 * NEW_TOKENS,
+        max_length=2 * most,
     )
     found = [list(each.sequences_ids[0]) for each in results]
-    return [[*row, tokens.end] if len(row) < NEW_TOKENS else row for row in found]
+    return [[*row, tokens.end] if len(row) < most else row for row in found]

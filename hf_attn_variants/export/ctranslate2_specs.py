@@ -26,13 +26,14 @@ QUANTIZATIONS: tuple[str, ...] = ACCEPTED_MODEL_TYPES
 TensorsByName = dict[str, torch.Tensor]
 
 
-def model_specification(model: AttnVariantModelMixin, tokens: Tokens) -> Any:
-    """Return the specification of a model with its vocabulary.
+def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
+    """Return the specification of a model with its vocabulary, whole.
 
     Args:
         model: an encoder-decoder of `SPECIFIED` that generates, in float32. Tensors are its own memory, and a
             quantisation changes them.
         tokens: its tokens.
+        model_type: upstream's, for config.json: by it transformers finds the tokenizer.
     """
     host = model.config_class.upstream_model_types[0]
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
@@ -51,12 +52,14 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens) -> Any:
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
     if host == "whisper":
         _name_whispers_tokens(spec, tokens, model.config, model.generation_config)
-        return spec
-    bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
-    bias[tokens.never] = NEVER
-    if bias.any():
-        spec.decoder.projection.bias = bias
-    _name_tokens(spec, tokens)
+    else:
+        bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
+        bias[tokens.never] = NEVER
+        if bias.any():
+            spec.decoder.projection.bias = bias
+        _name_tokens(spec, tokens)
+    spec.config.add_attribute("model_type", model_type)
+    spec.validate()
     return spec
 
 

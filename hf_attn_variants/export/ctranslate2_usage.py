@@ -8,8 +8,8 @@ from .ctranslate2_tokens import NO_TIMES, TRANSCRIPT, Tokens
 
 __all__ = ["hearing_lines", "unsaid_settings", "writing_lines"]
 
-# Settings of generation that are no option of a call: the file says them, they change no token of one text, or they
-# are said of the options below.
+# Settings of generation that are no option of a call: the file says them, or they change no token. Of the end of a
+# search CTranslate2 has a rule of its own (docs/export.md).
 NO_OPTIONS = {
     "_from_model_config",
     "bad_words_ids",

@@ -292,8 +292,8 @@ def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
     folder = save_writer(tmp_path / "model", "t5", "gqa")
     made = ctranslate2_specs.model_specification
 
-    def with_other_weights(model, tokens):
-        spec = made(model, tokens)
+    def with_other_weights(*args):
+        spec = made(*args)
         linear = spec.decoder.layer[0].attention.linear[1]
         linear.weight = -linear.weight
         return spec
