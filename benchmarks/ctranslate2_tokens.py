@@ -33,10 +33,10 @@ SENTENCES, NEW_TOKENS, HEARD_TOKENS = 50, 60, 120
 # What is compared in which precision; of the others float32 says enough.
 QUANTIZATIONS = {"float32": ("greedy", "4 beams", "4 beams, defaults"), "int8": ("greedy",), "bfloat16": ("greedy",)}
 SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({"num_beams": 1}, {"beam_size": 1}),
+    "greedy": ({"num_beams": 1}, {"beam_size": 1, "min_decoding_length": 0}),
     "4 beams": (
         {"num_beams": 4, "length_penalty": 0.0, "early_stopping": False},
-        {"beam_size": 4, "length_penalty": 0},
+        {"beam_size": 4, "length_penalty": 0, "min_decoding_length": 0},
     ),
     "4 beams, defaults": ({"num_beams": 4}, {"beam_size": 4}),
 }

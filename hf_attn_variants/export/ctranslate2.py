@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..conversion.checkpoint.entries import TensorEntry
-from ..conversion.checkpoint.loading import load_tokenizer_of, model_of_tensors
+from ..conversion.checkpoint.loading import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.reading import open_checkpoint
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
 from ..conversion.checkpoint_folder import generation_config, name_tokenizer_class
@@ -21,6 +21,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..registration import longest_input
 from .ctranslate2_fields import check_has_form
 from .ctranslate2_tokens import Tokens, model_tokens
 from .ctranslate2_usage import hearing_lines, unsaid_settings, writing_lines
@@ -109,7 +110,7 @@ def export_ctranslate2(
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
     check_has_form(*source_model(config))
-    tokenizer = load_tokenizer_of(folder, ", of which CTranslate2's vocabulary is made.")
+    tokenizer = _tokenizer(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan(config, reader.entries, folder / CONFIG_NAME)
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
@@ -137,6 +138,13 @@ def export_ctranslate2(
 def _check_package() -> None:
     if importlib.util.find_spec("ctranslate2") is None:
         raise ValueError("an export to CTranslate2 needs ctranslate2: `pip install ctranslate2`")
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    advice = ", of which CTranslate2's vocabulary is made."
+    if not any(path.name.endswith(TOKENIZER_FILES) for path in folder.iterdir()):
+        raise FileNotFoundError(f"{folder} has no tokenizer files{advice}")
+    return load_tokenizer_of(folder, advice)
 
 
 def _upstream_type(config: Mapping[str, Any]) -> str:
@@ -193,6 +201,6 @@ def _written(
         quantization,
         heads,
         agreement,
-        lines(os.fspath(output_dir), tokens, generation),
+        lines(os.fspath(output_dir), tokens, generation, longest_input(model.config)),
         {} if hears else unsaid_settings(generation),
     )

@@ -146,6 +146,7 @@ def read_back(
         rows,
         target_prefix=[prefix] * len(rows) if prefix else None,
         beam_size=1,
+        min_decoding_length=0,  # by default it writes one
         max_decoding_length=most + len(prefix),
         return_end_token=True,
     )

@@ -36,11 +36,16 @@ OPTIONS = {
     "min_new_tokens": "min_decoding_length",
 }
 COUNT_THE_START = ("max_length", "min_length")
+# Tokens that CTranslate2 writes at most where nothing is said, of texts and of a Whisper.
+MOST_WRITTEN, MOST_HEARD = 256, 448
 
 
-def writing_lines(folder: str, tokens: Tokens, generation: GenerationConfig) -> str:
-    """Return lines that have a model write."""
-    options = "".join(f", {name}={value!r}" for name, value in _call_options(tokens, generation).items())
+def writing_lines(folder: str, tokens: Tokens, generation: GenerationConfig, places: int | None) -> str:
+    """Return lines that have a model write, whose decoder has so many places."""
+    found = _call_options(tokens, generation)
+    if places is not None and places <= MOST_WRITTEN:
+        found.setdefault("max_decoding_length", places - 1)
+    options = "".join(f", {name}={value!r}" for name, value in found.items())
     return f"""\
 import ctranslate2, transformers
 translator = ctranslate2.Translator({folder!r})
@@ -50,8 +55,9 @@ source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def hearing_lines(folder: str, tokens: Tokens, generation: GenerationConfig) -> str:
-    """Return lines that have a Whisper transcribe."""
+def hearing_lines(folder: str, tokens: Tokens, generation: GenerationConfig, places: int | None) -> str:
+    """Return lines that have a Whisper transcribe, whose decoder has so many places."""
+    limit = "" if places is None or places >= MOST_HEARD else f", max_length={places}"
     languages = list(getattr(generation, "lang_to_id", None) or {})
     asked = ["<|en|>" if "<|en|>" in languages else languages[0], "<|transcribe|>"] if languages else []
     prompt = [TRANSCRIPT, *(each for each in asked if each in tokens.vocabulary), NO_TIMES]
@@ -62,7 +68,7 @@ processor = transformers.AutoProcessor.from_pretrained({folder!r})
 audio = numpy.zeros(16000, numpy.float32)  # yours: one channel, 16 kHz
 features = processor(audio, sampling_rate=16000, return_tensors="np").input_features
 prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r})
-[result] = whisper.generate(ctranslate2.StorageView.from_array(features), [prompt])
+[result] = whisper.generate(ctranslate2.StorageView.from_array(features), [prompt]{limit})
 print(processor.decode(result.sequences_ids[0]))"""
 
 
