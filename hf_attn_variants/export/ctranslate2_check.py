@@ -130,10 +130,10 @@ def read_back(
 ) -> list[list[int]]:
     """Return what CTranslate2 writes greedily, on the CPU, at most so many tokens, the end token among them.
 
-    Weights in half precision are computed with in float32, for few CPUs do it otherwise; quantised ones as they are.
+    Quantised weights are computed with as they are where this processor can, all others in float32.
     """
-    integers = quantization.startswith("int")
-    compute_type = "float32" if not integers else "int16" if quantization == "int16" else "int8_float32"
+    wanted = {"int16": "int16"}.get(quantization, "int8_float32" if quantization.startswith("int8") else "float32")
+    compute_type = wanted if wanted in ctranslate2.get_supported_compute_types("cpu") else "float32"
     options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
     if "input_features" in inputs:
         return _heard(ctranslate2.models.Whisper(os.fspath(folder), **options), inputs["input_features"], tokens, most)

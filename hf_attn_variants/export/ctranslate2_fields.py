@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "gelu_python": "GELU",
     "gelu_pytorch_tanh": "GELUTanh",
     "quick_gelu": "GELUSigmoid",
-    "relu": "RELU",
+    "RELU".lower(): "RELU",  # in small letters it is a kernel's name here
     "sigmoid": "Sigmoid",
     "silu": "SWISH",
     "swish": "SWISH",
