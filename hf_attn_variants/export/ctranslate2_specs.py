@@ -35,14 +35,15 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
         tokens: its tokens.
         model_type: upstream's, for config.json: by it transformers finds the tokenizer.
     """
-    host = model.config_class.upstream_model_types[0]
+    config: Any = model.config
+    host = config.upstream_model_types[0]
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
     make: Callable[[Any, TensorsByName, str], Any] = {"t5": _t5, "umt5": _t5, "whisper": _whisper}.get(host, _bart)
-    spec = make(model.config, tensors, host)
+    spec = make(config, tensors, host)
     for site, path, attention in model.named_attentions():
-        layer = getattr(spec, site.stack).layer[site.layer(model.config, path)]
+        layer = getattr(spec, site.stack_of(config)).layer[site.layer(config, path)]
         part = layer.attention if site.is_cross_attention else layer.self_attention
-        part.num_heads_kv = np.int32(site.heads(model.config, path).key)
+        part.num_heads_kv = np.int32(site.heads(config, path).key)
         query, key, value, output = (attention.get_submodule(name) for name in site.projections.values())
         groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
         for linear, maps in zip(part.linear, (*groups, [output]), strict=True):
@@ -51,7 +52,7 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
                 linear.bias = bias
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
     if host == "whisper":
-        _name_whispers_tokens(spec, tokens, model.config, model.generation_config)
+        _name_whispers_tokens(spec, tokens, config, model.generation_config)
     else:
         bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
         bias[tokens.never] = NEVER
@@ -92,7 +93,7 @@ def _joined_bias(maps: list[Any]) -> torch.Tensor | None:
 
 def _t5(config: Any, tensors: TensorsByName, host: str) -> Any:
     """T5, mT5 and UMT5."""
-    options = {
+    options: dict[str, Any] = {
         "activation": getattr(Activation, ACTIVATIONS[config.dense_act_fn]),
         "ffn_glu": config.is_gated_act,
         "rms_norm": True,
@@ -133,7 +134,7 @@ def _t5(config: Any, tensors: TensorsByName, host: str) -> Any:
 
 def _bart(config: Any, tensors: TensorsByName, host: str) -> Any:
     """BART, mBART, Marian, M2M100 and PEGASUS."""
-    options = {
+    options: dict[str, Any] = {
         # Whoever normalises before an attention normalises once more at the end.
         "pre_norm": "model.encoder.layer_norm.weight" in tensors,
         "layernorm_embedding": "model.encoder.layernorm_embedding.weight" in tensors,
@@ -165,8 +166,7 @@ def _whisper(config: Any, tensors: TensorsByName, host: str) -> Any:
     encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
     spec = WhisperSpec(config.encoder_layers, encoder_heads, config.decoder_layers, decoder_heads)
     # Upstream's specification of it has no word for key/value heads; that of other models has, and the same parts.
-    activation = getattr(Activation, ACTIVATIONS[config.activation_function])
-    options = {"activation": activation}
+    options: dict[str, Any] = {"activation": getattr(Activation, ACTIVATIONS[config.activation_function])}
     spec.encoder.layer = TransformerEncoderSpec(
         config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options
     ).layer

@@ -82,7 +82,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, hears: bool) -> l
     if beyond := [number for number in numbers if number >= size]:
         logger.warning("the model has %d tokens: the tokenizer's %d others are left out", size, len(beyond))
     known = [number for number in numbers if number < size]
-    names: list[Any] = tokenizer.convert_ids_to_tokens(known)
+    names: Any = tokenizer.convert_ids_to_tokens(known)
     found: dict[int, str] = {}
     taken: set[str] = set()
     for number, name in zip(known, names, strict=True):

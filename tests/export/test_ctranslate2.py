@@ -280,7 +280,7 @@ def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path)
     )
     share = {"float32": 1, "float16": 0.5, "bfloat16": 0.5, "int16": 0.5}.get(quantization, 0.25)
     assert size < full * (share + 0.06)
-    assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.4)
+    assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
     assert f"for CTranslate2, {quantization}" in written.summary()
 
 
