@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..conversion.checkpoint.source import learned_tokens
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.upstream import cache_name, cache_of
 from ..registration import longest_input
 from .ctranslate2_tokens import Tokens
 
@@ -19,6 +20,8 @@ __all__ = ["Agreement", "Written", "drawn_inputs", "greedy", "read_back", "writt
 
 # Tokens of each drawn text, and how many are written at most.
 LENGTHS, NEW_TOKENS = (3, 17, 9, 6), 24
+# Of a Whisper's noise.
+WINDOWS = 2
 # Between logits: two tokens nearer than this are a tie, which sums in another order may break otherwise.
 TIE = 1e-3
 
@@ -80,7 +83,7 @@ def drawn_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBas
     generator = torch.Generator().manual_seed(0)
     config: Any = model.config
     if model.main_input_name == "input_features":
-        shape = (len(LENGTHS), config.num_mel_bins, 2 * config.max_source_positions)
+        shape = (WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
     learned: Any = tokenizer.convert_tokens_to_ids(sorted(learned_tokens(tokenizer)))
     learned = [number for number in learned if number < config.vocab_size]
@@ -103,17 +106,20 @@ def written_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
 
 @torch.no_grad()
 def greedy(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> Written:
-    """Return what a model writes greedily, without a cache; at most `written_tokens`."""
-    batch = len(next(iter(inputs.values())))
+    """Return what a model writes greedily; at most `written_tokens`."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
-    written = torch.tensor([tokens.prompt] * batch)
-    steps, mask = [], inputs.get("attention_mask")
+    written = read = torch.tensor([tokens.prompt] * len(states[0]))
+    given = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
+    steps: list[Any] = []
+    cache = None
     for step in range(written_tokens(model, tokens)):
-        logits = callable_model(encoder_outputs=states, attention_mask=mask, decoder_input_ids=written).logits[:, -1]
+        output = callable_model(decoder_input_ids=read, **given, **{cache_name(): cache})
+        cache, logits = cache_of(output), output.logits[:, -1]
         logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
-        written = torch.cat([written, steps[-1].indices[:, :1]], 1)
+        read = steps[-1].indices[:, :1]
+        written = torch.cat([written, read], 1)
         if (written[:, len(tokens.prompt) :] == tokens.end).any(1).all():
             break
     rows: list[list[int]] = written[:, len(tokens.prompt) :].tolist()
