@@ -115,7 +115,7 @@ def transcriptions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as scratch:
             folder = converted(args.whisper, None, decoder, Path(scratch) / "model")
             model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
-            processor: Any = transformers.AutoProcessor.from_pretrained(folder)
+            processor: Any = transformers.AutoProcessor.from_pretrained(args.whisper)
             samples = [load_audio(path)[0] for path in files]
             rate = processor.feature_extractor.sampling_rate
             features = [processor(each, sampling_rate=rate, return_tensors="pt").input_features for each in samples]
