@@ -10,11 +10,23 @@ from .convert import DTYPES
 __all__ = ["main", "parse_args"]
 
 # Options that one form has alone.
-OWN_OPTIONS = {"dtype": "transformers", "opset": "onnx"}
+OWN_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
+# As CTranslate2 names them, whose specifications import torch.
+QUANTIZATIONS = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "int16",
+    "int8",
+    "int8_float32",
+    "int8_float16",
+    "int8_bfloat16",
+)
 EXAMPLE = """\
-examples (a folder that transformers loads without code of ours; graphs for ONNX Runtime):
+examples (a folder that transformers loads without code of ours; graphs for ONNX Runtime; a model for CTranslate2):
   %(prog)s t5-gqa2 --to transformers --output_dir t5-plain
   %(prog)s t5-gqa2 --to onnx --output_dir t5-onnx
+  %(prog)s t5-gqa2 --to ctranslate2 --quantization int8 --output_dir t5-int8
 """
 
 
@@ -23,15 +35,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program_name("export_checkpoint.py"),
         description="Write a variant checkpoint for those who run no code of ours: as a plain one of transformers, "
-        "grouped heads repeated and latents multiplied in, with the same outputs; or as ONNX graphs that keep both.",
+        "grouped heads repeated and latents multiplied in, with the same outputs; as ONNX graphs that keep both; or "
+        "for CTranslate2, which keeps grouped heads.",
         epilog=EXAMPLE,
         formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--to", required=True, choices=("transformers", "onnx"), help="the form")
+    parser.add_argument("--to", required=True, choices=("transformers", "onnx", "ctranslate2"), help="the form")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="transformers: of the tensors (default: as stored)")
     parser.add_argument("--opset", type=int, help="onnx: 18, 20 or 23, which has an attention operator (default: 18)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="ctranslate2: of the weights (default: float32)")
     parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin, with weights_only=True")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
@@ -47,7 +61,7 @@ def main(args: argparse.Namespace) -> Any:
     """Export, print a summary and return what was written.
 
     Raises:
-        ValueError, OSError: as for `export_transformers` and `export_onnx`.
+        ValueError, OSError: as for `export_transformers`, `export_onnx` and `export_ctranslate2`.
     """
     from ..progress import no_progress_bars
 
@@ -58,6 +72,10 @@ def main(args: argparse.Namespace) -> Any:
         from ..export.onnx import export_onnx
 
         export = export_onnx
+    elif args.to == "ctranslate2":
+        from ..export.ctranslate2 import export_ctranslate2
+
+        export = export_ctranslate2
     else:
         from ..export.plain import export_transformers
 

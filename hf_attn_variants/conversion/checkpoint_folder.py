@@ -22,7 +22,7 @@ from .plan import ConversionPlan
 from .projections import AttentionTensors
 from .report import LayerReport
 
-__all__ = ["CheckpointFolder", "generation_config", "plan_folder"]
+__all__ = ["CheckpointFolder", "generation_config", "name_tokenizer_class", "plan_folder"]
 
 # How the names of tokenizers' files begin.
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece")
@@ -70,7 +70,7 @@ class CheckpointFolder:
             copy_side_files(self.source, stage, self.copied)
             layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
             if any(name.startswith(TOKENIZER_FILES) for name in self.copied):
-                _name_tokenizer_class(stage, self.config)
+                name_tokenizer_class(stage, self.config)
             generation = generation_config(self.plan, self.source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
@@ -116,9 +116,10 @@ def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | 
     return found if any(own.get(name) != value for name, value in found.to_diff_dict().items()) else None
 
 
-def _name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
-    # Old checkpoints name their tokenizer's class in config.json, or nowhere: AutoTokenizer knows it by upstream's
-    # `model_type`. Neither is in ours (`save_pretrained` of the configuration says why).
+def name_tokenizer_class(stage: Path, source: dict[str, Any]) -> None:
+    """Have the tokenizer's files in a folder name its class, which they may leave to the source's config.json."""
+    # Old checkpoints name it there, or nowhere: AutoTokenizer knows it by upstream's `model_type`. Neither is in ours
+    # (`save_pretrained` of the configuration says why).
     path = stage / TOKENIZER_CONFIG_FILE
     settings = read_json(path) or {}
     name = source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source["model_type"])

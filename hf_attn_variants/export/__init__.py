@@ -1,1 +1,1 @@
-"""Checkpoints for those who run no code of ours: plain transformers (`plain`), ONNX graphs (`onnx`)."""
+"""Checkpoints for those who run no code of ours: plain transformers, ONNX graphs, CTranslate2."""

@@ -6,6 +6,7 @@ sizes: each time another one does not fit. Some of it is tried by default, all w
 
 import contextlib
 import errno
+import importlib.util
 import io
 import json
 import logging
@@ -30,10 +31,13 @@ COMMANDS = {
     "convert": ("bert", ["--num_key_value_heads", 2], True),
     "export, transformers": ("gqa", ["--to", "transformers"], True),
     "export, onnx": ("gqa", ["--to", "onnx"], True),
+    "export, ctranslate2": ("t5", ["--to", "ctranslate2"], True),
     "visualize": ("bert", ["--text", "The cats were fine."], True),
     "frontier": ("t5", ["--calibration_file", "TEXT", "--calibration_target_file", "TEXT", "--fit_steps", 0], False),
     "glue": ("bert", GLUE, False),
 }
+if importlib.util.find_spec("ctranslate2") is None:
+    del COMMANDS["export, ctranslate2"]
 QUICK = ("convert", "export, transformers")
 
 

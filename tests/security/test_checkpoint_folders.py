@@ -1,5 +1,6 @@
 """Folders of strangers: links out of them, adapters beside weights, pickles, pipes in the place of files."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ COMMANDS = {
     "convert": ["convert", "FOLDER", "--num_key_value_heads", "2", "--output_dir", "OUT"],
     "export": ["export", "FOLDER", "--to", "transformers", "--output_dir", "OUT"],
     "export onnx": ["export", "FOLDER", "--to", "onnx", "--output_dir", "OUT"],
+    "export ctranslate2": ["export", "FOLDER", "--to", "ctranslate2", "--output_dir", "OUT"],
     "push": ["push", "FOLDER", "--repo_id", "me/x", "--dry_run"],
     "inspect": ["inspect", "FOLDER"],
     "benchmark": ["benchmark", "FOLDER"],
@@ -40,6 +42,8 @@ COMMANDS = {
     "pretrain-t5": ["pretrain-t5", "--model_name_or_path", "FOLDER", "--train_file", "LINES", "--max_train_steps",
                     "1", "--cpu", "--output_dir", "OUT"],
 }  # fmt: skip
+if importlib.util.find_spec("ctranslate2") is None:
+    del COMMANDS["export ctranslate2"]
 OF_CONFIGS = ("inspect", "benchmark")
 
 

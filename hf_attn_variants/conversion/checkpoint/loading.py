@@ -16,6 +16,7 @@ from ...files import load_json
 from .source import learned_tokens, local_folder
 
 __all__ = [
+    "TOKENIZER_FILES",
     "check_learned_tokens",
     "check_tokenizer_files",
     "load_tokenizer_of",

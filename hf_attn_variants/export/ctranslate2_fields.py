@@ -1,0 +1,66 @@
+"""Which models CTranslate2 has a form for, asked of a configuration: of the variants, those of grouped heads."""
+
+from typing import Any
+
+from ..decoder_inputs import DecoderInput, decoder_input
+from ..modeling.fields.field_table import row_of
+from .upstream import upstream_architecture, upstream_config
+
+__all__ = ["ACTIVATIONS", "SPECIFIED", "check_has_form"]
+
+# By upstream's `model_type`: the hosts that `ctranslate2_specs` knows.
+SPECIFIED = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
+# CTranslate2's activations by transformers' names.
+ACTIVATIONS = {
+    "gelu": "GELU",
+    "gelu_fast": "GELUTanh",
+    "gelu_new": "GELUTanh",
+    "gelu_python": "GELU",
+    "gelu_pytorch_tanh": "GELUTanh",
+    "quick_gelu": "GELUSigmoid",
+    "RELU".lower(): "RELU",  # in small letters it is a kernel's name here
+    "sigmoid": "Sigmoid",
+    "silu": "SWISH",
+    "swish": "SWISH",
+    "tanh": "Tanh",
+}
+
+
+def check_has_form(model_class: type, config: Any) -> None:
+    """Check that CTranslate2 computes what a model of a variant configuration does; no tensor is asked.
+
+    Heads may be any, in each layer. Latents are multiplied in. Every other field of the table has to be as in a model
+    without a variant.
+
+    Raises:
+        ValueError: if it does not; the message names the class, or the field.
+    """
+    name, host = upstream_architecture(model_class), config.upstream_model_types[0]
+    if host not in SPECIFIED or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
+        raise ValueError(
+            f"a {name} cannot be exported to CTranslate2: encoder-decoders that generate can, of "
+            f"{', '.join(SPECIFIED)}."
+        )
+    plain = type(config).from_upstream(upstream_config(config, model_class))
+    for field in config.variant_fields():
+        _, row = row_of(field)
+        # What `per_layer_values` says by layer, the field itself says of the whole model.
+        if row.query_heads is not None or "latent" in row.facts or field == "per_layer_values":
+            continue
+        value, without = getattr(config, field), getattr(plain, field)
+        if value not in (without, "absolute"):
+            raise ValueError(
+                f"`{field}` is {value!r}, and CTranslate2 has no form for that: of the variants it knows grouped "
+                "heads. Try `--to onnx`."
+            )
+    activation = config.dense_act_fn if host in ("t5", "umt5") else config.activation_function
+    # A Whisper's encoder has no field of its own for it.
+    known = [each for each, form in ACTIVATIONS.items() if host != "whisper" or form == "GELU"]
+    if activation not in known:
+        raise ValueError(
+            f"the activation {activation!r} of a {name} has no form in CTranslate2: {', '.join(known)} have."
+        )
+    if not getattr(config, "share_encoder_decoder_embeddings", True):
+        raise ValueError(
+            "`share_encoder_decoder_embeddings` is False: a model with two vocabularies cannot be exported."
+        )

@@ -1,0 +1,433 @@
+"""`attn-variants export --to ctranslate2`: CTranslate2 writes the tokens of `generate`, and no head is repeated."""
+
+import gzip
+import importlib.util
+import json
+import re
+import struct
+
+import numpy
+import pytest
+import torch
+import transformers
+from architectures import BERT, T5
+from fixtures.ctranslate2_models import (
+    ROWS,
+    WRITERS,
+    save_writer,
+    word_tokenizer,
+    written_by,
+    written_to_the_end,
+)
+from fixtures.multilingual import LANGUAGES, TOKENIZERS
+from fixtures.speech import whisper_checkpoint
+
+import hf_attn_variants
+from hf_attn_variants import cli
+from hf_attn_variants.commands.export import QUANTIZATIONS
+from hf_attn_variants.export.ctranslate2 import export_ctranslate2
+from hf_attn_variants.export.ctranslate2_fields import check_has_form
+from hf_attn_variants.export.ctranslate2_tokens import model_tokens
+from hf_attn_variants.export.upstream import source_model
+from hf_attn_variants.languages import set_languages
+from hf_attn_variants.modeling.fields.field_table import FIELDS
+
+needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs ctranslate2")
+LINES = ["w4 w9 w12 w30 w7", "w20", "w8 w8 w41 w15 w16 w17 w23 w42 w5 w6 w11 w31", "w33 w34 w40"]
+NEW = 12
+SEARCHES = [({"num_beams": 1}, {"beam_size": 1})]
+# Sums of logarithms, as they are: by default both divide by the length, CTranslate2 by one without the end token.
+SEARCHES += [({"num_beams": 4, "length_penalty": 0.0, "early_stopping": False}, {"beam_size": 4, "length_penalty": 0})]
+
+
+# By default CTranslate2 writes a token at least, and `generate` none.
+OURS, THEIRS = {"max_new_tokens": NEW}, {"min_decoding_length": 0, "max_decoding_length": NEW}
+
+
+def assert_same_tokens(model, folder, tokenizer, batch, **options):
+    """`generate` and CTranslate2 write the same, greedily and with four beams; returns what."""
+    end = model.config.eos_token_id
+    for search, same in SEARCHES:
+        expected = written_to_the_end(model.generate(**batch, do_sample=False, **search, **OURS), end)
+        assert written_by(folder, tokenizer, batch, **same, **THEIRS, **options) == expected
+    return expected
+
+
+CASES = [(name, variant) for name in ROWS for variant in (None, "gqa")]
+
+
+@needs_engine
+@pytest.mark.parametrize("name, variant", CASES, ids=[f"{name}-{variant}" for name, variant in CASES])
+@torch.no_grad()
+def test_ctranslate2_writes_the_tokens_of_generate(name, variant, tmp_path):
+    folder = save_writer(tmp_path / "model", name, variant)
+    written = export_ctranslate2(folder, tmp_path / "ct2")
+    assert written.agreement.same == written.agreement.inputs and written.architecture == WRITERS[name]
+    assert json.loads((tmp_path / "ct2/config.json").read_text())["model_type"] == name.replace("m2m100", "m2m_100")
+    assert written.heads["num_key_value_heads"] == (12, 4 if variant else 12)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    found = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert len({token for row in found for token in row}) > 2
+
+
+def heads_of(folder):
+    """The key/value heads of each attention in a `model.bin`, by the file's own names."""
+    data, found = (folder / "model.bin").read_bytes(), {}
+    for match in re.finditer(rb"\x00?([\w/]+/num_heads_kv)\x00", data):
+        rank, kind, size, value = struct.unpack_from("<BBIi", data, match.end())
+        assert (rank, kind, size) == (0, 3, 4)
+        found[match[1].decode()] = value
+    return found
+
+
+@needs_engine
+@torch.no_grad()
+def test_each_attention_has_heads_of_its_own(tmp_path):
+    """Other heads in the encoder than in the decoder, and by layer: no key or value is repeated in the file."""
+    values = {"num_key_value_heads": [1, 6]}
+    folder = save_writer(tmp_path / "model", "t5", "mha", encoder_num_key_value_heads=3, per_layer_values=values)
+    written = export_ctranslate2(folder, tmp_path / "ct2")
+    assert written.heads == {"num_key_value_heads": (12, [1, 6]), "encoder_num_key_value_heads": (12, 3)}
+    assert "num_key_value_heads         [1, 6] of 12" in written.summary()
+    cross = {f"decoder/layer_{layer}/attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])}
+    own = {f"decoder/layer_{layer}/self_attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])}
+    source = {f"encoder/layer_{layer}/self_attention/num_heads_kv": 3 for layer in range(2)}
+    assert heads_of(tmp_path / "ct2") == cross | own | source
+    tokenizer = word_tokenizer()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+
+
+def first_logits(folder, tokenizer, lines):
+    """The logits [b, vocabulary] of the first token, as CTranslate2 computes them."""
+    import ctranslate2
+
+    rows = [tokenizer.convert_ids_to_tokens(tokenizer(line).input_ids) for line in lines]
+    translator = ctranslate2.Translator(str(folder), intra_threads=1)
+    found = translator.translate_batch(
+        rows, beam_size=1, return_logits_vocab=True, min_decoding_length=0, max_decoding_length=1
+    )
+    return torch.stack([torch.from_numpy(numpy.array(each.logits[0][0])).flatten() for each in found])
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", ["mt5", "t5-v1.1", "t5-epsilon"])
+@torch.no_grad()
+def test_t5s_that_do_not_scale_their_outputs(kind, tmp_path):
+    """Transformers 5 calls every T5 tied; what scales outputs is another field, and mT5's configuration has none."""
+    torch.manual_seed(0)
+    fields = T5.tiny | {"decoder_start_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+    if kind == "mt5":
+        model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**fields)).eval()
+    else:
+        more = {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
+        more = more if kind == "t5-v1.1" else {"layer_norm_epsilon": 1.0}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields, **more)).eval()
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    written = export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
+    assert written.agreement.first is None
+    scale = b"scale_outputs" in (tmp_path / "ct2/model.bin").read_bytes()
+    assert scale == (kind == "t5-epsilon")
+    model = type(model).from_pretrained(tmp_path / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    # A factor changes no greedy token: the logits too.
+    expected = model(**batch, decoder_input_ids=torch.full((len(LINES), 1), 2)).logits[:, 0]
+    torch.testing.assert_close(first_logits(tmp_path / "ct2", tokenizer, LINES), expected, atol=1e-4, rtol=1e-4)
+
+
+@needs_engine
+@pytest.mark.parametrize("name", ["t5", "marian"])
+@torch.no_grad()
+def test_latents_are_multiplied_in(name, tmp_path):
+    ranks = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
+    folder = save_writer(tmp_path / "model", name, "latent", **ranks)
+    export_ctranslate2(folder, tmp_path / "ct2")
+    assert set(heads_of(tmp_path / "ct2").values()) == {4, 12} or name == "marian"
+    tokenizer = word_tokenizer()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", LANGUAGES)
+@torch.no_grad()
+def test_languages_begin_what_is_written(kind, tmp_path):
+    """The language is the start (mBART's first version) or forced after it; the printed lines say which."""
+    tokenizer = TOKENIZERS[kind](tmp_path)
+    source, target = LANGUAGES[kind]
+    row = ROWS["mbart" if "mbart" in kind else "m2m100"]
+    model = row.upstream_model(WRITERS[row.name], vocab_size=len(tokenizer) + 3)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    start = set_languages(tokenizer, model.config, source, target)
+    start.give(model)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    written = export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
+    language = tokenizer.convert_ids_to_tokens(start.forced_bos_token_id or start.decoder_start_token_id)
+    assert (f"target_prefix=[[{language!r}]]" in written.usage) == (start.forced_bos_token_id is not None)
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
+    options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
+    assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
+
+
+@needs_engine
+@pytest.mark.parametrize("heads", [None, 2])
+@torch.no_grad()
+def test_a_whisper_transcribes_the_same(heads, tmp_path, capsys):
+    folder = whisper_checkpoint(
+        tmp_path / "model", {"pad_token_id": 1}, suppress_tokens=[5, 6, *range(30, 60)], begin_suppress_tokens=[7, 8]
+    )
+    if heads is not None:
+        hf_attn_variants.convert(folder, heads, output_dir=tmp_path / "gqa")
+        folder = tmp_path / "gqa"
+    command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert f"num_key_value_heads         {heads or 12} of 12" in printed
+    config = json.loads((tmp_path / "ct2/config.json").read_text())
+    assert config["alignment_heads"] == [[0, 3], [1, 7]] and config["lang_ids"] == [30, 31]
+    assert config["suppress_ids_begin"] == [7, 8] and config["suppress_ids"][:2] == [5, 6]
+    run_usage(printed.partition("It is used so:\n")[2])
+    import ctranslate2
+
+    model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
+    features = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(3))
+    prompt = [33, 39]  # in this vocabulary languages come before the start, where CTranslate2 takes them for words
+    given = torch.tensor([prompt] * 3)
+    for step in range(NEW):
+        logits = model(input_features=features, decoder_input_ids=given).logits[:, -1]
+        logits[:, [5, 6, *range(30, 60), *([7, 8] if step == 0 else [])]] = -torch.inf
+        given = torch.cat([given, logits.argmax(-1, keepdim=True)], 1)
+    whisper = ctranslate2.models.Whisper(str(tmp_path / "ct2"), intra_threads=1)
+    found = whisper.generate(
+        ctranslate2.StorageView.from_array(features.numpy()), [prompt] * 3, beam_size=1, max_length=2 * NEW
+    )
+    expected = [row[: row.index(2)] if 2 in row else row for row in given[:, 2:].tolist()]
+    assert [each.sequences_ids[0] for each in found] == expected
+    assert len({token for row in expected for token in row}) > 2
+
+
+def run_usage(lines):
+    """Runs the printed lines as a user would, in a namespace of their own."""
+    text = "\n".join(line.strip() for line in lines.strip().splitlines())
+    assert "ctranslate2" in text
+    exec(compile(text, "usage", "exec"), {})
+
+
+@needs_engine
+def test_generation_settings_are_in_the_printed_lines_or_named(tmp_path, capsys):
+    folder = save_writer(tmp_path / "model", "marian", "gqa")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2, "length_penalty": 0.8}
+    settings |= {"bad_words_ids": [[1], [4, 5]], "forced_bos_token_id": 17, "encoder_no_repeat_ngram_size": 3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    for option in (
+        "beam_size=3",
+        "max_decoding_length=8",
+        "no_repeat_ngram_size=2",
+        "length_penalty=0.8",
+        "suppress_sequences=[['w4', 'w5']]",
+        "target_prefix=[['w17']]",
+        "not said to CTranslate2     encoder_no_repeat_ngram_size=3",
+    ):
+        assert option in printed, option
+    run_usage(printed.partition("It is used so:\n")[2])
+    assert printed.index("read back") < printed.index("It is used so")
+
+
+@needs_engine
+@torch.no_grad()
+def test_what_generation_forbids_is_never_written(tmp_path):
+    """A Marian must not write its padding, which stands anywhere in its vocabulary."""
+    folder = save_writer(tmp_path / "model", "marian", "gqa")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    tokenizer = word_tokenizer()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    free = {token for row in model.generate(**batch, max_new_tokens=NEW).tolist() for token in row[1:]}
+    model.generation_config.bad_words_ids = [[token] for token in sorted({1, *free} - {2})]
+    (folder / "generation_config.json").write_text(
+        json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
+    )
+    export_ctranslate2(folder, tmp_path / "ct2")
+    found = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
+    expected = model.generate(**batch, max_new_tokens=NEW, num_beams=1, do_sample=False)
+    assert found == written_to_the_end(expected, 2)
+    assert not free & {token for row in found for token in row}
+
+
+@needs_engine
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path):
+    folder = save_writer(tmp_path / "model", "t5", "gqa")
+    written = export_ctranslate2(folder, tmp_path / "ct2", quantization=quantization)
+    size, full = (
+        (tmp_path / "ct2/model.bin").stat().st_size,
+        sum(each.numel() * 4 for each in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
+    )
+    share = {"float32": 1, "float16": 0.5, "bfloat16": 0.5, "int16": 0.5}.get(quantization, 0.25)
+    assert size < full * (share + 0.06)
+    assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
+    assert f"for CTranslate2, {quantization}" in written.summary()
+
+
+@needs_engine
+def test_the_names_of_quantisations_are_ctranslate2s():
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+
+    assert sorted(QUANTIZATIONS) == sorted(ACCEPTED_MODEL_TYPES)
+
+
+@needs_engine
+def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
+    """The file has the tensors of another model."""
+    from hf_attn_variants.export import ctranslate2_specs
+
+    folder = save_writer(tmp_path / "model", "t5", "gqa")
+    made = ctranslate2_specs.model_specification
+
+    def with_other_weights(*args):
+        spec = made(*args)
+        spec.decoder.layer[0].attention.linear[1].weight.tensor.neg_()
+        return spec
+
+    monkeypatch.setattr(ctranslate2_specs, "model_specification", with_other_weights)
+    with pytest.raises(
+        ValueError, match=r"CTranslate2 writes other tokens than the model: \d of 4 inputs .* the model"
+    ):
+        export_ctranslate2(folder, tmp_path / "ct2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def table_fields():
+    """Each field of the table that is no head count and no latent's rank, with its prefix, in an encoder-decoder."""
+    known = T5.config_class.variant_fields()
+    for row in FIELDS:
+        for prefix in row.prefixes:
+            if (
+                row.query_heads is None
+                and "latent" not in row.facts
+                and row.kind is not dict
+                and prefix + row.name in known
+            ):
+                yield prefix + row.name, row
+
+
+@pytest.mark.parametrize("name, row", list(table_fields()), ids=[name for name, _ in table_fields()])
+def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
+    config = T5.config("gqa", "T5ForConditionalGeneration")
+    model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
+    check_has_form(model_class, config)
+    other = {int: 7, str: "another", bool: True, list: ["x2l"]}[row.kind]
+    setattr(config, name, other)
+    with pytest.raises(ValueError, match=f"`{name}` is .*, and CTranslate2 has no form for that"):
+        check_has_form(model_class, config)
+
+
+@pytest.mark.parametrize(
+    "row, head, fields, message",
+    [
+        (BERT, "BertModel", {}, "a BertModel cannot be exported to CTranslate2: encoder-decoders that generate can"),
+        (ROWS["bart"], "BartForCausalLM", {}, "a BartForCausalLM cannot be"),
+        (ROWS["bart"], "BartForSequenceClassification", {}, "a BartForSequenceClassification cannot be"),
+        (T5, "T5EncoderModel", {}, "a T5EncoderModel cannot be"),
+        (
+            T5,
+            "T5ForConditionalGeneration",
+            {"variant": "talking"},
+            "`talking_heads` is 'both', and CTranslate2 has no",
+        ),
+        (
+            ROWS["bart"],
+            "BartForConditionalGeneration",
+            {"per_layer_values": {"attention_kernel": ["elu", None]}},
+            "`attention_kernel` is 'elu', and CTranslate2 has no",
+        ),
+        (T5, "T5ForConditionalGeneration", {"feed_forward_proj": "mish"}, "the activation 'mish' of a T5For"),
+    ],
+)
+def test_what_has_no_form_is_refused_before_weights_are_read(row, head, fields, message, tmp_path):
+    fields = dict(fields)
+    config = row.config(fields.pop("variant", "mha"), head, **fields)
+    config.architectures = [head]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_has_form(*source_model(json.loads((tmp_path / "config.json").read_text())))
+
+
+def test_tokens_are_named_once_each(caplog):
+    """Numbers that a tokenizer does not use get a text; what the model has no row for is left out, and said."""
+    tokenizer = word_tokenizer(53)
+    config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
+    generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
+    tokens = model_tokens(tokenizer, config, generation)
+    assert len(tokens.vocabulary) == len({*tokens.vocabulary}) == 60
+    assert tokens.vocabulary[56:] == ["w56", "<unused_57>", "<unused_58>", "<unused_59>"] and tokens.prompt == [1]
+    tokenizer.add_tokens(["<unused_58>"])
+    assert model_tokens(tokenizer, config, generation).vocabulary[57:] == [
+        "<unused_58>",
+        "_<unused_58>",
+        "<unused_59>",
+    ]
+    config.vocab_size = 50
+    assert len(model_tokens(tokenizer, config, generation).vocabulary) == 50
+    assert "the model has 50 tokens: the tokenizer's 8 others are left out" in caplog.text
+    with pytest.raises(ValueError, match=r"`eos_token_id` must be one token: .*; got \[2, 3\]"):
+        model_tokens(tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3]))
+    with pytest.raises(ValueError, match="`decoder_start_token_id` must be one of the 50 tokens; got None"):
+        config.decoder_start_token_id = None
+        model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
+
+
+def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, monkeypatch, capsys):
+    command = ["export", "x", "--to", "ctranslate2", "--output_dir", "out"]
+    with pytest.raises(SystemExit):
+        cli.main(["export", "x", "--to", "onnx", "--output_dir", "out", "--quantization", "int8"])
+    assert "--quantization is of --to ctranslate2" in capsys.readouterr().err
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else found(name, *rest)
+    )
+    assert cli.main(command) == 2
+    assert "needs ctranslate2: `pip install ctranslate2`" in capsys.readouterr().err
+
+
+@needs_engine
+def test_a_wrong_quantisation_and_a_missing_tokenizer_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"`quantization` must be one of .*; got 'int4'"):
+        export_ctranslate2(tmp_path, tmp_path / "ct2", quantization="int4")
+    ROWS["t5"].model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match="no tokenizer files, of which CTranslate2's vocabulary is made"):
+        export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
+
+
+@needs_engine
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder, encoder", [(None, None), (2, 8), (1, 4)])
+@torch.no_grad()
+def test_a_real_t5_translates_the_same(decoder, encoder, shared_data, tmp_path):
+    folder = shared_data / "checkpoints/t5-mini-multi30k-en-de"
+    if decoder is not None:
+        hf_attn_variants.convert(
+            folder, decoder, encoder_num_key_value_heads=encoder, method="mean", output_dir=tmp_path / "gqa"
+        )
+        folder = tmp_path / "gqa"
+    export_ctranslate2(folder, tmp_path / "ct2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
+    with gzip.open(shared_data / "multi30k/test_2016_flickr.en.gz", "rt", encoding="utf-8") as file:
+        batch = tokenizer([next(file).strip() for _ in range(50)], padding=True, return_tensors="pt")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
