@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Sizes", "call_costs", "making_cost", "measure_rate", "multiplications_a_byte", "spent_on_source"]
+__all__ = [
+    "Sizes",
+    "call_costs",
+    "least_seconds",
+    "making_cost",
+    "measure_rate",
+    "multiplications_a_byte",
+    "spent_on_source",
+]
 
 # Half precision has not been timed on a CPU, nor anything on a GPU: they keep keys and values.
 TIMED_DEVICES, TIMED_DTYPES = ("cpu",), (torch.float32,)
@@ -116,13 +124,14 @@ def measure_rate(threads: int) -> float:
     queries = torch.full((sentences, TIMED_HEADS, 1, TIMED_HEAD_DIM), 0.01)
     attend = torch.nn.functional.scaled_dot_product_attention
     with torch.no_grad():
-        by_source, by_keys = _least_seconds(lambda: attend(rows, source, source), lambda: attend(queries, key, value))
+        by_source, by_keys = least_seconds(lambda: attend(rows, source, source), lambda: attend(queries, key, value))
     multiplications = sentences * TIMED_HEADS * 2 * TIMED_LENGTH * width
     bytes_read = key.nbytes + value.nbytes
     return (multiplications / by_source) / (bytes_read / by_keys)
 
 
-def _least_seconds(*works: Callable[[], Any]) -> list[float]:
+def least_seconds(*works: Callable[[], Any]) -> list[float]:
+    """Return the least time of each of some works, which take turns."""
     least = [math.inf] * len(works)
     for _ in range(TIMES + 1):  # in turn; the first time is among them, and is never the least
         for number, work in enumerate(works):

@@ -54,6 +54,7 @@ QUICK = {
     "docs/uptraining.md",
     "docs/sparse.md",
     "docs/share_memory.md",
+    "docs/quantization.md",
 }
 # Commands that are not run, by their first words; their arguments and files are still checked.
 NOT_RUN = {
