@@ -1,7 +1,7 @@
 """A linear map whose weight is int8: the one place that knows how torch multiplies by int8 on a CPU.
 
-The weight has a scale for each of its rows. The inputs of a call are rounded as it comes. torch's operator gives all of
-them one scale and zero point, and as many values as their products have room for: on x86 two of these are added in
+The weight has a scale for each of its rows. The inputs of a call are rounded as it comes. torch's operator gives all
+of them one scale and zero point, and as many values as their products have room for: on x86 two of these are added in
 16 bits, so inputs have 7 bits there, as in `torch.ao`. One large token would leave the others few of these values, so
 each is divided by its largest number before, and its outputs are multiplied by that. Sums are int32, outputs float32.
 

@@ -11,8 +11,8 @@ from ..shared_memory.attention import SharesMemory
 
 __all__ = ["LEAST_WEIGHTS", "int8_maps"]
 
-# A map of fewer weights takes more time in int8 unless it maps hundreds of rows (measured with AVX2: 256 x 256 loses up
-# to 32 rows, 384 x 384 gains from 8), and is little memory.
+# A map of fewer weights takes more time in int8 unless it maps hundreds of rows, and is little memory. (With AVX2
+# 256 x 256 was slower up to 32 rows, 384 x 384 faster from there on.)
 LEAST_WEIGHTS = 2**17
 
 

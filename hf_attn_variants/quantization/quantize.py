@@ -133,8 +133,8 @@ def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear]) -> None:
     for path, linear in maps.items():
         if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
             raise ValueError(
-                f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be lost: "
-                "take it off before."
+                f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be "
+                "lost: take it off before."
             )
         if not linear.weight.isfinite().all():
             raise ValueError(f"`{path}.weight` has numbers that are not finite.")

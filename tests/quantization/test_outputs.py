@@ -21,7 +21,7 @@ MORE = {
     "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
     | {"position_embedding_type": "sinusoidal"},
     "elu across": {"cross_attention_kernel": "elu"},
-    "windows": {"encoder_attention_window": 2, "attention_window": 3},
+    "windows": {"encoder_attention_window": 2, "attention_window": 4},
     "additive": {"score_function": "additive"},
 }
 
@@ -125,6 +125,7 @@ def scores_of(model, batch, sequences):
     return logits.gather(-1, sequences[:, 1:, None])[..., 0].sum(1)
 
 
+@pytest.mark.cross_product
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper", "exact", "shared"])
 def test_what_is_generated_is_as_likely(kind, way):
