@@ -1,9 +1,9 @@
 """What real models keep in int8: a T5 and a Marian on Multi30k, MiniLM on STS-B, a Whisper on recordings.
 
 Each model runs in float32, by `quantize`, and by torch's own `quantize_dynamic`; after `share_memory`, and as variants
-of this package that put out the same in float32, by `quantize` alone. "agree" is the share of tokens that are still the
-likeliest ones after what float32 has written. No figure here is of speed. The JSON is written after each row; rows in
-it stay.
+of this package that put out the same in float32, by `quantize` alone. "agree" is the share of tokens that are still
+the likeliest ones after what float32 has written. No figure here is of speed. The JSON is written after each row; rows
+in it stay.
 
 Example:
     python benchmarks/int8_quality.py --data_dir ../shared/data

@@ -5,10 +5,11 @@ of them one scale and zero point, and as many values as their products have room
 16 bits, so inputs have 7 bits there, as in `torch.ao`. One large token would leave the others few of these values, so
 each is divided by its largest number before, and its outputs are multiplied by that. Sums are int32, outputs float32.
 
-The operator is FBGEMM's on x86 and QNNPACK's on ARM. Of torch's three ways it is the one that gains anything on a
-processor without VNNI (measured with torch 2.13 and AVX2, products of 1 to 256 rows): `_int_mm`, which torchao calls,
-took 3 to 100 times as long, and oneDNN's, which `torch.compile` makes, up to 4 times, being faster only for many
-rows. It asks for a tensor of a dtype (qint8) that torch means to remove: here alone that would have to be answered.
+The operator is FBGEMM's on x86 and QNNPACK's on ARM. Of torch's three ways it is the one that gains anything in a
+step of decoding on a processor without VNNI (tried with torch 2.13 and AVX2, 1 to 256 rows): `_int_mm`, which torchao
+calls, is many times slower than float32, and oneDNN's, which `torch.compile` makes, is faster for many rows alone. It
+asks for a tensor of a dtype (qint8) that torch means to remove: here alone that would have to be answered, by
+`torch.ops.onednn.qlinear_pointwise`, which takes plain int8.
 """
 
 import warnings

@@ -21,7 +21,8 @@ MORE = {
     "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
     | {"position_embedding_type": "sinusoidal"},
     "elu across": {"cross_attention_kernel": "elu"},
-    "windows": {"encoder_attention_window": 2, "attention_window": 4},
+    "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2}
+    | {"attention_pattern": "sliding_window", "attention_window": 4},
     "additive": {"score_function": "additive"},
 }
 
@@ -46,6 +47,7 @@ def assert_as_rounded(float32, batch):
         assert value.isfinite().all()
 
 
+@pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
 def test_each_host(host, variant):
@@ -149,17 +151,18 @@ def test_what_is_generated_is_as_likely(kind, way):
     assert torch.equal(made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS["beams"], **options), again)
 
 
+@pytest.mark.cross_product
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
 @pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
-def test_torchs_own_call(host):
+def test_torchs_own_call(host, variant):
     """`quantize_dynamic` of torch: its maps are called, in whatever form attention would have read them."""
     head = list(host.heads)[1]
-    for variant in ("gqa", "latent"):
-        model = make(host, head, variant)
-        with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
-            made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-        with torch.no_grad():
-            exact, found = (each(**host.batch(head)).logits for each in (model, made))
-        assert 0 < (found - exact).abs().max() < exact.std()
+    model = make(host, head, variant)
+    with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
+        made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        exact, found = (each(**host.batch(head)).logits for each in (model, made))
+    assert 0 < (found - exact).abs().max() < exact.std()
 
 
 def test_torchaos_own_call():
