@@ -2,13 +2,13 @@
 
 import functools
 import logging
-import re
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..shared_memory.form_costs import least_seconds
+from .kept_maps import is_named
 
 __all__ = ["make_bfloat16", "times_as_long"]
 
@@ -35,9 +35,7 @@ def make_bfloat16(model: PreTrainedModel) -> None:
         )
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     kept: dict[Any, torch.Tensor] = {
-        parameter: parameter.data
-        for path, parameter in model.named_parameters()
-        if any(re.search(rf"(^|\.){name}(\.|$)", path) for name in names)
+        parameter: parameter.data for path, parameter in model.named_parameters() if is_named(path, names)
     }
     model.to(torch.bfloat16)
     for parameter, data in kept.items():

@@ -1,6 +1,7 @@
 """Which linear maps become int8, and which stay in float32, with the reason."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import SharesMemory
 
-__all__ = ["LEAST_WEIGHTS", "int8_maps"]
+__all__ = ["LEAST_WEIGHTS", "int8_maps", "is_named"]
 
 # A map of fewer weights takes more time in int8 unless it maps hundreds of rows, and is little memory. (With AVX2
 # 256 x 256 was slower up to 32 rows, 384 x 384 faster from there on.)
@@ -22,14 +23,23 @@ def int8_maps(model: PreTrainedModel) -> dict[str, nn.Linear]:
     Maps of a class of their own (those that make latents) stay, and so do:
 
     - those whose weight an attention reads beside a latent, or beside the encoder's outputs, in place of calling them
+    - those that upstream keeps in float32 where all else is float16: T5's `wo`, whose inputs have a few large numbers
     - maps of fewer weights than `LEAST_WEIGHTS`
     """
-    read = {id(each) for each in _read_maps(model)}
+    read, kept = {id(each) for each in _read_maps(model)}, getattr(model, "_keep_in_fp32_modules", None) or ()
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear and id(module) not in read and module.weight.numel() >= LEAST_WEIGHTS
+        if type(module) is nn.Linear
+        and id(module) not in read
+        and module.weight.numel() >= LEAST_WEIGHTS
+        and not is_named(path, kept)
     }
+
+
+def is_named(path: str, names: Iterable[str]) -> bool:
+    """Say whether a path of a module or parameter has one of some names among its parts."""
+    return any(re.search(rf"(^|\.){name}(\.|$)", path) for name in names)
 
 
 def _read_maps(model: PreTrainedModel) -> Iterator[nn.Module]:
