@@ -148,12 +148,16 @@ def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
             yield from _pair(row, "milliseconds", theirs, ours, f"{ours} / {theirs}, {row['tokens']} tokens")
 
 
-def _sharing(report: dict[str, Any]) -> Iterator[Ratio]:
+def _sharing(report: dict[str, Any], base: str = "upstream") -> Iterator[Ratio]:
     for row in report["runs"]:
         where = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
         for name in row["milliseconds"]:
-            if name != "upstream":
-                yield from _pair(row, "milliseconds", "upstream", name, f"{name} / upstream, {where}")
+            if name != base:
+                yield from _pair(row, "milliseconds", base, name, f"{name} / {base}, {where}")
+
+
+def _int8(report: dict[str, Any]) -> Iterator[Ratio]:
+    yield from _sharing(report, "float32")
 
 
 def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -199,6 +203,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "decoder_state_": _states,
     "long_t5_passes": _passes,
     "share_memory_": _sharing,
+    "int8_speed_": _int8,
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,
     "loop_overhead": _loops,

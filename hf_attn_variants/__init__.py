@@ -16,7 +16,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from .public import *  # noqa: F403
 
     if not TYPE_CHECKING:  # as in `public`
-        __all__ = ["convert", "share_memory", *_public.__all__]
+        __all__ = ["convert", "quantize", "share_memory", *_public.__all__]
 
 
 def _found(name: str) -> Any:
@@ -24,6 +24,10 @@ def _found(name: str) -> Any:
         from .conversion import convert
 
         return convert
+    if name == "quantize":
+        from .quantization.quantize import quantize
+
+        return quantize
     if name == "share_memory":
         from .shared_memory.share import share_memory
 
@@ -35,13 +39,14 @@ def _found(name: str) -> Any:
     # Python asks for a submodule's name here, too, before it imports that.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
         public: Any = importlib.import_module(".public", __name__)
-        return ["convert", "share_memory", *public.__all__] if name == "__all__" else getattr(public, name)
+        return ["convert", "quantize", "share_memory", *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # A type checker that saw it would take any name for one that is here.
 if TYPE_CHECKING:
     from .conversion import convert
+    from .quantization.quantize import quantize
     from .shared_memory.share import share_memory
 else:
     __getattr__ = _found

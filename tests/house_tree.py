@@ -12,7 +12,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_attn_variants"
 PAGE = ROOT / "docs/architecture.md"
 # Rooms in the order in which they build on each other; other folders stand by their names.
-ROOMS = ("modeling", "shared_memory", "conversion", "inspection", "training", "hub", "export", "commands")
+ROOMS = (
+    "modeling",
+    "shared_memory",
+    "quantization",
+    "conversion",
+    "inspection",
+    "training",
+    "hub",
+    "export",
+    "commands",
+)
 # Where a sentence begins, from where its name does.
 SENTENCE_COLUMN = 29
 

@@ -83,7 +83,7 @@ class SharesMemory(_Attention):
         if self.training or not self._is_computed_here() or not (layer is None or holds_anything(layer)):
             return None
         source: torch.Tensor = memory if layer is None else layer.source
-        maps = self._maps()
+        maps = self.key_and_value_maps()
         if not (is_plain(maps[0], source) and is_plain(maps[1], source) and states.dtype == maps[0].weight.dtype):
             return None
         if torch.is_grad_enabled() and any(
@@ -105,7 +105,7 @@ class SharesMemory(_Attention):
         if is_traced():
             return True
         rows, (memories, length, width) = states.shape[0] * states.shape[1], source.shape
-        inner, head_dim = self._maps()[0].out_features, self._head_dim()
+        inner, head_dim = self.key_and_value_maps()[0].out_features, self._head_dim()
         absorbed = 2 * rows * (inner // head_dim) * width * (head_dim + length)
         return absorbed <= 2 * length * inner * (memories * width + rows)
 
@@ -117,7 +117,7 @@ class SharesMemory(_Attention):
         A key's bias adds the same to all logits of a query, which a softmax does not see; a value's counts as often
         as the weights sum up to, once, or not at all where a query reads nothing.
         """
-        (key_map, value_map), head_dim = self._maps(), self._head_dim()
+        (key_map, value_map), head_dim = self.key_and_value_maps(), self._head_dim()
         latent = source[:, None]
         output, weights = self._attend(by_head(query, key_map.weight, head_dim), latent, latent, mask, **options)
         output = by_head(output.transpose(1, 2), value_map.weight, head_dim, transposed=True).transpose(1, 2)
@@ -157,10 +157,10 @@ class SharesMemory(_Attention):
         self, memory: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if source is not None:  # which the cache goes on to hold: keys and values are for this call alone
-            return keys_and_values(source, self._maps(), self._head_dim())
+            return keys_and_values(source, self.key_and_value_maps(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
-        key, value = keys_and_values(memory, self._maps(), self._head_dim())
+        key, value = keys_and_values(memory, self.key_and_value_maps(), self._head_dim())
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
@@ -190,7 +190,8 @@ class SharesMemory(_Attention):
     def _part(self, role: str) -> Any:
         return getattr(self, getattr(self.kind, role))
 
-    def _maps(self) -> tuple[Any, Any]:
+    def key_and_value_maps(self) -> tuple[Any, Any]:
+        """Return the maps of keys and of values, whose weights are read where the encoder's outputs are."""
         return self._part("key"), self._part("value")
 
     def _head_dim(self) -> int:

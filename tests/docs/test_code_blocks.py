@@ -33,6 +33,7 @@ from hub.local_hub import TOKEN, LocalHub
 from hf_attn_variants import cli
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
+from hf_attn_variants.quantization import kept_maps
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
@@ -54,6 +55,7 @@ QUICK = {
     "docs/uptraining.md",
     "docs/sparse.md",
     "docs/share_memory.md",
+    "docs/quantization.md",
 }
 # Commands that are not run, by their first words; their arguments and files are still checked.
 NOT_RUN = {
@@ -103,6 +105,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
+    monkeypatch.setattr(kept_maps, "LEAST_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

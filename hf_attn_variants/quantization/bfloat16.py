@@ -1,0 +1,75 @@
+"""A model in bfloat16 on a CPU: what stays in float32, and whether this processor is any faster so."""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .kept_maps import is_named
+
+__all__ = ["make_bfloat16", "times_as_long"]
+
+logger = logging.getLogger(f"transformers.{__name__}")
+
+# What is timed: a product of a step's few rows, and one of a text's, with a feed-forward layer as of T5-small.
+ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
+# Less than this is the clock's.
+SLOWER = 1.1
+TIMES = 5
+
+
+def make_bfloat16(model: PreTrainedModel) -> None:
+    """Turn the numbers of a model into bfloat16, in place; warn where that takes longer on this processor.
+
+    What upstream keeps in float32 under `from_pretrained(dtype=torch.bfloat16)` stays so.
+    """
+    ratios = times_as_long(torch.get_num_threads())
+    if max(ratios.values()) > SLOWER:
+        figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
+        logger.warning(
+            'This processor has no fast bfloat16: a product takes %s. `quantize(model, "bfloat16")` halves the memory '
+            'here and costs time; `quantize(model, "int8")` may gain both.',
+            figures,
+        )
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept: dict[Any, torch.Tensor] = {
+        parameter: parameter.data for path, parameter in model.named_parameters() if is_named(path, names)
+    }
+    model.to(torch.bfloat16)
+    for parameter, data in kept.items():
+        parameter.data = data
+
+
+@functools.cache
+def times_as_long(threads: int) -> dict[str, float]:
+    """Return how many times as long products take in bfloat16 as in float32, by what they are; measured once.
+
+    Args:
+        threads: which torch has now.
+    """
+    ratios = {}
+    for what, rows in ROWS.items():
+        pairs = [
+            (torch.full((rows, WIDTH), 0.01, dtype=dtype), torch.full((INNER, WIDTH), 0.01, dtype=dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        with torch.no_grad():
+            whole, half = _least_seconds(*(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs))
+        ratios[what] = half / whole
+    return ratios
+
+
+def _least_seconds(*works: Callable[[], Any]) -> list[float]:
+    """Return the least time of each of some works, which take turns."""
+    least = [math.inf] * len(works)
+    for _ in range(TIMES + 1):  # the first time is among them, and is never the least
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work()
+            least[number] = min(least[number], time.perf_counter() - start)
+    return least

@@ -1,0 +1,53 @@
+"""Which linear maps become int8, and which stay in float32, with the reason."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
+
+__all__ = ["LEAST_WEIGHTS", "int8_maps", "is_named"]
+
+# A map of fewer weights takes more time in int8 unless it maps hundreds of rows, and is little memory. (With AVX2
+# 256 x 256 was slower up to 32 rows, 384 x 384 faster from there on.)
+LEAST_WEIGHTS = 2**17
+
+
+def int8_maps(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the maps of a model that become int8, by their paths.
+
+    Maps of a class of their own (those that make latents) stay, and so do:
+
+    - those whose weight an attention reads beside a latent, or beside the encoder's outputs, in place of calling them
+    - those that upstream keeps in float32 where all else is float16: T5's `wo`, whose inputs have a few large numbers
+    - maps of fewer weights than `LEAST_WEIGHTS`
+    """
+    read, kept = {id(each) for each in _read_maps(model)}, getattr(model, "_keep_in_fp32_modules", None) or ()
+    return {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module) is nn.Linear
+        and id(module) not in read
+        and module.weight.numel() >= LEAST_WEIGHTS
+        and not is_named(path, kept)
+    }
+
+
+def is_named(path: str, names: Iterable[str]) -> bool:
+    """Say whether a path of a module or parameter has one of some names among its parts."""
+    return any(re.search(rf"(^|\.){name}(\.|$)", path) for name in names)
+
+
+def _read_maps(model: PreTrainedModel) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, SharesMemory) and module.cross_cache == ENCODER_OUTPUTS:
+            yield from module.key_and_value_maps()
+        if isinstance(module, AttnVariantModelMixin):
+            for site, _, attention in module.named_attentions():
+                core: Any = attention.get_submodule(site.core)
+                if core.heads.rank is not None:
+                    yield from (attention.get_submodule(path) for path in (site.key, site.value))

@@ -1,0 +1,140 @@
+"""`quantize`: a live model with int8 linear maps, or in bfloat16, for a CPU."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .bfloat16 import make_bfloat16
+from .int8_linear import Int8Linear, check_engine
+from .kept_maps import LEAST_WEIGHTS, int8_maps
+
+__all__ = ["quantize"]
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+DTYPES = ("int8", "bfloat16")
+# Where the classes of maps that a quantiser has made come from.
+QUANTISERS = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
+
+
+def quantize(model: Model, dtype: str | torch.dtype = "int8") -> Model:
+    """Give the linear maps of a live model int8 weights, or turn all of it into bfloat16, for a CPU.
+
+    In place and for good: `copy.deepcopy(model)` before keeps the float32. A variant of this package or any model of
+    transformers, whether it shares its memory (`share_memory`, which is best called before) or not.
+
+    With int8 the weights have a scale a row, and the inputs of each call are rounded as they come: outputs depend a
+    little on what else is in the batch. Embeddings, norms, convolutions, relative positions and small maps stay in
+    float32; so do maps whose weight an attention reads itself, which makes keys and values needless (a latent's, and
+    those of `share_memory` with the encoder's outputs in its cache). The model computes no gradients from then on.
+
+    Args:
+        model: in evaluation mode, of float32 numbers, on a CPU.
+        dtype: "int8" or "bfloat16".
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: for a model that cannot, before anything of it is changed; the message says what it has.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f'`dtype` must be "int8" or "bfloat16"; got {dtype!r}.')
+    _check_kind(model)
+    _check_state(model)
+    if name == "bfloat16":
+        make_bfloat16(model)
+        return model
+    check_engine()
+    maps = int8_maps(model)
+    _check_maps(model, maps)
+    made = {id(linear): Int8Linear(linear) for linear in {id(each): each for each in maps.values()}.values()}
+    for path, linear in maps.items():
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, made[id(linear)])
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # By the first, upstream refuses to train it, and to change its type.
+            vars(module).update(is_quantized=True, save_pretrained=_refuse_to_save)
+    return model
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "A model of int8 maps is not saved: save the one of float32, and call `quantize` after loading it. "
+        "(`state_dict()` holds the int8 weights, for a model that was quantized the same way.)"
+    )
+
+
+def _check_kind(model: Any) -> None:
+    if isinstance(model, PreTrainedModel):
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+            raise ValueError(f"This {type(model).__name__} is compiled: quantize first and compile then.")
+        return
+    advice = ""
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        advice = " Quantize first and compile then: `torch.compile(quantize(model))`."
+    elif hasattr(model, "merge_and_unload"):
+        advice = " Of a peft model give the merged one: `quantize(peft_model.merge_and_unload())`."
+    raise ValueError(f"`quantize` takes a model of transformers; got a {type(model).__name__}.{advice}")
+
+
+def _check_state(model: PreTrainedModel) -> None:
+    """Check the mode of a model and its numbers.
+
+    Raises:
+        ValueError: with what it has and what is asked.
+    """
+    name = type(model).__name__
+    if getattr(model, "is_quantized", False) or (found := next(_quantised(model), None)):
+        what = f" (`{found[0]}` is a {found[1]})" if not getattr(model, "is_quantized", False) else ""
+        raise ValueError(f"This {name} is quantized already{what}.")
+    if any(module.training for module in model.modules()):
+        raise ValueError(f"This {name} is in training mode: call `model.eval()` before.")
+    for path, numbers in (*model.named_parameters(), *model.named_buffers()):
+        if numbers.device.type != "cpu":
+            raise ValueError(
+                f"`{path}` of this {name} is on {numbers.device}: `quantize` is for a CPU. Call `model.cpu()` before; "
+                "on a GPU `model.to(torch.bfloat16)` is the one line."
+            )
+        if numbers.is_floating_point() and numbers.dtype != torch.float32:
+            raise ValueError(f"`{path}` of this {name} is {numbers.dtype}: `quantize` takes a model of float32.")
+
+
+def _quantised(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the path and the class of each module or parameter that a quantiser has made."""
+    for path, module in model.named_modules():
+        if isinstance(module, Int8Linear) or type(module).__module__.startswith(QUANTISERS):
+            yield path, type(module).__name__
+    for path, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            yield path, type(parameter).__name__
+
+
+def _check_maps(model: PreTrainedModel, maps: dict[str, nn.Linear]) -> None:
+    """Check that maps are no more than their weights, and that there are some.
+
+    Raises:
+        ValueError: with what they have.
+    """
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ValueError(f"`{path}` is a {type(module).__name__} of peft: merge the adapter before.")
+    if not maps:
+        raise ValueError(
+            f"This {type(model).__name__} has no linear map of {LEAST_WEIGHTS} weights or more, and smaller ones gain "
+            "nothing in int8."
+        )
+    for path, linear in maps.items():
+        if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+            raise ValueError(
+                f"`{path}` has a hook or a `forward` of its own (accelerate's offloading does so), which would be "
+                "lost: take it off before."
+            )
+        if not linear.weight.isfinite().all():
+            raise ValueError(f"`{path}.weight` has numbers that are not finite.")

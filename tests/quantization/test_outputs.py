@@ -1,0 +1,176 @@
+"""What models of int8 maps put out: what the same rounding makes of float32, in every host and variant."""
+
+import copy
+
+import pytest
+import torch
+from architectures import VARIANTS
+from fixtures.hosts import HOSTS, PAIRS, make, tensors
+from fixtures.rounded_maps import rounded_model, worst_error
+from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+
+from hf_attn_variants import quantize, share_memory
+from hf_attn_variants.quantization.int8_linear import Int8Linear
+from hf_attn_variants.quantization.kept_maps import int8_maps
+
+T5 = next(host for host in HOSTS if host.name == "t5")
+BERT = next(host for host in HOSTS if host.name == "bert")
+# Fields beside `VARIANTS`, for T5; None in the place of a number is d_model.
+MORE = {
+    "exact": {"cross_kv_lora_rank": 40},
+    "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
+    | {"position_embedding_type": "sinusoidal"},
+    "elu across": {"cross_attention_kernel": "elu"},
+    "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2}
+    | {"attention_pattern": "sliding_window", "attention_window": 4},
+    "additive": {"score_function": "additive"},
+}
+
+
+def int8_paths(model):
+    return [path for path, module in model.named_modules() if isinstance(module, Int8Linear)]
+
+
+@torch.no_grad()
+def assert_as_rounded(float32, batch):
+    """Compare a model in int8 with the same rounding in float32, and both with float32 itself."""
+    paths = list(int8_maps(float32))
+    exact, rounded = (tensors(model(**batch)) for model in (float32, rounded_model(float32, paths)))
+    made = quantize(float32)
+    assert int8_paths(made) == paths and paths
+    found = tensors(made(**batch))
+    assert found.keys() == exact.keys()
+    for name, value in found.items():
+        # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
+        error, step = (value - rounded[name]).abs(), (rounded[name] - exact[name]).abs()
+        assert error.max() <= step.max() and error.median() <= 0.25 * step.median() + 1e-6, name
+        assert value.isfinite().all()
+
+
+@pytest.mark.cross_product
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
+@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
+def test_each_host(host, variant):
+    head = list(host.heads)[1]
+    assert_as_rounded(make(host, head, variant), host.batch(head))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant(variant):
+    for host, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
+        assert_as_rounded(host.model(head, variant), host.batch(head))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_each_mechanism(name):
+    head = "T5ForConditionalGeneration"
+    assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
+
+
+@pytest.mark.cross_product
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shared", ["no", "before", "after"])
+def test_upstreams_own(name, shared):
+    model = tiny_model(name)
+    batch = source_batch(name) | {"decoder_input_ids": torch.arange(4, 19).view(3, 5)}
+    if shared == "before":
+        share_memory(model)
+    assert_as_rounded(model, batch)
+    if shared == "after":
+        expected = model(**batch).logits
+        torch.testing.assert_close(share_memory(model)(**batch).logits, expected)
+
+
+def test_a_map_is_within_half_a_step():
+    generator = torch.Generator().manual_seed(3)
+    for rows, width, size, bias in ((1, 64, 48, True), (7, 33, 65, False), (200, 512, 16, True)):
+        linear = torch.nn.Linear(width, size, bias=bias)
+        with torch.no_grad():
+            linear.weight.copy_(torch.randn(size, width, generator=generator))
+            linear.weight[0] *= 100  # a scale a row: the others are none the worse
+            linear.weight[1] = 0
+        states = torch.randn(3, rows, width, generator=generator)
+        made = Int8Linear(linear)(states)
+        with torch.no_grad():
+            error = (made - linear(states)).abs()
+        assert (error <= worst_error(linear, states)).all() and error[..., 0].max() > 0
+        assert made.shape == (3, rows, size) and made.dtype == torch.float32
+
+
+def test_inputs_of_other_shapes_and_types():
+    linear = torch.nn.Linear(40, 24)
+    made, states = Int8Linear(linear), torch.randn(5, 40)
+    expected = made(states)
+    torch.testing.assert_close(made(states.view(5, 1, 1, 40)).view(5, 24), expected)
+    assert made(states[:0]).shape == (0, 24)
+    assert made(states[0]).shape == (24,)
+    torch.testing.assert_close(made(states.t().contiguous().t()), expected)
+    half = made(states.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.05)
+
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static beams": {"num_beams": 3, "cache_implementation": "static"},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@torch.no_grad()
+def scores_of(model, batch, sequences):
+    """The sum of the logarithms of probabilities of what was written, a row a sequence."""
+    repeats = len(sequences) // len(next(iter(batch.values())))
+    given = {name: each.repeat_interleave(repeats, dim=0) for name, each in batch.items()}
+    logits = model(**given, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
+    return logits.gather(-1, sequences[:, 1:, None])[..., 0].sum(1)
+
+
+@pytest.mark.cross_product
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["t5", "marian", "whisper", "exact", "shared"])
+def test_what_is_generated_is_as_likely(kind, way):
+    """A search in int8 ends where its own model, called once for the whole text, sees the same probabilities."""
+    if kind == "exact":
+        float32, batch = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.batch("T5Model")
+        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    else:
+        name = "t5" if kind == "shared" else kind
+        float32, batch = tiny_model(name), source_batch(name)
+    if kind == "shared":
+        share_memory(float32)
+    made = quantize(copy.deepcopy(float32))
+    torch.manual_seed(0)
+    options = {"return_timestamps": False} if kind == "whisper" else {}
+    sequences = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS[way], **options)
+    mine, exact = (scores_of(model, batch, sequences) for model in (made, float32))
+    rounded = scores_of(rounded_model(float32, list(int8_maps(float32))), batch, sequences)
+    assert (mine - rounded).abs().max() <= (rounded - exact).abs().max() + 1e-4
+    again = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS["beams"], **options)
+    assert torch.equal(made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **WAYS["beams"], **options), again)
+
+
+@pytest.mark.cross_product
+@pytest.mark.parametrize("variant", ["gqa", "latent"])
+@pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
+def test_torchs_own_call(host, variant):
+    """`quantize_dynamic` of torch: its maps are called, in whatever form attention would have read them."""
+    head = list(host.heads)[1]
+    model = make(host, head, variant)
+    with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
+        made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        exact, found = (each(**host.batch(head)).logits for each in (model, made))
+    assert 0 < (found - exact).abs().max() < exact.std()
+
+
+def test_torchaos_own_call():
+    torchao = pytest.importorskip("torchao.quantization")
+    for fields in ({}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 16}, {"talking_heads": "both"}):
+        model = T5.model("T5ForConditionalGeneration", **fields)
+        batch = T5.batch("T5ForConditionalGeneration")
+        with torch.no_grad():
+            exact = model(**batch).logits
+            torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
+            assert 0 < (model(**batch).logits - exact).abs().max() < exact.std()

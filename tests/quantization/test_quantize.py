@@ -1,0 +1,243 @@
+"""`quantize` in place: what the object keeps, what goes with copies, what stays in float32, what is refused."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from fixtures.upstream_seq2seq import source_batch, tiny_model
+
+import hf_attn_variants
+from hf_attn_variants import quantize, share_memory
+from hf_attn_variants.quantization import bfloat16, kept_maps
+from hf_attn_variants.quantization.int8_linear import Int8Linear
+from hf_attn_variants.shared_memory.known_attentions import cross_attentions
+
+T5 = next(row for row in ARCHITECTURES if row.name == "t5")
+GENERATES = "T5ForConditionalGeneration"
+
+
+@torch.no_grad()
+def logits_of(model, name="t5"):
+    ids = torch.arange(4, 19).view(3, 5)
+    return model(**source_batch(name), decoder_input_ids=ids).logits
+
+
+def kinds_of(model):
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+def test_it_is_in_place_and_the_model_stays_its_class():
+    model = tiny_model("t5")
+    cls, embedding, norm = type(model), model.shared.weight, model.encoder.final_layer_norm.weight
+    assert quantize(model) is model and type(model) is cls
+    assert model.shared.weight is embedding and model.encoder.final_layer_norm.weight is norm
+    feed_forward = model.encoder.block[0].layer[1].DenseReluDense
+    assert isinstance(model.lm_head, Int8Linear) and isinstance(feed_forward.wi, Int8Linear)
+    assert type(feed_forward.wo) is torch.nn.Linear  # as under float16
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.dtype == torch.float32 and not model.training
+
+
+def test_a_tied_head_leaves_the_embeddings_alone():
+    model = tiny_model("bart")
+    assert model.lm_head.weight is model.model.shared.weight
+    before = model.model.shared.weight.clone()
+    quantize(model)
+    assert isinstance(model.lm_head, Int8Linear) and torch.equal(model.model.shared.weight, before)
+
+
+def test_a_map_in_two_places_is_made_once():
+    model = tiny_model("t5")
+    first, second = model.encoder.block
+    second.layer[1].DenseReluDense.wi = first.layer[1].DenseReluDense.wi
+    quantize(model)
+    assert second.layer[1].DenseReluDense.wi is first.layer[1].DenseReluDense.wi
+    assert isinstance(first.layer[1].DenseReluDense.wi, Int8Linear)
+
+
+def test_maps_that_attention_reads_itself_stay():
+    exact = quantize(T5.model(GENERATES, cross_kv_lora_rank=40, kv_lora_rank=16))
+    for path, kind in kinds_of(exact).items():
+        if path.endswith(("EncDecAttention.k", "EncDecAttention.v", "decoder.block.0.layer.0.SelfAttention.k")):
+            assert kind is torch.nn.Linear, path
+        elif path.endswith(("SelfAttention.q", "EncDecAttention.q", ".o", ".wi")):
+            assert kind is Int8Linear, path
+    for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
+        shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
+        for _, module in cross_attentions(shared):
+            assert [type(each) for each in module.key_and_value_maps()] == [kind] * 2
+            assert isinstance(module.q_proj, Int8Linear)
+        assert isinstance(shared.model.encoder.layers[0].self_attn.k_proj, Int8Linear)
+
+
+def test_small_maps_stay(monkeypatch):
+    model = T5.model("T5ForSequenceClassification")
+    monkeypatch.setattr(kept_maps, "LEAST_WEIGHTS", 40 * 37)
+    quantize(model)
+    assert type(model.classification_head.out_proj) is torch.nn.Linear
+    assert isinstance(model.transformer.encoder.block[0].layer[1].DenseReluDense.wi, Int8Linear)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_copies_and_pickles(name, shared):
+    model = tiny_model(name)
+    quantize(share_memory(model) if shared else model)
+    expected, file = logits_of(model, name), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(logits_of(each, name), expected) and kinds_of(each) == kinds_of(model)
+        with pytest.raises(ValueError, match="not saved"):
+            each.save_pretrained("nowhere")
+
+
+def test_the_state_goes_into_another_model_of_int8(tmp_path):
+    model, other = quantize(tiny_model("t5")), quantize(tiny_model("t5", seed=1))
+    expected = logits_of(model)
+    assert not torch.equal(logits_of(other), expected)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["lm_head.weight"].dtype == torch.int8 and not other.load_state_dict(state).missing_keys
+    torch.testing.assert_close(logits_of(other), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="load before `quantize`"):
+        other.load_state_dict(tiny_model("t5").state_dict())
+    with pytest.raises(RuntimeError, match=r"lm_head\.scales"):
+        other.load_state_dict({name: value for name, value in state.items() if name != "lm_head.scales"})
+    with pytest.raises(RuntimeError, match="lm_head"):
+        other.load_state_dict(state | {"lm_head.weight": state["lm_head.weight"][:5]})
+
+
+def test_it_is_not_saved(tmp_path):
+    for model in (quantize(tiny_model("bart")), quantize(T5.model(GENERATES))):
+        with pytest.raises(ValueError, match="call `quantize` after loading"):
+            model.save_pretrained(tmp_path / "model")
+        with pytest.raises(ValueError, match="call `quantize` after loading"):
+            model.get_encoder().save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_it_is_not_trained():
+    model = quantize(tiny_model("bart"))
+    batch = source_batch("bart") | {"labels": torch.arange(4, 19).view(3, 5)}
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(**batch).loss.backward()
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="without gradients"):
+        model(**batch)
+    # What upstream's trainer asks first; its import takes seconds.
+    check = getattr(transformers.trainer_utils, "validate_quantization_for_training", None)
+    if check is not None:
+        with pytest.raises(ValueError, match="fine-tuning"):
+            check(model)
+
+
+def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 1.0))
+    for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
+        expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
+        assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
+        assert torch.equal(logits_of(model), expected)
+    model.save_pretrained(tmp_path / "half")
+
+
+def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 1.0))
+    model = tiny_model("t5")
+    model._keep_in_fp32_modules_strict = {"wo"}
+    wo = model.encoder.block[0].layer[1].DenseReluDense.wo
+    before = wo.weight.clone()
+    quantize(model, torch.bfloat16)
+    assert wo.weight.dtype == torch.float32 and torch.equal(wo.weight, before)
+    assert logits_of(model).dtype == torch.bfloat16
+
+
+def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
+    ratios = dict(zip(bfloat16.ROWS, (0.9, 7.3), strict=True))
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: ratios)
+    transformers.logging.enable_propagation()
+    with caplog.at_level(logging.WARNING, "transformers"):
+        quantize(tiny_model("t5"), "bfloat16")
+    assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(bfloat16, "times_as_long", lambda threads: dict.fromkeys(bfloat16.ROWS, 0.5))
+    with caplog.at_level(logging.WARNING, "transformers"):
+        quantize(tiny_model("t5"), "bfloat16")
+    transformers.logging.disable_propagation()
+    assert not caplog.text
+
+
+def test_what_is_measured_of_bfloat16():
+    found = bfloat16.times_as_long.__wrapped__(1)
+    assert found.keys() == bfloat16.ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
+
+
+def refused(model, *words, dtype="int8"):
+    before = kinds_of(model) if isinstance(model, torch.nn.Module) else None
+    with pytest.raises(ValueError) as told:
+        quantize(model, dtype)
+    assert "\n" not in str(told.value)
+    for word in words:
+        assert word in str(told.value), told.value
+    assert before is None or kinds_of(model) == before
+
+
+def test_what_cannot_be_is_refused_by_name():
+    refused(tiny_model("t5").train(), "training mode", "model.eval()")
+    refused(tiny_model("t5").to("meta"), "shared.weight", "meta", "CPU")
+    refused(tiny_model("t5").to(torch.bfloat16), "torch.bfloat16", "float32")
+    refused(tiny_model("t5").to(torch.bfloat16), "torch.bfloat16", "float32", dtype="bfloat16")
+    refused(tiny_model("t5"), "int4", "bfloat16", dtype="int4")
+    refused(torch.nn.Linear(2, 2), "Linear")
+    refused(torch.compile(tiny_model("t5")), "torch.compile(quantize(model))")
+    compiled = tiny_model("t5")
+    compiled._compiled_call_impl = print  # as `compiled.compile()` sets
+    refused(compiled, "compiled")
+    hooked = tiny_model("t5")
+    hooked.lm_head.register_forward_hook(print)
+    refused(hooked, "lm_head", "hook")
+    broken = tiny_model("t5")
+    broken.lm_head.weight.data[0, 0] = float("nan")
+    refused(broken, "lm_head.weight", "not finite")
+
+
+def test_twice_is_refused():
+    refused(quantize(tiny_model("t5")), "T5ForConditionalGeneration", "already")
+    refused(quantize(tiny_model("t5")).get_encoder(), "already")
+    refused(quantize(tiny_model("t5")), "already", dtype="bfloat16")
+    with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
+        theirs = torch.ao.quantization.quantize_dynamic(tiny_model("t5"), {torch.nn.Linear})
+    refused(theirs, "already")
+
+
+def test_an_adapter_is_merged_before():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q"], r=2)
+    adapted = peft.get_peft_model(tiny_model("t5"), config).eval()
+    refused(adapted, "merge_and_unload")
+    refused(adapted.get_base_model(), "peft", "merge")
+
+
+def test_nothing_to_gain_is_refused(monkeypatch):
+    monkeypatch.undo()
+    refused(tiny_model("t5"), "no linear map", str(kept_maps.LEAST_WEIGHTS))
+
+
+def test_without_an_engine_it_is_refused(monkeypatch):
+    from hf_attn_variants.quantization import quantize as module
+
+    def missing():
+        raise ValueError("no int8 products")
+
+    monkeypatch.setattr(module, "check_engine", missing)
+    refused(tiny_model("t5"), "no int8 products")
+
+
+def test_it_is_public():
+    assert "quantize" in hf_attn_variants.__all__ and "quantize" in dir(hf_attn_variants)
+    assert hf_attn_variants.quantize is quantize
