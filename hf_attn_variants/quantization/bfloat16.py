@@ -40,7 +40,8 @@ def make_bfloat16(model: PreTrainedModel) -> None:
     kept: dict[Any, torch.Tensor] = {
         parameter: parameter.data for path, parameter in model.named_parameters() if is_named(path, names)
     }
-    model.to(torch.bfloat16)
+    to: Any = model.to  # whose type transformers' wrapper hides
+    to(torch.bfloat16)
     for parameter, data in kept.items():
         parameter.data = data
 

@@ -91,9 +91,10 @@ def _check_state(model: PreTrainedModel) -> None:
         ValueError: with what it has and what is asked.
     """
     name = type(model).__name__
-    if getattr(model, "is_quantized", False) or (found := next(_quantised(model), None)):
-        what = f" (`{found[0]}` is a {found[1]})" if not getattr(model, "is_quantized", False) else ""
-        raise ValueError(f"This {name} is quantized already{what}.")
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"This {name} is quantized already.")
+    for path, kind in _quantised(model):
+        raise ValueError(f"This {name} is quantized already (`{path}` is a {kind}).")
     if any(module.training for module in model.modules()):
         raise ValueError(f"This {name} is in training mode: call `model.eval()` before.")
     for path, numbers in (*model.named_parameters(), *model.named_buffers()):
