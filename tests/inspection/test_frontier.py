@@ -367,6 +367,7 @@ def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsy
     exact, short = (rows[json.dumps({"cross_kv_lora_rank": rank})] for rank in (48, 8))
     assert abs(exact["loss_above"]) < 1e-5 < abs(short["loss_above"])
     assert found["source_length"] == 20 and found["length"] == 40
+    assert rows[json.dumps({"encoder_num_key_value_heads": 2})]["name"] == "MHA + encoder GQA-2"
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(found["chosen"]["command"])[1:]) == 0
     # By hand: the files that were not drawn, what the source writes of each, and the model that the command made.

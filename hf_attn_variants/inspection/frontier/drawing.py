@@ -62,7 +62,7 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
         axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_yscale("symlog", linthresh=_linear_until(rows))
     axes.set_xlabel(_size_label(frontier))
-    axes.set_ylabel(f"above the checkpoint's {frontier.source.loss:.3f}: {MEASURES[frontier.measure]}")
+    axes.set_ylabel(f"above the checkpoint's {frontier.source.loss:.3f}:\n{MEASURES[frontier.measure]}")
     title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out examples"
     axes.set_title(title, parse_math=False)  # a name with $ is no formula
     axes.grid(alpha=0.25, which="both")

@@ -155,7 +155,7 @@ def measure_frontier(
     keep(frontier := Frontier(*about, length, source_length, _in_order(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
-            name = variant_name(pieces.config(fields), kv_heads_field(type(source), source.config))
+            name = _name(type(source), pieces.config(fields), fields)
             conversions += not pieces.is_at_hand(fields)
             bar.set_description(f"trying {name}", refresh=is_watched())
             rows.append(measured.row(pieces.model(fields), dict(fields), pieces.attention_error(fields)))
@@ -218,7 +218,7 @@ class _Measured:
         above, error = _difference(found, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT)
         return FrontierRow(
-            name=variant_name(model.config, kv_heads_field(type(model), model.config)),
+            name=_name(type(model), model.config, fields),
             fields=fields,
             loss=float(found[:, 0].sum() / found[:, 1].sum()),
             loss_above=above,
@@ -229,6 +229,16 @@ class _Measured:
             kv_cache_bytes=None if cache is None else sum(self.lengths[site] * size for site, size in cache.items()),
             milliseconds=self.milliseconds(model),
         )
+
+
+def _name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
+    """Return what a variant is called: by the stack whose heads are varied, and by the encoder where it differs."""
+    field = kv_heads_field(model_class, config)
+    name = variant_name(config, field)
+    by_layer = fields.get("per_layer_values") or {}
+    if field.startswith("encoder_") or not any(each.startswith("encoder_") for each in (*fields, *by_layer)):
+        return name
+    return f"{name} + encoder {variant_name(config, f'encoder_{field}')}"
 
 
 def _difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:

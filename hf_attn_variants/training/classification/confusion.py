@@ -45,11 +45,13 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
     shown = [shown_name(name) for name in names]
     margin = 1.6 + 0.075 * max(map(len, shown))
     size = max(3.2, cell * count)
-    figure = Figure(figsize=(size + margin + 0.6, size + margin), layout="constrained")
+    figure = Figure(figsize=(size + margin + 1.2, size + margin), layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.12, h_pad=0.12)  # inches: labels stand free of the edge
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0)
+    image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     small = 8 if count <= MOST_NUMBERED else max(2.0, 500 / count)
     ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is no formula
     axes.set_xticks(range(count), shown, rotation=90, **ticks)
@@ -67,7 +69,7 @@ def _figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
                     "in_layout": False,
                 }  # the layout would ask each for its size
                 axes.text(column, row, str(number), color=colour, fontsize=fit, **inside)
-    figure.colorbar(image, ax=axes, fraction=0.046, label="share of the true class")
+    figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
     axes.set_title(title, fontsize=10, parse_math=False)
     return figure
 
