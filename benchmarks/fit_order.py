@@ -87,7 +87,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                     rows.append(row)
                     print(json.dumps(row), flush=True)
                     if args.output:
-                        atomic_write(args.output, json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+                        atomic_write(
+                            args.output, json.dumps({"machine": machine("cpu"), "rows": rows}, indent=1) + "\n"
+                        )
     return rows
 
 

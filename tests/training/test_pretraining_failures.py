@@ -16,7 +16,7 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
-from hf_attn_variants.training.pretraining import run as pretraining
+from hf_attn_variants.training.pretraining import task as pretraining_task
 from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER, TextFile, TextStream
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
@@ -166,7 +166,7 @@ def test_a_process_without_a_row_takes_a_step_that_counts_nothing(run, text, mon
             super().__init__(*args)
             self.process_index, self.num_processes = 1, 2
 
-    monkeypatch.setattr(pretraining, "TextStream", SecondOfTwo)
+    monkeypatch.setattr(pretraining_task, "TextStream", SecondOfTwo)
     flags = ["--per_device_train_batch_size", 1, "--max_train_steps", 4, "--dropout_rate", 0, "--weight_decay", 0]
     results = run(*flags, files=[text / "short.txt"])
     assert results["train_samples"] == 2 and results["epoch"] == 2
