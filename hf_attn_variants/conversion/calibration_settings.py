@@ -30,7 +30,7 @@ __all__ = [
 # The examples that are drawn from a file, and from a folder of audio: a window of Whisper's is 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
 # Those of `convert --quick`.
-QUICK_SIZE, QUICK_AUDIO_SIZE = 512, 48
+QUICK_SIZE, QUICK_AUDIO_SIZE = 384, 48
 # Tokens of an example; those of audio are generated, as many at most as Whisper's own code generates.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
 # Of a passage, where the model has positions for as many.
