@@ -11,7 +11,6 @@ Example:
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,11 +78,10 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         for heads in args.num_key_value_heads:
             for steps in args.fit_steps:
                 for name, order in ORDERS.items():
-                    model, started = auto.from_pretrained(subject.source).eval(), time.perf_counter()
+                    model = auto.from_pretrained(subject.source).eval()
                     made = order(model, heads, replace(given, fit_steps=steps), seed).eval()
-                    seconds = time.perf_counter() - started
                     row = {"subject": subject.name, "order": name, FIELD: heads, "fit_steps": steps, "seed": seed}
-                    row |= {"texts": len(given.texts), **_scores(subject, made), "seconds": round(seconds, 1)}
+                    row |= {"texts": len(given.texts), **_scores(subject, made)}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
                     if args.output:
