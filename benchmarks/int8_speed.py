@@ -11,23 +11,18 @@ Example:
 
 import argparse
 import copy
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from decode import MARIANS, SHAPES
+from decode import SHAPES
 from int8_quality import FLOAT32, INT8, TORCHS, by_torch
-from kept_memory import NOT_SHOWN, add_memory_argument, run
-from machine import machine
+from kept_memory import add_memory_argument, run
 from talking_heads_peers import interleaved
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+from timed_sizes import measure_sizes, random_model
+from transformers import AutoConfig, AutoModel
 
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.registration import variant_model_class
 
 ENCODERS = {
@@ -64,11 +59,7 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
     if args.shape in ENCODERS:
         model = AutoModel.from_config(AutoConfig.for_model("bert", **ENCODERS[args.shape])).eval()
         return {FLOAT32: model} | in_other_types("", model, args)
-    kind, fields = "marian" if args.shape in MARIANS else "t5", SHAPES[args.shape] | {"decoder_start_token_id": 0}
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
-    # Random weights may end a sentence at any step: let none end.
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
+    model = random_model(args.shape)
     shared = share_memory(copy.deepcopy(model))
     cls: Any = variant_model_class(type(model).__name__)
     exact = cls(cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)).eval()
@@ -106,21 +97,14 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(args.num_threads)
-    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "runs": []}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / f"{args.run_name or f'int8_speed_{args.shape}_cpu'}.json"
     models = make_models(args)
-    for batch_size, length, beams in itertools.product(args.batch_size, args.source_length, args.num_beams):
-        row = measure(models, args, batch_size, length, beams)
-        report["runs"].append(row)
-        atomic_write(path, json.dumps(report, indent=1) + "\n")
-        times = row["milliseconds"]
-        told = ", ".join(f"{name} {time:.1f} ms ({times[FLOAT32] / time:.2f}x)" for name, time in times.items())
-        print(f"batch {batch_size}, source {length}, beams {beams}: {told}", flush=True)
-    return report
+    return measure_sizes(args, f"int8_speed_{args.shape}_cpu", lambda *size: measure(models, args, *size), row_text)
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return what is printed of a row."""
+    times = row["milliseconds"]
+    return ", ".join(f"{name} {time:.1f} ms ({times[FLOAT32] / time:.2f}x)" for name, time in times.items())
 
 
 if __name__ == "__main__":

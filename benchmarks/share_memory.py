@@ -11,22 +11,16 @@ Example:
 
 import argparse
 import copy
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from decode import MARIANS, SHAPES
-from kept_memory import NOT_SHOWN, add_memory_argument, run
-from machine import machine
+from decode import SHAPES
+from kept_memory import add_memory_argument, run
 from talking_heads_peers import interleaved
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from timed_sizes import measure_sizes, random_model
 
 from hf_attn_variants import share_memory
-from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.page_faults import memory_now
 from hf_attn_variants.modeling.upstream import cache_of
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES
 from hf_attn_variants.shared_memory.cache_layers import holds_anything
@@ -56,13 +50,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model as it is, and copies that share their memory by what their caches hold."""
-    kind, fields = "marian" if args.shape in MARIANS else "t5", SHAPES[args.shape] | {"decoder_start_token_id": 0}
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields))
-    model.eval().to(getattr(torch, args.dtype))
-    # Random weights may end a sentence at any step: let none end.
-    model.generation_config.eos_token_id = None
-    model.generation_config.forced_eos_token_id = None
+    model = random_model(args.shape).to(getattr(torch, args.dtype))
     kinds = (KEYS_AND_VALUES, ENCODER_OUTPUTS)
     return {UPSTREAM: model} | {kind: share_memory(copy.deepcopy(model), cross_cache=kind) for kind in kinds}
 
@@ -102,29 +90,18 @@ def kept_of(cache: Any) -> int:
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(args.num_threads)
-    arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "runs": []}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / f"{args.run_name or f'share_memory_{args.shape}_{args.dtype}_cpu'}.json"
     models = make_models(args)
-    for batch_size, length, beams in itertools.product(args.batch_size, args.source_length, args.num_beams):
-        row = measure(models, args, batch_size, length, beams)
-        report["runs"].append(row)
-        atomic_write(path, json.dumps(report, indent=1) + "\n")
-        print(row_text(row), flush=True)
-    return report
+    name = f"share_memory_{args.shape}_{args.dtype}_cpu"
+    return measure_sizes(args, name, lambda *size: measure(models, args, *size), row_text)
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """Return the line to print."""
+    """Return what is printed of a row."""
     times, ratios = row["milliseconds"], []
     for name, time in times.items():
         marks = "" if row["same_tokens"][name] else ", OTHER TOKENS"
         ratios.append(f"{name} {time:.0f} ms ({times[UPSTREAM] / time:.2f}x{marks})")
-    size = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
-    return f"{size}: {', '.join(ratios)}"
+    return ", ".join(ratios)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from datasets import List as ListFeature
 from sklearn.utils.class_weight import compute_class_weight
 
 from hf_attn_variants.commands.classify import parse_args
-from hf_attn_variants.training.classification import data as data_module
 from hf_attn_variants.training.classification.columns import find_label_column, find_text_columns
 from hf_attn_variants.training.classification.data import load_classification_data
 from hf_attn_variants.training.classification.labels import (
@@ -23,6 +22,7 @@ from hf_attn_variants.training.classification.labels import (
     sorted_names,
 )
 from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from hf_attn_variants.training.engine import hub_datasets
 
 NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type=None)
 
@@ -421,7 +421,7 @@ def test_a_run_that_only_evaluates_has_the_models_labels(load):
 @pytest.fixture
 def load_source(monkeypatch):
     def call(splits, *flags):
-        monkeypatch.setattr(data_module, "load_dataset", lambda name, config: DatasetDict(splits))
+        monkeypatch.setattr(hub_datasets, "load_dataset", lambda name, config: DatasetDict(splits))
         return load_classification_data(
             parse_args(["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]), NO_CLASSIFIER
         )
@@ -457,7 +457,7 @@ def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
     def fail(name, config):
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(data_module, "load_dataset", fail)
+    monkeypatch.setattr(hub_datasets, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
     with pytest.raises(OSError, match=r"cannot load --dataset_name nowhere/none \(RuntimeError: no network\); give"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)

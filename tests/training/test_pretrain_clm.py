@@ -1,13 +1,12 @@
 """`pretrain --objective clm`: the loss by hand, nothing of the future, whole runs, decoding, resume, refusals."""
 
-import gzip
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fixtures.licence_text import write_shards
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_bert
 from safetensors.torch import load_file
@@ -40,7 +39,6 @@ from hf_attn_variants.training.engine.losses import label_objective
 from hf_attn_variants.training.pretraining.causal_lm import CausalLMPreparation, causal_lm_sums, causal_logits
 from hf_attn_variants.training.pretraining.context_check import shuffle_positions
 
-LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
 SIZES = {
     "vocab_size": 60,
@@ -83,12 +81,7 @@ def tokenizer(tiny_bert):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Two shards and a held-out file of the licence."""
-    folder = tmp_path_factory.mktemp("text")
-    articles = LICENCE.read_text().split("\n\n")[:14]
-    for i in range(2):
-        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
-    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
-    return folder
+    return write_shards(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """`uptrain --objective span_corruption`: T5's pretraining goes on: batches, schedule, length, resume, refusals."""
 
 import dataclasses
-import gzip
 import json
 import logging
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from fixtures.licence_text import LICENCE, write_shards
 from fixtures.processes import run_processes, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from fixtures.uptraining import make_bert, make_t5
@@ -30,7 +29,6 @@ from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import create_optimizer, create_scheduler
 from hf_attn_variants.training.uptraining.settings import UptrainingSettings
 
-LICENCE = Path(__file__).parents[2] / "LICENSE"
 LENGTH = ["--max_length", 32]
 # A step of one batch, where a test says no other.
 BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
@@ -39,12 +37,7 @@ BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Two shards and a held-out file of the licence."""
-    folder = tmp_path_factory.mktemp("text")
-    articles = LICENCE.read_text().split("\n\n")[:14]
-    for i in range(2):
-        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
-    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
-    return folder
+    return write_shards(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,17 @@ from ...decoder_inputs import DecoderInput, decoder_input
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
 from ..quality import BOUNDS, Quality, edit_distance
-from .audio import transcribed
-from .batches import IGNORED, Batch, continuations, own_targets, read_by_decoder, read_by_encoder, written_tokens
+from .audio import heard
+from .batches import (
+    ENCODER_OUTPUTS,
+    IGNORED,
+    Batch,
+    continuations,
+    own_targets,
+    read_by_decoder,
+    read_by_encoder,
+    written_tokens,
+)
 
 __all__ = ["SourceOutputs"]
 
@@ -100,19 +109,29 @@ class SourceOutputs:
     def _of_batch(self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool) -> dict[str, Any]:
         if self._measure == "embeddings":
             return {"embeddings": _embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
-        output = model(**batch)
+        written = None if is_source or self._measure != "tokens" else self._written(model, batch)
+        # Of audio the encoder has run for that.
+        output = model(**(batch if written is None else read_by_decoder(batch | _encoder_outputs(written, model))))
         if self._measure == "predictions":
             return {"predictions": _predictions(output, batch)}
         if labels is None:
             labels = continuations(batch["decoder_input_ids"], batch["decoder_attention_mask"])
         found: dict[str, Any] = {"loss": _token_losses(output, labels)}
         if self._measure == "tokens":
-            source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
-            write = transcribed if "input_features" in batch else own_targets
             # What the source writes is what its decoder was given.
-            written = batch if is_source else write(model, source, self._length)
-            found["tokens"] = written_tokens(written, self._generation)
+            found["tokens"] = written_tokens(batch if written is None else written, self._generation)
         return found
+
+    def _written(self, model: Any, batch: Batch) -> Batch:
+        """Return a decoder's arguments that lead to what a model writes of a batch."""
+        if "input_features" in batch:
+            return heard(model, list(batch["input_features"]), self._length)
+        source = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
+        return own_targets(model, source, self._length)
+
+
+def _encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
+    return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
 
 
 def _measure(model: PreTrainedModel, writes: bool) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, load_dataset
+from datasets import ClassLabel
 from transformers import PreTrainedConfig
 
 from ...table_files import read_records
 from ...text_files import column_names, column_value
 from ...text_lines import is_blank, is_unicode
+from ..engine.hub_datasets import load_splits
 from .columns import find_label_column, find_text_columns
 from .labels import Cell, LabelScheme, counted, listed, problem_type_of, read_cell, sorted_names
 from .settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
@@ -176,12 +177,7 @@ def _file_records(paths: Sequence[str]) -> Iterator[Record]:
 
 
 def _dataset_sources(settings: ClassificationSettings) -> dict[str, Source]:
-    try:
-        found = load_dataset(settings.dataset_name, settings.dataset_config_name)
-    except Exception as error:  # the Hub's many ways to fail are one thing to the user
-        raise OSError(
-            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
-        ) from error
+    found = load_splits(settings)
     sources = {}
     for name in _wanted(settings):
         given = getattr(settings, f"{name}_split_name")

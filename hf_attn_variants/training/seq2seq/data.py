@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import load_dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...text_files import column_names, column_value, has_text, read_columns, read_lines, read_pairs
+from ..engine.hub_datasets import load_splits
 from ..engine.tokenizers import check_max_length
 from .metrics import TEXT_METRICS, score_texts
 from .settings import Seq2SeqSettings
@@ -116,12 +116,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> list[tuple
 
 
 def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> list[tuple[str, ...]] | None:
-    try:
-        splits = load_dataset(settings.dataset_name, settings.dataset_config_name)
-    except Exception as error:  # the Hub's many ways to fail are one thing to the user
-        raise OSError(
-            f"cannot load --dataset_name {settings.dataset_name} ({type(error).__name__}: {error}); give files instead"
-        ) from error
+    splits = load_splits(settings)
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
         return None
