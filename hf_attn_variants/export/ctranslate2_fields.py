@@ -10,19 +10,15 @@ __all__ = ["ACTIVATIONS", "SPECIFIED", "check_has_form"]
 
 # By upstream's `model_type`: the hosts that `ctranslate2_specs` knows.
 SPECIFIED = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
-# CTranslate2's activations by transformers' names.
+# CTranslate2's activations by transformers' names, which are its own in small letters or others.
 ACTIVATIONS = {
-    "gelu": "GELU",
+    **{name.lower(): name for name in ("GELU", "RELU", "Sigmoid", "SWISH", "Tanh")},
     "gelu_fast": "GELUTanh",
     "gelu_new": "GELUTanh",
     "gelu_python": "GELU",
     "gelu_pytorch_tanh": "GELUTanh",
     "quick_gelu": "GELUSigmoid",
-    "RELU".lower(): "RELU",  # in small letters it is a kernel's name here
-    "sigmoid": "Sigmoid",
     "silu": "SWISH",
-    "swish": "SWISH",
-    "tanh": "Tanh",
 }
 
 
