@@ -25,8 +25,7 @@ LINEAR = ("sliding_window_cpu", "linear_attention_cpu")
 MIXED = ("onnx_latency", "talking_heads_cpu_layers")
 ALONE = ("hybrid_attention_cpu", "decoder_state_cpu", "talking_heads_cpu_plain")
 WITHOUT_LINKS = {
-    ("README.md", "Which are you?"): BERTS,
-    ("README.md", "What you gain, what you keep"): (*BERTS, *LONG, *SIZES),
+    ("README.md", "Converted"): (*BERTS, *LONG),
     ("which.md", "Which attention for what"): (*BERTS, *LONG, *LINEAR, *ALONE),
     ("results.md", "Summary"): (*BERTS, *LONG, *SIZES, *BEAMS, *LINEAR, *MIXED, "decode_t5-small_cpu"),
     ("results_speed.md", "An encoder alone"): BERTS,
