@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import HelpFormatter, package_version
+from .command_line import CommandParser, package_version
 from .errors import run_script
 from .interrupts import unwind_on_interrupt
 
@@ -89,10 +89,37 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         from .registration import register  # only now: a mistyped flag does not wait for these imports
 
         register()
+        if isinstance(command, str):
+            _say_retries_once()
         unwind_on_interrupt()
         module.main(args)
 
     return run_script(work)
+
+
+class _RetriesOnce(logging.Filter):
+    """Lets each kind of line on a repeated request through once: the Hub's client prints them anew for every try."""
+
+    KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = next((kind for kind in self.KINDS if kind in record.getMessage()), None)
+        if kind is None:
+            return True
+        is_new = kind not in self._said
+        self._said.add(kind)
+        return is_new
+
+
+def _say_retries_once() -> None:
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        for old in [each for each in handler.filters if isinstance(each, _RetriesOnce)]:
+            handler.removeFilter(old)
+        handler.addFilter(_RetriesOnce())
 
 
 def _check_extra(command: str) -> None:
@@ -131,11 +158,10 @@ def _check_unicode(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants",
         description="Multi-query, grouped-query and talking-heads attention for BERT, ALBERT and T5 checkpoints.",
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")

@@ -5,18 +5,22 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-example:
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 --length 128
-  attn-variants benchmark ./t5-small --batch_size 32 --length 1024 --num_key_value_heads 8 2 1 --json
-  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 --num_beams 4 --max_new_tokens 64
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 --length 4096 --max_position_embeddings 4096 \\
-      --num_key_value_heads 12 --no_talking_heads --attention_window 256 --attention_kernel hedgehog
+examples:
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 \\
+      --length 128
+  attn-variants benchmark ./t5-small --batch_size 32 --length 1024 \\
+      --num_key_value_heads 8 2 1 --json
+  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 \\
+      --num_beams 4 --max_new_tokens 64
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 \\
+      --length 4096 --max_position_embeddings 4096 --num_key_value_heads 12 \\
+      --no_talking_heads --attention_window 256 --attention_kernel hedgehog
 
 Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
 generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
@@ -27,12 +31,11 @@ the same (of a T5: decodes the same eight tokens), and each model decodes throug
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants benchmark",
         description="Time a checkpoint's architecture on this machine with fewer key/value heads, latents, talking "
         "heads, windows and kernels, beside transformers' own class.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")

@@ -53,7 +53,7 @@ def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, varia
     found = maps_of(tokenizer, architecture, variant).attentions
     assert len(found) == sum(len(getattr(outputs, name)) for name in names.values())
     for maps in found:
-        expected = getattr(outputs, names[maps.site])[maps.layer - 1][0]
+        expected = getattr(outputs, names[maps.site])[maps.layer][0]
         torch.testing.assert_close(maps.stages[-1].maps, expected, rtol=1e-5, atol=1e-6)
         assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
 
@@ -160,7 +160,7 @@ def test_labels_are_the_tokens_that_each_side_reads(tokenizer):
     assert (by_site["encoder"].query_tokens, by_site["encoder"].key_tokens) == (text, text)
     assert (by_site["decoder"].query_tokens, by_site["decoder"].key_tokens) == (target, target)
     assert (by_site["cross"].query_tokens, by_site["cross"].key_tokens) == (target, text)
-    assert by_site["cross"].name == "decoder layer 2, cross-attention"
+    assert by_site["cross"].name == "decoder layer 1, cross-attention"
 
 
 @pytest.mark.parametrize("variant", ["gqa_talking", "dynamic"])
