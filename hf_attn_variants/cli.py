@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import CommandParser, package_version
+from .command_line import HOSTS, CommandParser, package_version
 from .errors import run_script
 from .interrupts import unwind_on_interrupt
 
@@ -22,12 +22,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "frontier": ("hf_attn_variants.commands.frontier", "what it loses with a smaller cache: variants tried on text"),
     "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
-    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT, ALBERT, ... as a language model"),
+    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain an encoder as a language model"),
     "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
     "classify": ("hf_attn_variants.commands.classify", "fine-tune and evaluate a classifier on your own tables"),
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
-    "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),
+    "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate an encoder-decoder on pairs of texts"),
     "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
@@ -160,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
     parser = CommandParser(
         prog="attn-variants",
-        description="Multi-query, grouped-query and talking-heads attention for BERT, ALBERT and T5 checkpoints.",
+        description="Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of "
+        f"transformers: {HOSTS}.",
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")

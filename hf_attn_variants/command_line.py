@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
+    "HOSTS",
     "CommandParser",
     "HelpFormatter",
     "add_checkpoint_argument",
@@ -15,6 +16,12 @@ __all__ = [
     "parse_with_checkpoint",
     "program_name",
 ]
+
+
+# The models of transformers that this package changes, as `--help` names them.
+HOSTS = (
+    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, Whisper"
+)
 
 
 class CommandParser(argparse.ArgumentParser):

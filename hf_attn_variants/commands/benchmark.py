@@ -22,11 +22,12 @@ examples:
       --length 4096 --max_position_embeddings 4096 --num_key_value_heads 12 \\
       --no_talking_heads --attention_window 256 --attention_kernel hedgehog
 
-Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
+Reads config.json alone: weights are random, and do not matter for speed. An encoder reads a batch; an encoder-decoder
 generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
 first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
 models are in memory at once. Nothing is timed unless our multi-head model with the weights of transformers' puts out
-the same (of a T5: decodes the same eight tokens), and each model decodes through its cache what it decodes without."""
+the same (of an encoder-decoder: decodes the same eight tokens), and each model decodes through its cache what it
+decodes without."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
     CALIBRATION_SIZE,
@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog=program_name("convert_checkpoint.py"),
         description="Convert a multi-head checkpoint into a grouped-query, multi-query, latent-attention or "
         "talking-heads one, in little memory. A grouped checkpoint can be grouped further, or expanded back without "
-        "loss; so can one with latents.",
+        f"loss; so can one with latents. Checkpoints: {HOSTS}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")

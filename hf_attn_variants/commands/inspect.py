@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args", "table_cells"]
 
@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="attn-variants inspect",
         description="Show what a checkpoint costs with each possible number of key/value heads and with talking "
-        "heads, and what a conversion would save, without loading weights.",
+        f"heads, and what a conversion would save, without loading weights. Checkpoints: {HOSTS}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")

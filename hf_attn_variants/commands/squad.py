@@ -13,7 +13,7 @@ EPILOG = """example (SQuAD v1.1 from its JSON files, on the CPU):
 
 Without --train_file and --validation_file SQuAD is read from the Hub (rajpurkar/squad, with --version_2_with_negative
 rajpurkar/squad_v2). A context that is longer than --max_length is cut into windows, which share --doc_stride tokens.
-"No answer" is the first token's place: [CLS] in BERT and ALBERT. --output_dir gets the model, all_results.json (exact
+"No answer" is the first token's place, such as [CLS]. --output_dir gets the model, all_results.json (exact
 match and F1 as the official scripts compute them), train_log.jsonl, training_curves.png, predictions_dev.json (for
 the official scripts), predictions_nbest_dev.json and, for v2.0, predictions_null_odds_dev.json; with --test_file the
 same of the test split. v2.0: eval_best_f1 is that of the threshold which is best on the dev set itself.
