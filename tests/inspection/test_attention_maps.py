@@ -212,6 +212,7 @@ def test_a_page_holds_every_value(tokenizer, architecture, variant):
     assert "http" not in page and page.count("</script>") == 2
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
+    assert content["attentions"][0]["name"].endswith("layer 0")  # as in reports and cards
     for found, expected in zip(content["attentions"], maps.attentions, strict=True):
         assert found["name"] == expected.name and tuple(found["rows"]) == expected.query_tokens
         for stage, wanted in zip(found["stages"], expected.stages, strict=True):
