@@ -154,7 +154,8 @@ class Decoded:
         return ratio(*self.by_model[model], found)
 
     def mib(self, model: str) -> str:
-        return f"{self.by_model[model][0]['cache_bytes'] / 2**20:.0f}"
+        size = self.by_model[model][0]["cache_bytes"] / 2**20
+        return f"{size:.1f}" if size < 10 else f"{size:.0f}"
 
 
 @table("results_speed.md", *DECODED)
@@ -171,6 +172,13 @@ def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
         of, models = Decoded(report), (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
         repeats = int(report["arguments"]["repeats"])
         yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in models)]
+
+
+@table("results_speed.md", *LATENTS)
+def caches_of_latents(*reports: dict[str, Any]) -> Rows:
+    for label, report in zip(LATENTS.values(), reports, strict=True):
+        of = Decoded(report)
+        yield [label, *(of.mib(model) for model in (UPSTREAM, "MHA", "MQA", "exact", "cross r=128"))]
 
 
 @table("results_speed.md", *MARIANS)

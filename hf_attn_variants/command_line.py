@@ -20,7 +20,8 @@ __all__ = [
 
 # The models of transformers that this package changes, as `--help` names them.
 HOSTS = (
-    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, Whisper"
+    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
+    "Whisper"
 )
 
 
