@@ -20,6 +20,7 @@ ORDER = (
     ("conversion",),
     ("inspection",),
     ("training", "hub", "export"),
+    ("serving",),
     ("commands",),
     ("cli",),
     ("front doors",),
