@@ -1,4 +1,4 @@
-"""What to serve a model with on a CPU: transformers, `share_memory`, int8, fewer heads, CTranslate2, in turn in one run.
+"""What to serve a model with on a CPU: transformers, `share_memory`, int8, fewer heads and CTranslate2, in turn.
 
 Random weights: speed does not depend on them. It is `attn-variants benchmark --serving` over several sizes. An
 encoder-decoder generates, its encoder included; an encoder reads. A time is the median over rounds, a peak that of a

@@ -1,1 +1,1 @@
-"""What to serve a model with on this CPU: transformers, shared memory, int8, fewer heads and CTranslate2, timed in turn."""
+"""What to serve a model with on this CPU: the engines that there are, timed in turn."""

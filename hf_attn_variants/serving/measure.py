@@ -104,7 +104,7 @@ def measure_serving(
     Args:
         config: the checkpoint's config.json; of it, no weight is read.
         checkpoint: its name, for the table.
-        kv_heads: numbers of key/value heads to which it could be converted, in an encoder-decoder the decoder's; None =
+        kv_heads: numbers of key/value heads to which it could be converted, in an encoder-decoder the decoder's; None:
             a quarter of its heads, of a checkpoint of this package none.
         batch_size: texts, or windows of audio, at once.
         length: tokens of each; None = 128, of a Whisper its window.
@@ -128,36 +128,55 @@ def measure_serving(
     left_out = {} if missing is None else {CTRANSLATE2: missing}
     engines = engines_of(config, _kv_heads(config, kv_heads), missing is None)
     with tempfile.TemporaryDirectory() as stage:
-        exported: dict[str, Exported] = {}
-        runs: dict[str, Run] = {}
-        for number, engine in enumerate(progress_bar(engines, desc="building", unit="engine", leave=False)):
-            try:
-                model = build_model(config, engine)
-            except ValueError as error:
-                if not engine.int8:
-                    raise
-                left_out[engine.name] = str(error)  # it has no map that is large enough
-                continue
-            if engine.ctranslate2:
-                (folder := Path(stage) / str(number)).mkdir()
-                exported[engine.name] = write_folder(config, model, inputs, folder, engine.int8)
-                runs[engine.name] = ctranslate2_run(exported[engine.name], load.num_beams, threads)
-            else:
-                runs[engine.name] = torch_run(model, inputs, load)
+        runs, exported = _built(config, engines, load, inputs, Path(stage), left_out)
         engines = [engine for engine in engines if engine.name in runs]
-        found, firsts = _timed(runs, load, rounds)
+        times, firsts = _timed(runs, load, rounds)
         peaks: dict[str, int | None] = {}
         for engine in progress_bar(engines if peak_memory else [], desc="peak memory", unit="engine", leave=False):
             peaks[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
     rows: list[ServingRow] = []
     for engine in engines:
-        times = [1e3 * usage.seconds for usage in found[engine.name]]
-        median, first = statistics.median(times), firsts[engine.name]
-        speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
-        baseline = rows[0].milliseconds if rows else median
-        measured = (median, times, speed, baseline / median, 1e3 * statistics.median(first) if first else None)
-        rows.append(ServingRow(engine, *measured, peaks.get(engine.name), summary(found[engine.name])))
+        baseline = rows[0].milliseconds if rows else None
+        rows.append(_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name)))
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), memory_now())
+
+
+def _built(
+    config: Mapping[str, Any],
+    engines: Sequence[Engine],
+    load: Load,
+    inputs: dict[str, torch.Tensor],
+    stage: Path,
+    left_out: dict[str, str],
+) -> tuple[dict[str, Run], dict[str, Exported]]:
+    """Return what runs each engine, and what was written for CTranslate2; what cannot be int8 is left out."""
+    runs: dict[str, Run] = {}
+    exported: dict[str, Exported] = {}
+    for number, engine in enumerate(progress_bar(engines, desc="building", unit="engine", leave=False)):
+        try:
+            model = build_model(config, engine)
+        except ValueError as error:
+            if not engine.int8:
+                raise
+            left_out[engine.name] = str(error)  # it has no map that is large enough
+            continue
+        if engine.ctranslate2:
+            (folder := stage / str(number)).mkdir()
+            exported[engine.name] = write_folder(config, model, inputs, folder, engine.int8)
+            runs[engine.name] = ctranslate2_run(exported[engine.name], load.num_beams, torch.get_num_threads())
+        else:
+            runs[engine.name] = torch_run(model, inputs, load)
+    return runs, exported
+
+
+def _row(
+    engine: Engine, load: Load, usages: list[Usage], firsts: list[float], baseline: float | None, peak: int | None
+) -> ServingRow:
+    times = [1e3 * usage.seconds for usage in usages]
+    median = statistics.median(times)
+    first = 1e3 * statistics.median(firsts) if firsts else None
+    speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
+    return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak, summary(usages))
 
 
 def _kv_heads(config: Mapping[str, Any], given: Sequence[int] | None) -> Sequence[int]:
