@@ -154,10 +154,11 @@ class Decoded:
         return ratio(*self.by_model[model], found)
 
     def mib(self, model: str) -> str:
-        return f"{self.by_model[model][0]['cache_bytes'] / 2**20:.0f}"
+        size = self.by_model[model][0]["cache_bytes"] / 2**20
+        return f"{size:.1f}" if size < 10 else f"{size:.0f}"
 
 
-@table("results.md", *DECODED)
+@table("results_speed.md", *DECODED)
 def decoding(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(DECODED.values(), reports, strict=True):
         of = Decoded(report)
@@ -165,7 +166,7 @@ def decoding(*reports: dict[str, Any]) -> Rows:
         yield [label, *speeds, of.times("GQA-2", "step_speedup"), of.times("MQA", "step_speedup")]
 
 
-@table("results.md", *LATENTS)
+@table("results_speed.md", *LATENTS)
 def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
         of, models = Decoded(report), (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
@@ -173,7 +174,14 @@ def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
         yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in models)]
 
 
-@table("results.md", *MARIANS)
+@table("results_speed.md", *LATENTS)
+def caches_of_latents(*reports: dict[str, Any]) -> Rows:
+    for label, report in zip(LATENTS.values(), reports, strict=True):
+        of = Decoded(report)
+        yield [label, *(of.mib(model) for model in (UPSTREAM, "MHA", "MQA", "exact", "cross r=128"))]
+
+
+@table("results_speed.md", *MARIANS)
 def decoding_a_marian(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(MARIANS.values(), reports, strict=True):
         of, models = Decoded(report), ("MHA", "GQA-2", "MQA", "exact", "cross r=128", "cross r=64")
@@ -181,12 +189,12 @@ def decoding_a_marian(*reports: dict[str, Any]) -> Rows:
         yield [label, first, *(f"{of.speed(model)}, {of.mib(model)}" for model in models)]
 
 
-@table("results.md", "encode_minilm_cpu")
+@table("results_speed.md", "encode_minilm_cpu")
 def encoding(report: dict[str, Any]) -> Rows:
     return _passes("MiniLM, ms a batch (lower is better)", report)
 
 
-@table("results.md", "encode_bert-base_cpu")
+@table("results_speed.md", "encode_bert-base_cpu")
 def encoding_by_bert_base(report: dict[str, Any]) -> Rows:
     return _passes("BERT-base, ms a batch (lower is better)", report)
 
@@ -205,7 +213,7 @@ def _passes(label: str, report: dict[str, Any]) -> Rows:
     yield [label, *cells]
 
 
-@table("results.md", "sliding_window_cpu")
+@table("results_long.md", "sliding_window_cpu")
 def windows(report: dict[str, Any]) -> Rows:
     memory = {row["shape"][2]: row for row in report["peak_memory"]}
     for (row, kept), layer in zip(pairs(report, "attention"), pairs(report, "layers"), strict=True):
@@ -220,7 +228,7 @@ def windows(report: dict[str, Any]) -> Rows:
         yield cells
 
 
-@table("results.md", "long_t5_passes")
+@table("results_long.md", "long_t5_passes")
 def encoder_passes(report: dict[str, Any]) -> Rows:
     peers = {"everything": "T5", "windows": "LongT5, local", "transient global": "LongT5, transient global"}
     for row, kept in pairs(report, "runs"):
@@ -234,7 +242,7 @@ def encoder_passes(report: dict[str, Any]) -> Rows:
         yield [f"{row['tokens']:,}", *cells]
 
 
-@table("results.md", "decoder_state_cpu")
+@table("results_long.md", "decoder_state_cpu")
 def decoder_state(report: dict[str, Any]) -> Rows:
     rows = list(pairs(report, "steps"))
     for name in rows[0][0]["step_ms"]:
@@ -244,7 +252,7 @@ def decoder_state(report: dict[str, Any]) -> Rows:
         ]
 
 
-@table("results.md", "linear_attention_cpu")
+@table("results_long.md", "linear_attention_cpu")
 def linear_attention(report: dict[str, Any]) -> Rows:
     for row, kept in pairs(report, "attention"):
         cells = [f"{row['length']:,}"]
@@ -273,7 +281,7 @@ def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
     return [*times, ratio(ours, kept, found)]
 
 
-@table("results.md", "onnx_latency")
+@table("results_speed.md", "onnx_latency")
 def encoders_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 32], [1, 128], [8, 128], [1, 512]):
         for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` a layer)")):
@@ -281,14 +289,14 @@ def encoders_in_onnx_runtime(report: dict[str, Any]) -> Rows:
             yield [", ".join(map(str, size)), words, *_onnx_cells(rows, three_digits)]
 
 
-@table("results.md", "onnx_latency")
+@table("results_speed.md", "onnx_latency")
 def decoding_steps_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 128, 32], [8, 512, 32], [32, 1024, 32]):
         rows = _onnx_rows(report, "decoding step", size, 18, (8, 2, 1))
         yield [f"{size[0]}, {size[1]}", *_onnx_cells(rows, "{:.1f}".format)]
 
 
-@table("results.md", "loop_overhead")
+@table("results_appendix.md", "loop_overhead")
 def loop_overhead(report: dict[str, Any]) -> Rows:
     for row, kept in pairs(report, "rows"):
         # The larger overhead is what may be said.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import HelpFormatter, package_version
+from .command_line import HOSTS, CommandParser, package_version
 from .errors import run_script
 from .interrupts import unwind_on_interrupt
 
@@ -22,12 +22,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "frontier": ("hf_attn_variants.commands.frontier", "what it loses with a smaller cache: variants tried on text"),
     "convert": ("hf_attn_variants.commands.convert", "a multi-head checkpoint into a variant"),
     "uptrain": ("hf_attn_variants.commands.uptrain", "train a converted checkpoint back to its quality"),
-    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain a BERT, ALBERT, ... as a language model"),
+    "pretrain": ("hf_attn_variants.commands.pretrain", "pretrain an encoder as a language model"),
     "pretrain-t5": ("hf_attn_variants.commands.pretrain_t5", "pretrain a T5 by span corruption"),
     "classify": ("hf_attn_variants.commands.classify", "fine-tune and evaluate a classifier on your own tables"),
     "glue": ("hf_attn_variants.commands.glue", "fine-tune and evaluate on a GLUE task"),
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
-    "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate a T5 on pairs of texts"),
+    "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate an encoder-decoder on pairs of texts"),
     "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
@@ -89,10 +89,37 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         from .registration import register  # only now: a mistyped flag does not wait for these imports
 
         register()
+        if isinstance(command, str):
+            _say_retries_once()
         unwind_on_interrupt()
         module.main(args)
 
     return run_script(work)
+
+
+class _RetriesOnce(logging.Filter):
+    """Lets each kind of line on a repeated request through once: the Hub's client prints them anew for every try."""
+
+    KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = next((kind for kind in self.KINDS if kind in record.getMessage()), None)
+        if kind is None:
+            return True
+        is_new = kind not in self._said
+        self._said.add(kind)
+        return is_new
+
+
+def _say_retries_once() -> None:
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        for old in [each for each in handler.filters if isinstance(each, _RetriesOnce)]:
+            handler.removeFilter(old)
+        handler.addFilter(_RetriesOnce())
 
 
 def _check_extra(command: str) -> None:
@@ -131,11 +158,11 @@ def _check_unicode(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants",
-        description="Multi-query, grouped-query and talking-heads attention for BERT, ALBERT and T5 checkpoints.",
+        description="Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of "
+        f"transformers: {HOSTS}.",
         epilog=f"commands:\n{listed}\n\n`attn-variants COMMAND --help` says what each takes.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="see below")

@@ -1,13 +1,39 @@
-"""How the commands read their command lines: the shape of `--help`, the checkpoint, the name that it shows."""
+"""How the commands read their command lines: their parser, the checkpoint, the name that `--help` shows."""
 
 import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["HelpFormatter", "add_checkpoint_argument", "package_version", "parse_with_checkpoint", "program_name"]
+__all__ = [
+    "HOSTS",
+    "CommandParser",
+    "HelpFormatter",
+    "add_checkpoint_argument",
+    "package_version",
+    "parse_with_checkpoint",
+    "program_name",
+]
+
+
+# The models of transformers that this package changes, as `--help` names them.
+HOSTS = (
+    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
+    "Whisper"
+)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command: help as `HelpFormatter` writes it, and errors without the usage before them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the error, where to read more, and status 2."""
+        self.exit(2, f"error: {message}\n`{self.prog} --help` has all options.\n")
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -27,10 +27,11 @@ LOG = "log.txt"  # what trainings print of their results: here each score is one
 SAME_OUTPUTS = 1e-4  # beyond what float32 rounds
 WAYS = {"averaged": "mean", "calibrated": "calibrated"}
 
-EPILOG = """examples:
+EPILOG = """examples (the last one needs the Hub and a GPU):
   python scripts/quickstart.py
   python scripts/quickstart.py --num_key_value_heads 1 --seeds 0
-  python scripts/quickstart.py --model google-bert/bert-base-uncased --task sst2   # needs the Hub and a GPU"""
+  python scripts/quickstart.py --model google-bert/bert-base-uncased \\
+      --task sst2"""
 
 EXPLAINED = (
     "Averaging merges heads that were trained apart. Calibration fits the shared heads to what the old ones did on "
@@ -74,15 +75,14 @@ class Job:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    from hf_attn_variants.command_line import HelpFormatter
+    from hf_attn_variants.command_line import CommandParser
 
-    parser = argparse.ArgumentParser(
-        prog="quickstart.py",
+    parser = CommandParser(
+        prog="python scripts/quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
         "on text, distil both with the original as teacher, and score each before and after on the same task. Then "
         "load one in a process without this package. Needs no network by default.",
         epilog=EPILOG,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which make installs)."

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..training.engine.options import Settings, alternatives, fields_by_group
 from ..training.engine.settings import NewModelSettings
 from .hf_names import check_names
@@ -35,9 +35,7 @@ def parse_settings(
     Raises:
         ValueError: if a value is outside its range, or the settings do not go together.
     """
-    parser = argparse.ArgumentParser(
-        prog=program_name(script), description=description, epilog=epilog, formatter_class=HelpFormatter
-    )
+    parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
     types_of = typing.get_type_hints(settings)
     for title, fields in fields_by_group(settings):
         group = parser.add_argument_group(title)

@@ -6,25 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-example:
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 --length 128
-  attn-variants benchmark ./t5-small --batch_size 32 --length 1024 --num_key_value_heads 8 2 1 --json
-  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 --num_beams 4 --max_new_tokens 64
-  attn-variants benchmark ./t5-small --serving --keep_memory --batch_size 8 --num_beams 4 --plot t5-serving.png
-  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 --length 4096 --max_position_embeddings 4096 \\
-      --num_key_value_heads 12 --no_talking_heads --attention_window 256 --attention_kernel hedgehog
+examples:
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 8 \\
+      --length 128
+  attn-variants benchmark ./t5-small --batch_size 32 --length 1024 \\
+      --num_key_value_heads 8 2 1 --json
+  attn-variants benchmark ./t5-small --batch_size 8 --length 1024 \\
+      --num_beams 4 --max_new_tokens 64
+  attn-variants benchmark ./t5-small --serving --keep_memory --batch_size 4 \\
+      --length 512 --num_beams 4 --plot t5-serving.png
+  attn-variants benchmark google-bert/bert-base-uncased --batch_size 1 \\
+      --length 4096 --max_position_embeddings 4096 --num_key_value_heads 12 \\
+      --no_talking_heads --attention_window 256 --attention_kernel hedgehog
 
-Reads config.json alone: weights are random, and do not matter for speed. A BERT or ALBERT reads a batch; a T5
+Reads config.json alone: weights are random, and do not matter for speed. An encoder reads a batch; an encoder-decoder
 generates, greedily or with --num_beams, from an encoder's output of that length, the encoder's own time apart. The
 first row is transformers' own class (of a checkpoint of this package: its multi-head variant), in the same run. All
 models are in memory at once. Nothing is timed unless our multi-head model with the weights of transformers' puts out
-the same (of a T5: decodes the same eight tokens), and each model decodes through its cache what it decodes without.
+the same (of an encoder-decoder: decodes the same eight tokens), and each model decodes through its cache what it
+decodes without.
 
 --serving asks another question: what to serve this model with on this CPU. It times transformers' class as it is,
 with `share_memory`, in int8 (`quantize`), with fewer key/value heads, and CTranslate2 where that is installed and has
@@ -34,12 +40,11 @@ sentence: what to take."""
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants benchmark",
         description="Time a checkpoint's architecture on this machine with fewer key/value heads, latents, talking "
         "heads, windows and kernels, beside transformers' own class.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: all heads, 4, 2 and 1")

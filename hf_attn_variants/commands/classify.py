@@ -17,7 +17,8 @@ EPILOG = """examples (one label a row, several, a number for pairs; predictions 
       --label_separator ';' --class_weights balanced --output_dir runs/tags
   %(prog)s ./minilm-gqa4 --train_file pairs.tsv.gz \\
       --validation_file dev.jsonl --text_columns left right \\
-      --label_column similarity --problem_type regression --output_dir runs/pairs
+      --label_column similarity --problem_type regression \\
+      --output_dir runs/pairs
   %(prog)s runs/reviews --test_file new.jsonl \\
       --num_train_epochs 0 --output_dir runs/new
 

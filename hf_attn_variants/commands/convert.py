@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
     CALIBRATION_SIZE,
@@ -34,16 +34,21 @@ POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 EXAMPLE = """\
-examples (a BERT calibrated on lines of text; one that was fine-tuned to answer questions, on its pairs):
-  %(prog)s --model_name_or_path google-bert/bert-base-uncased \\
-      --num_key_value_heads 4 --calibration_file wikipedia.txt --output_dir bert-base-gqa4
-  %(prog)s --model_name_or_path runs/squad --num_key_value_heads 4 --max_length 256 \\
-      --calibration_file pairs.jsonl --calibration_columns question context --output_dir squad-gqa4
+examples (a BERT calibrated on lines of text; one that was fine-tuned to answer
+questions, on its pairs):
+  %(prog)s google-bert/bert-base-uncased \\
+      --num_key_value_heads 4 --calibration_file wikipedia.txt \\
+      --output_dir bert-base-gqa4
+  %(prog)s runs/squad --num_key_value_heads 4 \\
+      --calibration_file pairs.jsonl --calibration_columns question context \\
+      --max_length 256 --output_dir squad-gqa4
 a T5 whose decoder keeps 128 numbers a token of the source:
-  %(prog)s --model_name_or_path runs/translation --cross_kv_lora_rank 128 --calibration_file train.en \\
+  %(prog)s runs/translation \\
+      --cross_kv_lora_rank 128 --calibration_file train.en \\
       --calibration_target_file train.de --output_dir translation-r128
-a Whisper that keeps 128 numbers a position of audio, calibrated on a folder of recordings:
-  %(prog)s --model_name_or_path openai/whisper-tiny --cross_kv_lora_rank 128 --calibration_audio_dir recordings \\
+a Whisper that keeps 128 numbers a position of audio, calibrated on recordings:
+  %(prog)s openai/whisper-tiny \\
+      --cross_kv_lora_rank 128 --calibration_audio_dir recordings \\
       --output_dir whisper-tiny-r128
 """
 
@@ -68,13 +73,12 @@ TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passag
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name("convert_checkpoint.py"),
         description="Convert a multi-head checkpoint into a grouped-query, multi-query, latent-attention or "
         "talking-heads one, in little memory. A grouped checkpoint can be grouped further, or expanded back without "
-        "loss; so can one with latents.",
+        f"loss; so can one with latents. Checkpoints: {HOSTS}.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")

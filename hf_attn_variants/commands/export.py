@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from .convert import DTYPES
 
 __all__ = ["main", "parse_args"]
@@ -23,22 +23,24 @@ QUANTIZATIONS = (
     "int8_bfloat16",
 )
 EXAMPLE = """\
-examples (a folder that transformers loads without code of ours; graphs for ONNX Runtime; a model for CTranslate2):
-  %(prog)s t5-gqa2 --to transformers --output_dir t5-plain
+examples (a folder that transformers loads without code of ours; graphs for
+ONNX Runtime; a model for CTranslate2):
+  %(prog)s t5-gqa2 --to transformers \\
+      --output_dir t5-plain
   %(prog)s t5-gqa2 --to onnx --output_dir t5-onnx
-  %(prog)s t5-gqa2 --to ctranslate2 --quantization int8 --output_dir t5-int8
+  %(prog)s t5-gqa2 --to ctranslate2 \\
+      --quantization int8 --output_dir t5-int8
 """
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name("export_checkpoint.py"),
         description="Write a variant checkpoint for those who run no code of ours: as a plain one of transformers, "
         "grouped heads repeated and latents multiplied in, with the same outputs; as ONNX graphs that keep both; or "
         "for CTranslate2, which keeps grouped heads.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--to", required=True, choices=("transformers", "onnx", "ctranslate2"), help="the form")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, package_version, parse_with_checkpoint
+from ..command_line import CommandParser, add_checkpoint_argument, package_version, parse_with_checkpoint
 from .convert import (
     CALIBRATION_OPTIONS,
     add_audio_argument,
@@ -34,12 +34,16 @@ JSON_FILE, PNG_FILE = "frontier.json", "frontier.png"
 EXAMPLE = """\
 examples (a T5 that translates, on its pairs; an encoder on lines of text; a
 Whisper on recordings):
-  attn-variants frontier ./t5-en-de --calibration_file train.en.gz --calibration_target_file train.de.gz \\
-      --loss 0.02 --output_dir t5-frontier
-  attn-variants frontier google-bert/bert-base-uncased --calibration_file wikipedia.txt --output_dir bert-frontier
-  attn-variants frontier ./t5-en-de --calibration_file train.en.gz --cross_kv_lora_rank 128 64 --kv_lora_rank 64 32 \\
+  attn-variants frontier ./t5-en-de --calibration_file train.en.gz \\
+      --calibration_target_file train.de.gz --loss 0.02 \\
+      --output_dir t5-frontier
+  attn-variants frontier google-bert/bert-base-uncased \\
+      --calibration_file wikipedia.txt --output_dir bert-frontier
+  attn-variants frontier ./t5-en-de --calibration_file train.en.gz \\
+      --cross_kv_lora_rank 128 64 --kv_lora_rank 64 32 \\
       --num_key_value_heads 2 1 --output_dir t5-frontier
-  attn-variants frontier openai/whisper-base --calibration_audio_dir recordings --output_dir whisper-frontier
+  attn-variants frontier openai/whisper-base \\
+      --calibration_audio_dir recordings --output_dir whisper-frontier
 
 No checkpoint is written: variants are made in memory, each attention once, by the closed form alone unless --fit_steps
 says more, and tried on text of the file (or recordings of the folder) that was not drawn for the calibration; on its
@@ -50,12 +54,11 @@ held-out tenth where nothing is left. Text that the checkpoint was trained on sh
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants frontier",
         description="Try fewer key/value heads and latents of several ranks on a checkpoint, and show what each takes "
         "and what it loses on text or audio: a table, a picture, and the command that makes the one to have.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument(

@@ -7,8 +7,9 @@ __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate a sequence classifier on a GLUE task."
 EPILOG = """example (STS-B from a folder of TSVs, on the CPU):
-  %(prog)s --model_name_or_path ./minilm-gqa4 --task_name stsb --data_dir glue/STS-B \\
-      --output_dir runs/stsb --num_train_epochs 3 --learning_rate 5e-5 --group_by_length --cpu
+  %(prog)s ./minilm-gqa4 --task_name stsb \\
+      --data_dir glue/STS-B --output_dir runs/stsb --num_train_epochs 3 \\
+      --learning_rate 5e-5 --group_by_length --cpu
 
 Without --data_dir the task is read from nyu-mll/glue on the Hub. --output_dir gets the model, all_results.json,
 train_log.jsonl, training_curves.png, predictions_dev_<task>.tsv and, where there is a test file,

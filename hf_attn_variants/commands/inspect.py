@@ -5,14 +5,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import HOSTS, CommandParser, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args", "table_cells"]
 
 EXAMPLE = """\
-example:
+examples:
   attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024
-  attn-variants inspect ./bert-gqa4 --json
+  attn-variants inspect ./bert-gqa4 --details
 
 Reads config.json alone. A row marked * is the checkpoint as it is; one marked - is no conversion of it, because
 neither number of heads divides the other, or heads have parameters of their own."""
@@ -23,12 +23,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants inspect",
         description="Show what a checkpoint costs with each possible number of key/value heads and with talking "
-        "heads, and what a conversion would save, without loading weights.",
+        f"heads, and what a conversion would save, without loading weights. Checkpoints: {HOSTS}.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences at once (default: %(default)s)")
@@ -44,7 +43,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="encoder-decoders: tokens that the encoder reads (default: --length; Whisper: its window)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the checkpoint's)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="also show the parameters in attention, FLOPs a token, and what a token costs in each cache",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, which has all of it")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     return parse_with_checkpoint(parser, argv)
@@ -72,31 +76,43 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    header, rows = table_cells(table)
+    header, rows = table_cells(table, args.details)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
-    print_table(title, header, rows, cut=next(cache_columns, None))
-    for note in _notes(table):
+    print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
+    for note in _notes(table, args.details):
         print_text(note)
     return table
 
 
-def table_cells(table: Any) -> tuple[list[str], list[list[str]]]:
-    """Return a `CostTable` as text: the header, and the cells of each row."""
-    stacks, cache = table.current.flops_per_token, table.current.kv_cache_bytes_per_token
-    header = ["variant", "parameters", "in attention", "saved weights"]
+def table_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return a `CostTable` as text: the header, and the cells of each row.
+
+    Args:
+        table: the table.
+        details: all that was counted; without it the parameters, the whole cache, and what is saved of that (of the
+            weights where there is no cache).
+    """
+    now = table.current
+    stacks = list(now.flops_per_token) if details else []
+    sites = list(now.kv_cache_bytes_per_token or ()) if details else []
+    has_cache = now.kv_cache_bytes is not None
+    header = ["variant", "parameters"] + ["in attention"] * details
+    header += ["saved weights"] * (details or not has_cache)
     header += [f"MFLOP a token{f' ({stack})' if len(stacks) > 1 else ''}" for stack in stacks]
-    if cache is not None:
-        header += [f"cache a token ({site})" for site in cache] + ["cache", "saved cache"]
+    header += [f"cache a token ({site})" for site in sites] + ["cache", "saved cache"] * has_cache
     rows = []
     for row in table.rows:
         saved = table.savings(row)
-        cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}"]
-        cells += [f"{row.parameters:,}", f"{row.attention_parameters:,}", _saved(saved["weight_bytes"])]
+        cells = [f"{row.name}{' *' if row.current else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
+        if details:
+            cells.append(f"{row.attention_parameters:,}")
+        if details or not has_cache:
+            cells.append(_saved(saved["weight_bytes"]))
         cells += [f"{row.flops_per_token[stack] / 1e6:,.2f}" for stack in stacks]
-        if cache is not None:
-            cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in cache]
-            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], table.current.kv_cache_bytes)]
+        cells += [_bytes(row.kv_cache_bytes_per_token[site]) for site in sites]
+        if has_cache:
+            cells += [_bytes(row.kv_cache_bytes), _saved(saved["kv_cache_bytes"], now.kv_cache_bytes)]
         rows.append(cells)
     return header, rows
 
@@ -106,13 +122,16 @@ def _sizes(table: Any) -> str:
     return text + (f", source {table.source_length:,}" if len(table.current.flops_per_token) > 1 else "")
 
 
-def _notes(table: Any) -> list[str]:
+def _notes(table: Any, details: bool) -> list[str]:
     notes = ["* the checkpoint as it is"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
         notes.append(
             "- no conversion leads there: neither number divides the other, or heads have parameters of their own"
         )
-    notes.append("Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts.")
+    if details:
+        notes.append(
+            "Parameters are the model's, tied ones once; files may hold more or fewer, which `convert` counts."
+        )
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
         notes.append("No key/value cache: memory-side dynamic projections need all past inputs at each token.")
     elif table.current.kv_cache_bytes_per_token is None:

@@ -7,8 +7,9 @@ __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate a token classifier, on named entities for example."
 EPILOG = """example:
-  %(prog)s --model_name_or_path ./bert-gqa4 --train_file conll/train.txt --validation_file conll/valid.txt \\
-      --test_file conll/test.txt --num_train_epochs 3 --output_dir runs/conll
+  %(prog)s ./bert-gqa4 --train_file conll/train.txt \\
+      --validation_file conll/valid.txt --test_file conll/test.txt \\
+      --num_train_epochs 3 --output_dir runs/conll
 
 CoNLL's format: a word first in its line and its tag (O, B-... or I-...) last, an empty line behind each sentence. A
 `datasets` source has columns tokens and ner_tags. --output_dir gets the model, all_results.json (precision, recall and

@@ -9,16 +9,23 @@ DESCRIPTION = (
     "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA as a "
     "causal one, from scratch or from a checkpoint."
 )
-EPILOG = """examples (a small ALBERT from scratch, on gzip shards of text whose articles an empty line separates):
-  %(prog)s --model_type albert --tokenizer_name albert/albert-base-v2 \\
-      --config_overrides hidden_size=256,num_hidden_layers=4,num_attention_heads=8,intermediate_size=1024 \\
-      --train_file wikipedia/train-*.txt.gz --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
-      --max_train_steps 10000 --learning_rate 1e-3 --num_warmup_steps 500 --eval_steps 1000 --output_dir runs/albert
+EPILOG = """examples (a small BERT from scratch, on gzip shards of text whose articles an
+empty line separates):
+  %(prog)s --model_type bert \\
+      --tokenizer_name google-bert/bert-base-uncased --config_overrides \\
+      hidden_size=384,num_hidden_layers=6,intermediate_size=1536 \\
+      --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --max_train_steps 10000 --learning_rate 1e-3 --num_warmup_steps 500 \\
+      --eval_steps 1000 --output_dir runs/bert
 
 the same with each next token, by a multi-query decoder:
-  %(prog)s --objective clm --model_type bert --tokenizer_name google-bert/bert-base-uncased --num_key_value_heads 1 \\
-      --train_file wikipedia/train-*.txt.gz --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
-      --max_train_steps 10000 --learning_rate 5e-4 --num_warmup_steps 500 --eval_steps 1000 --output_dir runs/decoder
+  %(prog)s --objective clm --model_type bert \\
+      --tokenizer_name google-bert/bert-base-uncased \\
+      --num_key_value_heads 1 --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --max_train_steps 10000 --learning_rate 5e-4 --num_warmup_steps 500 \\
+      --eval_steps 1000 --output_dir runs/decoder
 
 Text is read as a stream, tokenised and packed into blocks of --max_length as training goes; --max_train_steps says how
 long. A flag of a field of variants, such as --talking_heads, makes the new model one. --output_dir gets the model

@@ -6,12 +6,17 @@ from .training import training_command
 __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Pretrain a T5 by span corruption, from scratch or from a checkpoint."
-EPILOG = """example (a small multi-query T5 from scratch, on gzip shards; an empty line separates their articles):
-  %(prog)s --model_type t5 --tokenizer_name google-t5/t5-small \\
-      --config_overrides d_model=256,d_kv=32,d_ff=1024,num_layers=4,num_heads=8 --num_key_value_heads 1 \\
-      --train_file wikipedia/train-*.txt.gz --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
-      --optim adafactor --adafactor_scale_parameter --learning_rate 1e-2 --lr_scheduler_type inverse_sqrt \\
-      --num_warmup_steps 500 --max_train_steps 10000 --eval_steps 1000 --dropout_rate 0 --output_dir runs/t5
+EPILOG = """example (a small multi-query T5 from scratch, on gzip shards; an empty line
+separates their articles):
+  %(prog)s --model_type t5 \\
+      --tokenizer_name google-t5/t5-small --num_key_value_heads 1 \\
+      --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --optim adafactor --adafactor_scale_parameter --learning_rate 1e-2 \\
+      --lr_scheduler_type inverse_sqrt --num_warmup_steps 500 \\
+      --max_train_steps 10000 --eval_steps 1000 --dropout_rate 0 \\
+      --output_dir runs/t5 \\
+      --config_overrides d_model=256,d_kv=32,d_ff=1024,num_layers=4,num_heads=8
 
 Text is read as a stream, tokenised and packed into blocks as training goes; a block becomes --max_length input tokens
 and, at the default noise, a quarter as many target tokens or fewer. Adafactor with steps in proportion to each

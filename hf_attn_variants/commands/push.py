@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
 example (--dry_run lists what would go up, and shows the card):
-  %(prog)s --model_name_or_path bert-gqa4 --repo_id me/bert-gqa4 --private \\
+  %(prog)s bert-gqa4 --repo_id me/bert-gqa4 --private \\
       --base_model google-bert/bert-base-uncased --license apache-2.0 --dry_run
 
 Everything goes up in one commit, or nothing does. A repeated push changes nothing."""
@@ -23,12 +23,11 @@ CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipelin
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name("push_to_hub.py"),
         description="Push a checkpoint folder to the Hub: model, tokenizer, code files, generation config and a model "
         "card that is filled from what was really run.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "the checkpoint folder")
     parser.add_argument("--repo_id", help="user/name (default: the folder's name under your account)")

@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 
 __all__ = ["main", "parse_args"]
 
 EXAMPLE = """\
-examples (what would change; in place, with a backup; a repository on the Hub, in one commit):
+examples (what would change; in place, with a backup; a repository on the Hub,
+in one commit):
   attn-variants refresh bert-gqa4 --dry_run
   attn-variants refresh bert-gqa4
   attn-variants refresh me/bert-gqa4 --push_to_hub
@@ -20,12 +21,11 @@ repository's own code is not run unless --trust_remote_code is given."""
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants refresh",
         description="Put today's code into a repository that an older version of this package saved, so that it loads "
         "under newer transformers.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "the repository: a folder or a Hub id")
     parser.add_argument("--output_dir", help="a new or empty folder (default: in place, with a backup, for a folder)")

@@ -6,14 +6,17 @@ from .training import training_command
 __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Train and evaluate an encoder-decoder on text to text: translation, summarisation, GLUE, SQuAD."
-EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as text; a checkpoint's score):
-  %(prog)s --model_name_or_path ./t5-gqa2 --source_file train.en.gz --target_file train.de.gz \\
-      --validation_source_file val.en.gz --validation_target_file val.de.gz --max_length 64 --num_beams 1 4 \\
+EPILOG = """examples (translation decoded greedily and with 4 beams; STS-B as text; a
+checkpoint's score):
+  %(prog)s ./t5-gqa2 --source_file train.en.gz \\
+      --target_file train.de.gz --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --max_length 64 --num_beams 1 4 \\
       --group_by_length --output_dir runs/en-de
-  %(prog)s --model_name_or_path google-t5/t5-small --task_name stsb --data_dir glue/STS-B \\
-      --max_target_length 8 --output_dir runs/t5-stsb
-  %(prog)s --model_name_or_path runs/en-de --validation_source_file val.en.gz \\
-      --validation_target_file val.de.gz --num_train_epochs 0 --output_dir runs/en-de-scores
+  %(prog)s google-t5/t5-small --task_name stsb \\
+      --data_dir glue/STS-B --max_target_length 8 --output_dir runs/t5-stsb
+  %(prog)s runs/en-de --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --num_train_epochs 0 \\
+      --output_dir runs/en-de-scores
 
 Rows come from parallel text (--source_file and --target_file, line by line), from tables (--train_file with
 --source_column and --target_column; a nested column is written translation.en), from a `datasets` source

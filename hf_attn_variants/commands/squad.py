@@ -7,13 +7,13 @@ __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Fine-tune and evaluate extractive question answering on SQuAD v1.1 or v2.0."
 EPILOG = """example (SQuAD v1.1 from its JSON files, on the CPU):
-  %(prog)s --model_name_or_path ./minilm-gqa4 --train_file squad/train-v1.1.json \\
-      --validation_file squad/dev-v1.1.json --max_length 256 --num_train_epochs 1 --group_by_length \\
-      --output_dir runs/squad --cpu
+  %(prog)s ./minilm-gqa4 --train_file squad/train-v1.1.json \\
+      --validation_file squad/dev-v1.1.json --max_length 256 \\
+      --num_train_epochs 1 --group_by_length --output_dir runs/squad --cpu
 
 Without --train_file and --validation_file SQuAD is read from the Hub (rajpurkar/squad, with --version_2_with_negative
 rajpurkar/squad_v2). A context that is longer than --max_length is cut into windows, which share --doc_stride tokens.
-"No answer" is the first token's place: [CLS] in BERT and ALBERT. --output_dir gets the model, all_results.json (exact
+"No answer" is the first token's place, such as [CLS]. --output_dir gets the model, all_results.json (exact
 match and F1 as the official scripts compute them), train_log.jsonl, training_curves.png, predictions_dev.json (for
 the official scripts), predictions_nbest_dev.json and, for v2.0, predictions_null_odds_dev.json; with --test_file the
 same of the test split. v2.0: eval_best_f1 is that of the threshold which is best on the dev set itself.

@@ -6,18 +6,26 @@ from .training import training_command
 __all__ = ["main", "parse_args"]
 
 DESCRIPTION = "Continue training a converted checkpoint to restore its quality."
-EPILOG = """examples (4 key/value heads, drawn towards the model they come from: a BERT on lines, one on pairs, a T5):
-  %(prog)s --model_name_or_path ./minilm-gqa4 --teacher ./minilm --objective distill \\
-      --train_file wikipedia/train-00000.txt.gz --output_dir runs/minilm-gqa4 --group_by_length --cpu
-  %(prog)s --model_name_or_path ./squad-gqa4 --teacher ./squad --objective distill --logits_weight 1 \\
-      --attention_outputs_weight 0 --trainable all --learning_rate 2e-5 --train_file pairs.jsonl \\
-      --text_columns question context --max_length 256 --output_dir runs/squad-gqa4 --cpu
-  %(prog)s --model_name_or_path ./t5-gqa4 --teacher ./t5 --objective seq2seq \\
-      --source_file train.en.gz --target_file train.de.gz --validation_source_file val.en.gz \\
-      --validation_target_file val.de.gz --predict_with_generate --output_dir runs/t5-gqa4 --cpu
+EPILOG = """examples (4 key/value heads, drawn towards the model they come from: a BERT on
+lines, one on pairs, a T5):
+  %(prog)s ./minilm-gqa4 --teacher ./minilm \\
+      --objective distill --train_file wikipedia/train-00000.txt.gz \\
+      --output_dir runs/minilm-gqa4 --group_by_length --cpu
+  %(prog)s ./squad-gqa4 --teacher ./squad \\
+      --objective distill --logits_weight 1 --attention_outputs_weight 0 \\
+      --trainable all --learning_rate 2e-5 --train_file pairs.jsonl \\
+      --text_columns question context --max_length 256 \\
+      --output_dir runs/squad-gqa4 --cpu
+  %(prog)s ./t5-gqa4 --teacher ./t5 \\
+      --objective seq2seq --source_file train.en.gz \\
+      --target_file train.de.gz --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --predict_with_generate \\
+      --output_dir runs/t5-gqa4 --cpu
 and without a teacher, by T5's own pretraining (arXiv:2305.13245):
-  %(prog)s --model_name_or_path ./t5-mqa --objective span_corruption --alpha 0.05 --pretraining_steps 1000000 \\
-      --dataset_name allenai/c4 --dataset_config_name en --max_eval_samples 512 --output_dir runs/t5-mqa
+  %(prog)s ./t5-mqa --objective span_corruption \\
+      --alpha 0.05 --pretraining_steps 1000000 --dataset_name allenai/c4 \\
+      --dataset_config_name en --max_eval_samples 512 \\
+      --output_dir runs/t5-mqa
 
 distill: the teacher alone says what is right: the output of each layer and attention and, for an encoder-decoder, its
 distribution over the targets (with --logits_weight 1 an encoder's over classes or answers, too). mlm, seq2seq: the

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..command_line import HelpFormatter, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 
 if TYPE_CHECKING:
     from ..inspection.attention_maps.maps import TextMaps
@@ -19,22 +19,22 @@ HTML_FILE = "attention_maps.html"
 MOST_TOKENS = 64
 
 EXAMPLE = """\
-example:
-  %(prog)s --model_name_or_path bert-talking-sst2 --output_dir maps \\
+examples:
+  %(prog)s bert-talking-sst2 --output_dir maps \\
       --text "The plot is thin, but the actors carry it."
-  %(prog)s --model_name_or_path google-t5/t5-small --output_dir t5-maps \\
-      --text "translate English to German: The house is small." --target_text "Das Haus ist klein."
+  %(prog)s google-t5/t5-small \\
+      --output_dir t5-maps --target_text "Das Haus ist klein." \\
+      --text "translate English to German: The house is small."
 """
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name("visualize_attention.py"),
         description="Draw what every head of a checkpoint attends to in one text, before and after the talking-heads "
         f"projections, and the projections themselves: one page, {HTML_FILE}.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     add_checkpoint_argument(parser, "folder or Hub id, a variant or upstream's own")
     parser.add_argument("--text", required=True, help="what the model reads")
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max_length", type=int, default=32, help=f"tokens shown, at most {MOST_TOKENS} (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=int, nargs="+", help="only these, counted from 1 (default: all)")
+    parser.add_argument("--layers", type=int, nargs="+", help="only these, counted from 0 (default: all)")
     args = parse_with_checkpoint(parser, argv)
     if not 3 <= args.max_length <= MOST_TOKENS:
         parser.error(f"--max_length must be between 3 and {MOST_TOKENS}, got {args.max_length}")
@@ -88,7 +88,7 @@ def _of_layers(maps: TextMaps, layers: Sequence[int] | None) -> TextMaps:
     missing = sorted(set(layers) - {attention.layer for attention in maps.attentions})
     if missing:
         last = max(attention.layer for attention in maps.attentions)
-        raise ValueError(f"--layers: the model has layers 1 to {last}, got {', '.join(map(str, missing))}.")
+        raise ValueError(f"--layers: the model has layers 0 to {last}, got {', '.join(map(str, missing))}.")
     return replace(maps, attentions=found)
 
 

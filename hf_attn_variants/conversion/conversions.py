@@ -39,8 +39,8 @@ from .report import ConversionReport, conversion_report
 __all__ = ["DTYPES", "checked_dtype", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
 logger = logging.getLogger(__name__)
-# What is lost without text, kept with it, and how to say that it is meant. The figures are those of docs/results.md
-# and, for latents, of docs/conversion_appendix.md.
+# What is lost without text, kept with it, and how to say that it is meant. The figures: docs/results_conversion.md
+# and, of latents, docs/conversion_appendix.md.
 POOLED = (
     "heads are averaged, and the model loses quality until it is trained again. Measured: Spearman 0.867 to 0.804 "
     "(MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",

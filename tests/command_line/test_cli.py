@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -103,10 +104,71 @@ def test_help_says_what_an_option_is_by_default(capsys):
         assert "default: None" not in printed and "default: False" not in printed
 
 
-def test_an_unknown_command_is_refused(capsys):
+def test_help_names_every_host():
+    from hf_attn_variants.command_line import HOSTS
+    from hf_attn_variants.registration import ARCHITECTURES
+
+    named = {name.lower() for name in re.findall(r"\w+", HOSTS)}
+    hosts = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
+    assert hosts and hosts <= named
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_examples_fit_80_columns(name, capsys, monkeypatch):
+    """As the command and as its script, whose name is longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    module = importlib.import_module(cli.COMMANDS[name][0])
+    for show in (lambda: cli.main([name, "--help"]), lambda: module.parse_args(["--help"])):
+        with pytest.raises(SystemExit):
+            show()
+        examples = capsys.readouterr().out.partition("\nexample")[2].splitlines()
+        assert examples and not [line for line in examples if len(line) > 80]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["conver"], "invalid choice: 'conver'"),
+        (["convert", "bert", "--output_dir", "out", "--heads", "4"], "unrecognized arguments: --heads 4"),
+        (["convert", "bert"], "the following arguments are required: --output_dir"),
+        (["glue", "bert", "--task_name", "sst2", "--output_dir", "out", "--max_seq_length", "9"], "--max_length"),
+        (["squad", "--output_dir", "out"], "no checkpoint: name its folder or Hub id first"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["conver"])
-    assert stopped.value.code == 2 and "conver" in capsys.readouterr().err
+        raise SystemExit(cli.main(argv))
+    error, more = capsys.readouterr().err.splitlines()
+    program = " ".join(["attn-variants", *argv[:1]]) if argv[0] in cli.COMMANDS else "attn-variants"
+    assert stopped.value.code == 2 and error.startswith("error: ") and message in error
+    assert more == f"`{program} --help` has all options."
+
+
+def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
+    """It prints two lines for every try and every file."""
+    from huggingface_hub.utils import _http
+
+    from hf_attn_variants.inspection import checkpoint_config
+
+    def unreachable(*arguments):
+        for number in (1, 2, 3):
+            _http.logger.warning(f"'refused' thrown while requesting HEAD https://hub/{number}")
+            _http.logger.warning(f"Retrying in {number}s [Retry {number}/5].")
+        _http.logger.warning("something else")
+        raise OSError("the Hub does not answer")
+
+    [handler] = logging.getLogger("huggingface_hub").handlers
+    monkeypatch.setattr(handler, "stream", sys.stderr)
+    monkeypatch.setattr(checkpoint_config, "read_checkpoint_config", unreachable)
+    for _ in range(2):  # each command anew
+        assert cli.main(["inspect", "me/x"]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            "'refused' thrown while requesting HEAD https://hub/1",
+            "Retrying in 1s [Retry 1/5].",
+            "something else",
+            "error: the Hub does not answer",
+        ]
 
 
 def test_nothing_heavier_than_the_package_is_imported_with_it():
@@ -203,7 +265,10 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
     # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes for a token, 32 x 2 x 1024 tokens of them
     assert "bfloat16, batch 32, 1,024 tokens attended to, source 1,024" in printed
     row = next(line for line in printed.splitlines() if line.startswith("GQA-4 *"))
-    assert row.split()[-7:] == ["256", "B", "16.0", "MiB", "0", "B", "(0%)"]
+    assert row.split()[3:] == ["16.0", "MiB", "0", "B", "(0%)"]
+    assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--dtype", "bfloat16", "--details"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GQA-4 *"))
+    assert row.split()[-7:] == ["256", "B", "512.0", "KiB", "0", "B", "(0%)"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +276,7 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
 )
 def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    argv = ["inspect", str(tmp_path), "--batch_size", "32"]
+    argv = ["inspect", str(tmp_path), "--batch_size", "32", "--details"]
 
     def in_a_pipe(columns):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
-DOCUMENTS = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "talking_heads.md")}
+DOCUMENTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
 
 TWO_TASKS = ("sst2", "qnli")
 Rows = Iterable[Sequence[Any]]
@@ -44,7 +44,7 @@ def spread(values: list[float], form: str) -> str:
     return f"{mean(values):{form}}" + (f" ({' to '.join(ends)})" if len(values) > 1 else "")
 
 
-@table("results.md")
+@table("results_conversion.md")
 def conversion_quality() -> Rows:
     quality = importlib.import_module("conversion_quality")
     rows = load("conversion_quality")["rows"]
@@ -52,7 +52,7 @@ def conversion_quality() -> Rows:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@table("results.md")
+@table("results_training.md")
 def uptraining() -> Rows:
     rows = load("conversion_quality")["rows"]
     for share, steps in (("5 % (377 steps)", 377), ("10 % (754 steps)", 754)):
@@ -62,7 +62,7 @@ def uptraining() -> Rows:
         yield [share, *(f"{row['bleu']:.1f} ({row['loss']:.3f})" for row in cells)]
 
 
-@table("results.md")
+@table("results_long.md")
 def long_inputs() -> Rows:
     rows = load("long_inputs")["runs"]
     for row in rows:
@@ -70,20 +70,20 @@ def long_inputs() -> Rows:
         yield [row["reading"], *found, f"{row['spearman']:.4f}", f"{row['encoding_seconds']:.0f}"]
 
 
-@table("results.md")
+@table("results_appendix.md")
 def long_questions() -> Rows:
     for row in load("long_questions")["runs"]:
         scores = f"{row['eval_exact_match']:.1f}", f"{row['eval_f1']:.1f}"
         yield [row["reading"], row["eval_windows"], *scores, f"{row['seconds']:.0f}"]
 
 
-@table("results.md")
+@table("results_long.md")
 def long_t5() -> Rows:
     for row in load("long_t5")["runs"]:
         yield [row["encoder"], row["steps"], f"{row['bleu']:.2f}", f"{row['loss']:.4f}"]
 
 
-@table("results.md")
+@table("results_long.md")
 def kernel_conversion() -> Rows:
     for row in sorted(load("kernel_conversion")["runs"], key=lambda row: row["texts"]):
         text = f"{row['calibration_size']:,} {row['texts']} of {row['max_length']} tokens"
@@ -94,7 +94,7 @@ def kernel_conversion() -> Rows:
         yield [kernel, row["features"] or "default", text, fit, *scores]
 
 
-@table("results.md")
+@table("results_long.md")
 def finetuned_kernels() -> Rows:
     rows = [row for row in load("finetuned_kernels")["runs"] if "num_train_epochs" not in row]
     for variant, label in (("MHA", "MHA"), ("hedgehog (calibrated at the defaults)", "hedgehog")):
@@ -102,7 +102,7 @@ def finetuned_kernels() -> Rows:
         yield [label, *(spread(accuracies, ".3f") for accuracies in tasks)]
 
 
-@table("results.md")
+@table("results_training.md")
 def matching_layers() -> Rows:
     """Some of its runs are those of other tables."""
     names = ("finetuned_from_general_text", "finetuned_kernels", "finetuned_matching_layers")
@@ -121,7 +121,7 @@ def matching_layers() -> Rows:
         yield [label, *cells]
 
 
-@table("results.md")
+@table("results_training.md")
 def five_seeds() -> Rows:
     rows = load("finetuned_matching_layers")["runs"]
     for variant in ("MHA", "GQA-4", "GQA-4 but in matching layers"):
@@ -130,7 +130,7 @@ def five_seeds() -> Rows:
         yield [variant, *(f"{of[seed]:.3f}" for seed in range(42, 47))]
 
 
-@table("results.md")
+@table("results_conversion.md")
 def retention() -> Rows:
     rows = load("retention")["runs"]
     settings = [{"passages": "no"}, {"passages": "yes"}, {"passages": "yes", "keep_matching_layers": 2}]
@@ -149,7 +149,7 @@ def _embeddings(kept: dict[str, float]) -> str:
     return f", {kept['cosine']:.3f} / {kept['neighbours']:.2f}" if "cosine" in kept else ""
 
 
-@table("results.md")
+@table("results_conversion.md")
 def quickstart() -> Rows:
     for row in load("quickstart")["rows"]:
         scores = [
@@ -161,7 +161,7 @@ def quickstart() -> Rows:
         yield [row["model"], *size, *scores, *[""] * (2 - len(scores))]
 
 
-@table("results.md")
+@table("results_appendix.md")
 def albert() -> Rows:
     rows = load("albert_mlm")["rows"]
     for k in (4, 2, 1):
@@ -169,7 +169,7 @@ def albert() -> Rows:
         yield [k, *(f"{row['eval_loss']:.3f}" for row in losses)]
 
 
-@table("results.md")
+@table("results_appendix.md")
 def span_corruption() -> Rows:
     for row in load("t5_span_corruption")["runs"]:
         costs = [f"{row[f'gate_{name}_cost']:+.2f}" for name in ("shuffled", "zeroed_attention")]
@@ -178,7 +178,7 @@ def span_corruption() -> Rows:
         yield [row["optimizer"], row["attention"], *scores, *costs, gate]
 
 
-@table("results.md")
+@table("results_conversion.md")
 def conversion_memory() -> Rows:
     names = {"large, one file": "one file", "large, 8 shards": "8 shards"}
     for row in load("conversion_memory")["rows"]:
@@ -201,7 +201,7 @@ GENERAL = {
 }
 
 
-@table("results.md")
+@table("results_training.md")
 def glue() -> Rows:
     runs = load("finetuned_variants")["runs"]
     for variant in ("MHA", f"GQA-4 ({ON_TASK}, distilled on it)", f"MQA ({ON_TASK})", "GQA-4 (mean)"):
@@ -210,7 +210,7 @@ def glue() -> Rows:
         yield [variant, *cells, f"{squad[0]['f1']:.1f}" if squad else "not run"]
 
 
-@table("results.md")
+@table("results_training.md")
 def from_general_text() -> Rows:
     runs = load("finetuned_from_general_text")["runs"]
     for variant in ("MHA", "GQA-4 (calibrated at the defaults)"):
@@ -218,7 +218,7 @@ def from_general_text() -> Rows:
         yield [variant, *(", ".join(GENERAL[task](run) for run in found_runs) for task, found_runs in of_task.items())]
 
 
-@table("results.md")
+@table("results_training.md")
 def squad() -> Rows:
     runs = load("finetuned_variants")["runs"]
     after = f"GQA-4 (the fine-tuned MHA, {ON_TASK}"
@@ -236,7 +236,7 @@ def squad() -> Rows:
         yield [label, f"{run['exact_match']:.1f}", f"**{run['f1']:.1f}**", f"`{variant}`"]
 
 
-@table("results.md")
+@table("results_training.md")
 def squad_losses() -> Rows:
     losses = load("squad_training_losses")
     variants = [
@@ -251,7 +251,7 @@ def squad_losses() -> Rows:
         yield [step, *(f"{losses[name][step]:.2f}" if step in losses[name] else "" for name in variants)]
 
 
-@table("results.md")
+@table("results_scratch.md")
 def from_scratch() -> Rows:
     runs = load("t5_multi30k_scratch")["runs"]
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -283,8 +283,8 @@ def test_the_rows_are_in_the_document(name):
 
 
 def test_a_wrong_digit_is_found(monkeypatch):
-    text = DOCUMENTS["results.md"]
+    text = DOCUMENTS["results_appendix.md"]
     row = next(line for line in text.splitlines() if line.startswith("| 2 | 2.379"))
-    monkeypatch.setitem(DOCUMENTS, "results.md", text.replace(row, row.replace("2.379", "2.378")))
+    monkeypatch.setitem(DOCUMENTS, "results_appendix.md", text.replace(row, row.replace("2.379", "2.378")))
     with pytest.raises(AssertionError, match=r"2\.379"):
         test_the_rows_are_in_the_document("albert")

@@ -53,7 +53,7 @@ def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, varia
     found = maps_of(tokenizer, architecture, variant).attentions
     assert len(found) == sum(len(getattr(outputs, name)) for name in names.values())
     for maps in found:
-        expected = getattr(outputs, names[maps.site])[maps.layer - 1][0]
+        expected = getattr(outputs, names[maps.site])[maps.layer][0]
         torch.testing.assert_close(maps.stages[-1].maps, expected, rtol=1e-5, atol=1e-6)
         assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
 
@@ -160,7 +160,7 @@ def test_labels_are_the_tokens_that_each_side_reads(tokenizer):
     assert (by_site["encoder"].query_tokens, by_site["encoder"].key_tokens) == (text, text)
     assert (by_site["decoder"].query_tokens, by_site["decoder"].key_tokens) == (target, target)
     assert (by_site["cross"].query_tokens, by_site["cross"].key_tokens) == (target, text)
-    assert by_site["cross"].name == "decoder layer 2, cross-attention"
+    assert by_site["cross"].name == "decoder layer 1, cross-attention"
 
 
 @pytest.mark.parametrize("variant", ["gqa_talking", "dynamic"])
@@ -212,6 +212,7 @@ def test_a_page_holds_every_value(tokenizer, architecture, variant):
     assert "http" not in page and page.count("</script>") == 2
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
+    assert content["attentions"][0]["name"].endswith("layer 0")  # as in reports and cards
     for found, expected in zip(content["attentions"], maps.attentions, strict=True):
         assert found["name"] == expected.name and tuple(found["rows"]) == expected.query_tokens
         for stage, wanted in zip(found["stages"], expected.stages, strict=True):

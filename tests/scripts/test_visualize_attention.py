@@ -33,7 +33,7 @@ def test_a_talking_heads_checkpoint(bert, tmp_path, capsys):
 
 def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
     arguments = ("--model_name_or_path", make_t5(tmp_path / "t5"), "--output_dir", tmp_path / "out")
-    assert run(*arguments, "--text", "the dog sees a cat", "--layers", 2, "--max_length", 8) == 0
+    assert run(*arguments, "--text", "the dog sees a cat", "--layers", 1, "--max_length", 8) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["attention_maps.html"]
     assert "3 attentions drawn" in capsys.readouterr().out
 
@@ -41,7 +41,7 @@ def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--text", "The cats.", "--layers", "3"], "layers 1 to 2, got 3"),
+        (["--text", "The cats.", "--layers", "2"], "layers 0 to 1, got 2"),
         (["--text", "The cats.", "--target_text", "x"], "has no decoder"),
         (["--text", " "], "empty"),
     ],

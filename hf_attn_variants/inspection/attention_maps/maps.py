@@ -84,7 +84,7 @@ class AttentionMaps:
 
     Args:
         site: "self", "encoder", "decoder" or "cross".
-        layer: counted from 1.
+        layer: counted from 0, as in the names of modules.
         path: the module's path inside the base model; layers that share their weights have the same.
         query_tokens, key_tokens: the labels of a map's rows and columns.
         stages: in the order in which they are computed.
@@ -174,10 +174,11 @@ def attention_maps(
     layers: Counter[str] = Counter()
     core: Any  # of this package's attentions
     for number, (site, path, core) in enumerate(recorder.calls):
+        layer = layers[site.name]
         layers[site.name] += 1
-        weights = getattr(outputs, OUTPUTS[site.name])[layers[site.name] - 1]
+        weights = getattr(outputs, OUTPUTS[site.name])[layer]
         mixed = recorder.mixed.get(number, ())
-        attentions.append(_maps_of_call(site, path, core, layers[site.name], labels, mixed, weights))
+        attentions.append(_maps_of_call(site, path, core, layer, labels, mixed, weights))
     return TextMaps(
         text=text,
         target_text=read_target,
