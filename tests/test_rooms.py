@@ -20,6 +20,7 @@ ORDER = (
     ("conversion",),
     ("inspection",),
     ("training", "hub", "export"),
+    ("sweep",),
     ("commands",),
     ("cli",),
     ("front doors",),
