@@ -24,8 +24,8 @@ VOCABULARY_CHARACTERS = 3_000_000
 # Others are spaces to the learner of the vocabulary, and unknown tokens later: they would fill it.
 ALPHABET = frozenset(string.ascii_letters + string.digits + " \n.,;:()-'\"/%&")
 EPILOG = """example:
-  python benchmarks/small_pretraining.py --tokenizer google-t5/t5-small --text wikipedia/train-00000.txt.gz --size 256 \\
-      --output_dir vocabulary-256"""
+  python benchmarks/small_pretraining.py --tokenizer google-t5/t5-small --text wikipedia/train-00000.txt.gz \\
+      --size 256 --output_dir vocabulary-256"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -35,4 +35,6 @@ the weights on them, so that they flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
 TASK = "classification.task:ClassificationFineTuning"
-make_parser, parse_args, main = training_command(ClassificationSettings, TASK, "run_classification.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    ClassificationSettings, TASK, "run_classification.py", DESCRIPTION, EPILOG
+)

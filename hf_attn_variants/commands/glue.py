@@ -16,4 +16,6 @@ predictions_<task>.tsv; drop the prefix to submit it to GLUE. Scores are those o
 and --early_stopping_patience choose the weights on it, so that its scores flatter the model a little.
 An interrupted run goes on exactly where it was: repeat the command with --resume_from_checkpoint latest."""
 
-make_parser, parse_args, main = training_command(GlueSettings, "glue.task:GlueFineTuning", "run_glue.py", DESCRIPTION, EPILOG)
+make_parser, parse_args, main = training_command(
+    GlueSettings, "glue.task:GlueFineTuning", "run_glue.py", DESCRIPTION, EPILOG
+)

@@ -41,8 +41,8 @@ class Run:
     @property
     def contestant(self) -> str:
         """What its runs of all seeds are called."""
-        parts = [*([self.variant] if self.variant else []), *(f"{axis_name(axis)} {value}" for axis, value in self.point.items())]
-        return ", ".join(parts)
+        point = [f"{axis_name(axis)} {value}" for axis, value in self.point.items()]
+        return ", ".join([self.variant, *point] if self.variant else point)
 
     @property
     def name(self) -> str:

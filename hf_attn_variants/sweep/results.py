@@ -8,7 +8,16 @@ from typing import Any
 
 from .runner import RunFolder
 
-__all__ = ["PARAMETERS", "TRAINING_SECONDS", "Contestant", "SweepResults", "collect", "default_metrics", "number", "short_name"]
+__all__ = [
+    "PARAMETERS",
+    "TRAINING_SECONDS",
+    "Contestant",
+    "SweepResults",
+    "collect",
+    "default_metrics",
+    "number",
+    "short_name",
+]
 
 PARAMETERS, TRAINING_SECONDS = "num_parameters", "train_runtime"
 # Where a file names no metrics: those of these that the runs report, the first one first.
@@ -43,11 +52,11 @@ class Contestant:
 
     def values(self, metric: str) -> list[float]:
         """Return a metric of each finished run that reports it as a number."""
-        found = [results.get(metric) for results in self.results.values()]
+        found: list[Any] = [results.get(metric) for results in self.results.values()]
         return [value for value in found if _is_number(value)]
 
     def spread(self, metric: str) -> dict[str, float] | None:
-        """Return the mean, the smallest and the largest value of a metric; and with two values the sample deviation."""
+        """Return the mean, the smallest and the largest value of a metric, and of several the sample deviation."""
         values = self.values(metric)
         if not values:
             return None
@@ -115,8 +124,13 @@ class SweepResults:
             }
             for each in self.contestants
         ]
-        found = {"title": self.title, "command": self.command, "metrics": list(self.metrics)}
-        return found | {"curve": self.curve, "contestants": contestants}
+        return {
+            "title": self.title,
+            "command": self.command,
+            "metrics": list(self.metrics),
+            "curve": self.curve,
+            "contestants": contestants,
+        }
 
 
 def collect(

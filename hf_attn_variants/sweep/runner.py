@@ -1,7 +1,6 @@
 """Runs a sweep: one command after another, in a folder each, from wherever an earlier call ended."""
 
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -22,8 +21,6 @@ from ..training.engine.stop_signals import StopSignals
 from .plan import CONVERTED, TRAINED, Run
 
 __all__ = ["LOG_NAME", "FailedRun", "RunFolder", "SweepRunner", "check_launcher"]
-
-logger = logging.getLogger(__name__)
 
 # Of a run: its commands and, once it is finished, its results; and what its commands printed.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"

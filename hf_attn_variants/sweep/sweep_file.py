@@ -139,7 +139,7 @@ def _sweep(content: dict[str, Any], given: Mapping[str, str], commands: Collecti
         raise ValueError(f"unknown key `{unknown[0]}`: {did_you_mean(str(unknown[0]), KEYS)}")
     variables = _variables(content.pop("variables", None), given)
     content = _filled(content, variables)
-    command = content.get("command")
+    command: Any = content.get("command")
     if command not in commands:
         said = "give `command`, a training" if command is None else f"`command` {command!r} is no training"
         raise ValueError(f"{said}: {did_you_mean(str(command), commands)}")
