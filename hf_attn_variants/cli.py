@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "squad": ("hf_attn_variants.commands.squad", "fine-tune and evaluate on SQuAD"),
     "seq2seq": ("hf_attn_variants.commands.seq2seq", "fine-tune and evaluate an encoder-decoder on pairs of texts"),
     "ner": ("hf_attn_variants.commands.ner", "fine-tune and evaluate a token classifier, on named entities"),
+    "sweep": ("hf_attn_variants.commands.sweep", "variants x seeds of one training: one table, one plot"),
     "visualize": ("hf_attn_variants.commands.visualize", "draw what each head attends to"),
     "export": ("hf_attn_variants.commands.export", "a variant for those who run no code of ours"),
     "push": ("hf_attn_variants.commands.push", "a checkpoint with its code and model card to the Hub"),

@@ -21,6 +21,7 @@ ORDER = (
     ("inspection",),
     ("training", "hub", "export"),
     ("serving",),
+    ("sweep",),
     ("commands",),
     ("cli",),
     ("front doors",),

@@ -344,7 +344,7 @@ COMMAND_LINES = {
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "sweep"])  # it takes a file
 def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsys):
     parse_args = importlib.import_module(cli.COMMANDS[name][0]).parse_args
     options = COMMAND_LINES[name]

@@ -45,6 +45,7 @@ BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
 SHOWN = {
     ("docs/architecture.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/sparse.md", "■ ■ ■ ■ ■ ■ ■ ■      ■"): "a drawing",
+    ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
     ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
 }
 # Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
@@ -64,6 +65,7 @@ NOT_RUN = {
     "pip": "installs",
     "python -m pytest": "is a run of other tests; that they are there is checked",
     "python benchmarks/": "takes minutes to hours",
+    "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
 }
 # Local folders that a document may name before a command of it has made them; None: any.
 GIVEN: dict[str, set[str] | None] = {"README.md": set()}
