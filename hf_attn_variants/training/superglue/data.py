@@ -149,26 +149,29 @@ def _load_hub(task: SuperGlueTask, wanted: list[str]) -> dict[str, list[Example]
 
 
 def _hub_examples(task: SuperGlueTask, rows: Rows, has_labels: bool) -> Iterator[Example]:
-    """Return the Hub's rows: flat, an answer of MultiRC and a query of ReCoRD each."""
+    """Return the examples of the Hub's rows, which are flat: a query of ReCoRD each, an answer of MultiRC each."""
     if task.name == "multirc":
-        questions: dict[tuple[int, int], Any] = {}
-        for place, row in rows:
-            index = _object(row, "idx", place)
-            paragraph, question, answer = (
-                number_of(index, name, place) for name in ("paragraph", "question", "answer")
-            )
-            texts = text_in(row, "paragraph", place), text_in(row, "question", place)
-            label = label_of(task, row, place) if has_labels else None
-            _, answers = questions.setdefault((paragraph, question), (texts, []))
-            answers.append((answer, text_in(row, "answer", place), label))
-        for index, ((passage, question_text), answers) in questions.items():
-            yield multirc_example(index, passage, question_text, answers)
+        yield from _hub_questions(task, rows, has_labels)
         return
     for place, row in rows:
         if task.name == "record":
             number = number_of(_object(row, "idx", place), "query", place)
+            passage, query = text_in(row, "passage", place), text_in(row, "query", place)
             truths = list(row["answers"]) if has_labels else None
-            texts = text_in(row, "passage", place), text_in(row, "query", place)
-            yield record_example(number, *texts, list(row["entities"]), truths, place)
+            yield record_example(number, passage, query, list(row["entities"]), truths, place)
         else:
             yield make_example(task, row, place, has_labels)
+
+
+def _hub_questions(task: SuperGlueTask, rows: Rows, has_labels: bool) -> Iterator[Example]:
+    texts: dict[tuple[int, int], tuple[str, str]] = {}
+    answers: dict[tuple[int, int], list[tuple[int, str, int | None]]] = {}
+    for place, row in rows:
+        numbers = _object(row, "idx", place)
+        index = number_of(numbers, "paragraph", place), number_of(numbers, "question", place)
+        texts[index] = text_in(row, "paragraph", place), text_in(row, "question", place)
+        label = label_of(task, row, place) if has_labels else None
+        answer = number_of(numbers, "answer", place), text_in(row, "answer", place), label
+        answers.setdefault(index, []).append(answer)
+    for index, (passage, question) in texts.items():
+        yield multirc_example(index, passage, question, answers[index])
