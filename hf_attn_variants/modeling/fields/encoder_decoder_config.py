@@ -43,8 +43,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder's attention. Cross-attention reads the whole source.
         encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
-        encoder_talking_heads_dynamic, encoder_score_function: as those with `cross_`, for the encoder.
-    encoder_score_function: str | None = variant_field("encoder_score_function")
+        encoder_talking_heads_dynamic, encoder_score_function: as those with `cross_`, of the encoder.
         encoder_attention_kernel, cross_attention_kernel: `attention_kernel` of the encoder and of cross-attention.
     """
 
@@ -59,6 +58,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
     encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
     encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
+    encoder_score_function: str | None = variant_field("encoder_score_function")
     encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
     encoder_attention_window: int | None = variant_field("encoder_attention_window")
     encoder_attention_dilation: int = variant_field("encoder_attention_dilation")

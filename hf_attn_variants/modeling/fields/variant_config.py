@@ -66,8 +66,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     Args:
         num_key_value_heads: k, the key/value heads of a layer. None = as many as query heads (MHA), 1 = MQA, between
             = GQA. Stored as an int.
-        value_head_dim: d_v, the size of the value heads of all attentions (v beside k in arXiv 1911.02150). None = d, that
-            of the query and key heads. Of models from scratch.
+        value_head_dim: d_v, the size of the value heads of all attentions (v beside k in arXiv 1911.02150). None = d,
+            that of the query and key heads. Of models from scratch.
         kv_lora_rank: r, the numbers a token that self-attention (of an encoder-decoder: the decoder's) makes its keys
             and values from, its latent (arXiv 2405.04434, section 2.1.2). As many as the input has: the input itself,
             no parameter. None = keys and values are made from the input and kept.
