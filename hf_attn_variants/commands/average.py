@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import HelpFormatter
+from ..command_line import CommandParser
 
 __all__ = ["main", "parse_args"]
 
@@ -23,11 +23,10 @@ TITLES = {"glue": "GLUE", "superglue": "SuperGLUE"}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="attn-variants average",
         description="Make one table of runs on GLUE and SuperGLUE: each task over seeds, and the benchmark's average.",
         epilog=EXAMPLE,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the output folders of runs")
     parser.add_argument("--output_file", metavar="JSON", help="write the scores, those of each seed as well")
